@@ -1,0 +1,33 @@
+"""The two vocabularies: names of mesh axes (physical) and of logical axes (of tensors).
+
+The sets share no word, so a name alone says which of the two is meant.
+"""
+
+from __future__ import annotations
+
+MESH_AXES = ("replica", "data", "fsdp", "stage", "expert", "context", "tensor")
+"""`replica` loosely coupled copies, `data` replicate, `fsdp` shard at rest (ZeRO-3), `stage`
+pipeline, `expert`, `context` sequence, `tensor` (Megatron)."""
+
+BATCH_AXES = ("replica", "data", "fsdp", "expert")
+"""Mesh axes over which the batch is split."""
+
+LOGICAL_AXES = (
+    "batch",
+    "seq",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "layers",
+    "experts",
+    "height",
+    "width",
+    "channels",
+    "classes",
+)
+
+STACKING_AXES = ("layers", "experts")
+"""Logical axes that stack whole tensors: an optimizer treats each slice as a tensor of its own."""

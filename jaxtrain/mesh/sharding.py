@@ -1,0 +1,258 @@
+"""Where every tensor lives: three tables over one vocabulary.
+
+The only file that writes a PartitionSpec.
+
+A table maps a logical axis to the mesh axes its dim is split over. `params` says how parameters
+rest, `optimizer` how optimizer state rests (ZeRO-1/2 split it where parameters are whole), and
+`activations` how tensors are split while in use. A parameter is gathered, before use, over the
+mesh axes that its `params` entry has and its `activations` entry lacks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXES
+
+Table = tuple[tuple[str, tuple[str, ...]], ...]
+Axes = tuple[str | None, ...]
+Dims = tuple[tuple[str, ...], ...]
+"""For each dim of a tensor the mesh axes it is split over, major first."""
+
+
+def table(entries: Mapping[str, str | tuple[str, ...]]) -> Table:
+    """A table from a mapping; raises ValueError on an unknown mesh axis."""
+    rows = []
+    for logical, mesh_axes in entries.items():
+        mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+        for axis in mesh_axes:
+            if axis not in MESH_AXES:
+                raise ValueError(
+                    f"rule {logical} -> {mesh_axes}: {axis!r} is not a mesh axis; "
+                    f"the mesh axes are {', '.join(MESH_AXES)}"
+                )
+        rows.append((logical, mesh_axes))
+    return tuple(rows)
+
+
+_IN_USE = table({"batch": BATCH_AXES, "seq": "context"})
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """How parameters, optimizer state and activations are split; combine presets with `|`.
+
+    `accumulate_sharded`: gradients are reduce-scattered in every microbatch into sharded fp32
+    accumulators (ZeRO-2, FSDP); False reduces once a step from unsharded ones (ZeRO-1): fewer
+    bytes sent, more memory.
+    """
+
+    params: Table = ()
+    optimizer: Table | None = None
+    activations: Table = _IN_USE
+    accumulate_sharded: bool = True
+
+    def __or__(self, other: ShardingRules) -> ShardingRules:
+        """The product of two presets; raises ValueError where both split one logical axis."""
+        optimizer = None
+        if self.optimizer is not None or other.optimizer is not None:
+            optimizer = _merge(self.optimizer or self.params, other.optimizer or other.params)
+        return ShardingRules(
+            params=_merge(self.params, other.params),
+            optimizer=optimizer,
+            activations=_merge(self.activations, other.activations),
+            accumulate_sharded=self.accumulate_sharded and other.accumulate_sharded,
+        )
+
+    def whole_until_update(self) -> ShardingRules:
+        """The same rules with one reduction a step into unsharded accumulators."""
+        return replace(self, accumulate_sharded=False)
+
+    @property
+    def optimizer_table(self) -> Table:
+        return self.params if self.optimizer is None else self.optimizer
+
+
+def _merge(a: Table, b: Table) -> Table:
+    merged = dict(a)
+    for logical, mesh_axes in b:
+        if merged.get(logical, mesh_axes) != mesh_axes:
+            raise ValueError(
+                f"two presets split logical axis {logical!r}: over {merged[logical]} and over "
+                f"{mesh_axes}; write one table with the axes in the order you want"
+            )
+        merged[logical] = mesh_axes
+    return tuple(merged.items())
+
+
+def data_parallel() -> ShardingRules:
+    """Everything whole on every device; gradients are summed."""
+    return ShardingRules()
+
+
+def zero1() -> ShardingRules:
+    """Parameters whole, optimizer state split (Rajbhandari et al. 2020, P_os).
+
+    Gradients are reduced once a step, each device updates its part, parameters are all-gathered.
+    """
+    return ShardingRules(optimizer=table({"embed": ("fsdp", "data")}), accumulate_sharded=False)
+
+
+def zero2() -> ShardingRules:
+    """As `zero1`, and gradients are accumulated split (P_os+g)."""
+    return ShardingRules(optimizer=table({"embed": ("fsdp", "data")}))
+
+
+def fsdp() -> ShardingRules:
+    """Parameters, gradients and optimizer state split (ZeRO-3, P_os+g+p)."""
+    return ShardingRules(params=table({"embed": ("fsdp", "expert")}))
+
+
+def tensor() -> ShardingRules:
+    """Heads, hidden units and vocabulary split (Megatron; Shoeybi et al. 2019)."""
+    split = table(
+        {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    )
+    return ShardingRules(params=split, activations=_merge(_IN_USE, split))
+
+
+def dims(axes: Axes, rules: Table, *, sizes: Mapping[str, int], what: str = "tensor") -> Dims:
+    """The mesh axes of each dim, those of size 1 dropped.
+
+    Leaves with one dim beside stacking ones stay whole over the batch axes: gathering a norm
+    scale costs a collective and saves a few bytes. Raises ValueError on an unknown logical axis
+    and on a mesh axis used twice, showing the logical axes and the result.
+    """
+    lookup = dict(rules)
+    small = sum(axis not in STACKING_AXES for axis in axes) < 2
+    out = []
+    for axis in axes:
+        if axis is not None and axis not in LOGICAL_AXES and axis not in lookup:
+            near = difflib.get_close_matches(axis, [*LOGICAL_AXES, *lookup], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "add a rule for it or use None"
+            raise ValueError(f"{what} has logical axes {axes}: {axis!r} is unknown; {hint}")
+        chosen = tuple(a for a in lookup.get(axis or "", ()) if sizes.get(a, 1) > 1)
+        out.append(tuple(a for a in chosen if not (small and a in BATCH_AXES)))
+    used = [a for d in out for a in d]
+    for axis in used:
+        if used.count(axis) > 1:
+            raise ValueError(
+                f"{what} has logical axes {axes}, which the rules split over {tuple(out)}: mesh "
+                f"axis {axis!r} is used twice; split one of the dims over another mesh axis"
+            )
+    return tuple(out)
+
+
+def activation_dims(axes: Axes, rules: Table, *, sizes: Mapping[str, int]) -> Dims:
+    """As `dims`, for activations: one-dim tensors are split too; `batch*seq` is a merged dim."""
+    out = []
+    for axis in axes:
+        parts = (axis or "").split("*")
+        found = [a for part in parts for a in dict(rules).get(part, ())]
+        out.append(tuple(a for a in found if sizes.get(a, 1) > 1))
+    return tuple(out)
+
+
+def partition_spec(split: Dims) -> PartitionSpec:
+    """The PartitionSpec of a tensor whose dims are split so."""
+    return PartitionSpec(*(d[0] if len(d) == 1 else (d or None) for d in split))
+
+
+def named_sharding(mesh: jax.sharding.Mesh, split: Dims) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(split))
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def ways(dim: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    """Into how many parts a dim is split."""
+    return math.prod(sizes[a] for a in dim)
+
+
+class Leaf(NamedTuple):
+    """One parameter and where it lives."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: Axes
+    params: Dims
+    optimizer: Dims
+    in_use: Dims
+
+    def local_size(self, sizes: Mapping[str, int], split: Dims | None = None) -> int:
+        """Elements held by one device at rest (or under another split)."""
+        split = self.params if split is None else split
+        return math.prod(n // ways(d, sizes) for n, d in zip(self.shape, split, strict=True))
+
+
+def place(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    axes: Mapping[str, Axes],
+    rules: ShardingRules,
+    *,
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, Leaf], list[str]]:
+    """The place of every leaf, and every violation found (empty when all is well)."""
+    placed: dict[str, Leaf] = {}
+    violations: list[str] = []
+    for path, leaf in leaves.items():
+        try:
+            names = axes[path]
+            if len(names) != len(leaf.shape):
+                raise ValueError(
+                    f"{path} has shape {leaf.shape} and {len(names)} logical axes {names}; "
+                    f"name one axis for each dim"
+                )
+            at_rest = dims(names, rules.params, sizes=sizes, what=path)
+            optimizer = dims(names, rules.optimizer_table, sizes=sizes, what=path)
+            in_use = dims(names, rules.activations, sizes=sizes, what=path)
+        except ValueError as error:
+            violations.append(str(error))
+            continue
+        place = Leaf(path, tuple(leaf.shape), str(leaf.dtype), names, at_rest, optimizer, in_use)
+        violations += _violations(place, sizes)
+        placed[path] = place
+    return placed, violations
+
+
+def _violations(leaf: Leaf, sizes: Mapping[str, int]) -> list[str]:
+    found = []
+    for table_name, split in (("params", leaf.params), ("optimizer", leaf.optimizer)):
+        for axis, size, dim in zip(leaf.axes, leaf.shape, split, strict=True):
+            parts = ways(dim, sizes)
+            if size % parts and not (table_name == "optimizer" and split == leaf.params):
+                mesh_axes = " x ".join(f"{a}={sizes[a]}" for a in dim)
+                found.append(
+                    f"{leaf.path}: {axis}={size} does not split over {mesh_axes} ({table_name}); "
+                    f"use {axis}={size // parts * parts or parts} or {-(-size // parts) * parts}, "
+                    f"or {_fitting(size, dim[-1])}"
+                )
+    for axis, rest, use in zip(leaf.axes, leaf.params, leaf.in_use, strict=True):
+        if rest[: len(use)] != use:
+            found.append(
+                f"{leaf.path}: {axis} rests split over {rest} and is used split over {use}; a "
+                f"tensor is gathered for use, so the second must be the beginning of the first"
+            )
+    for axis, rest, split in zip(leaf.axes, leaf.params, leaf.optimizer, strict=True):
+        if split[: len(rest)] != rest:
+            found.append(
+                f"{leaf.path}: {axis} rests split over {rest} and its optimizer state over "
+                f"{split}; the first must be the beginning of the second"
+            )
+    return found
+
+
+def _fitting(size: int, mesh_axis: str) -> str:
+    """The sizes of a mesh axis that would divide `size`, the smaller ones."""
+    fits = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
+    return f"{mesh_axis}={' or '.join(fits[:4]) if fits else 1}"

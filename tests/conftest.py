@@ -1,0 +1,22 @@
+"""The only place that sets the device count: eight fake CPU devices for the whole session."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+
+DEVICES = 8
+
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compile time is what tests cost: programs are kept between runs.
+default = str(Path(tempfile.gettempdir()) / "jaxtrain-xla")
+cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
+jax.config.update("jax_compilation_cache_dir", cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
