@@ -1,0 +1,56 @@
+"""Text to batches: sources, tokenizers, packing, mixtures, and a loader that works ahead.
+
+`batch(step)` is a pure function of (seed, step): rows are found by number, never by reading what
+comes before, so the data position is one integer and a restart on any number of processes repeats
+nothing. Nothing here knows devices or meshes; placement is a function that is passed in. grain is
+not used: its iterators carry state, where rows in random access need none.
+To read first: GPT-3's appendix B (Brown et al. 2020) on mixtures and packing, and Krell et al.
+2021 on packing without cross-contamination.
+"""
+
+from jaxtrain.data.batch_size import BatchRamp, batch_of, first_row, rows_of_step
+from jaxtrain.data.dataset import SPLITS, Batch, Data, Dataset
+from jaxtrain.data.loader import Loader
+from jaxtrain.data.mixture import Mixture, MixtureDataset
+from jaxtrain.data.ngram import reference_bits
+from jaxtrain.data.packing import PackedDataset
+from jaxtrain.data.records import JsonLines, Parquet
+from jaxtrain.data.source import Document, Piece, StdlibSource, TextFiles
+from jaxtrain.data.synthetic import BigramChain
+from jaxtrain.data.text import TextData
+from jaxtrain.data.token_file import TokenFile, TokenFiles, open_token_file, write_token_file
+from jaxtrain.data.tokenization import progress_bar, tokenize
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenizerFile
+
+__all__ = [
+    "SPLITS",
+    "Batch",
+    "BatchRamp",
+    "BigramChain",
+    "BpeTokenizer",
+    "ByteTokenizer",
+    "Data",
+    "Dataset",
+    "Document",
+    "JsonLines",
+    "Loader",
+    "Mixture",
+    "MixtureDataset",
+    "PackedDataset",
+    "Parquet",
+    "Piece",
+    "StdlibSource",
+    "TextData",
+    "TextFiles",
+    "TokenFile",
+    "TokenFiles",
+    "TokenizerFile",
+    "batch_of",
+    "first_row",
+    "open_token_file",
+    "progress_bar",
+    "reference_bits",
+    "rows_of_step",
+    "tokenize",
+    "write_token_file",
+]

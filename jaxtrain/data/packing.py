@@ -1,0 +1,174 @@
+"""Documents packed into rows of fixed length, in random access.
+
+An epoch is one stream: every document, in an order shuffled by (seed, epoch), each ended by eos.
+Row r has the tokens r*seq .. (r+1)*seq - 1 of the stream as inputs and those one further on as
+targets, so no token is dropped between rows. The index that finds a row is the shuffled order and
+where each document starts in the stream; it is built once and memory-mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.data.dataset import Batch
+from jaxtrain.data.permutation import permutation
+from jaxtrain.data.token_file import TokenStore
+from jaxtrain.data.tokenizer import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+class PackingIndex(NamedTuple):
+    order: np.ndarray
+    """[documents] int64: document at each place of the epoch."""
+    starts: np.ndarray
+    """[documents + 1] int64: where it starts in the stream; the last is the stream's length."""
+
+
+def build_index(lengths: np.ndarray, *, seed: int, epoch: int) -> PackingIndex:
+    """The index of an epoch over documents of `lengths` tokens: a function of its arguments."""
+    order = permutation(len(lengths), "documents", seed, epoch)
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths[order], out=starts[1:])
+    return PackingIndex(order=order, starts=starts)
+
+
+def cached_index(
+    path: Path, lengths: np.ndarray, *, seed: int, epoch: int, digest: str
+) -> PackingIndex:
+    """`build_index` kept in the file `path`; a file that is damaged or another's is rebuilt."""
+    meta = {"seed": seed, "epoch": epoch, "documents": digest}
+    for attempt in ("open", "open what was built"):
+        try:
+            file = open_arrays(path, kind="packing")
+            if file.meta != meta:
+                raise DamagedFile(f"{path} is the index of {file.meta}, not of {meta}")
+            return PackingIndex(**file.arrays)
+        except FileNotFoundError:
+            pass
+        except DamagedFile as error:
+            log.warning("%s: building the packing index again", error)
+        if attempt == "open":
+            index = build_index(lengths, seed=seed, epoch=epoch)
+            arrays = {name: whole(array) for name, array in index._asdict().items()}
+            write_arrays(path, kind="packing", meta=meta, arrays=arrays)
+    raise ValueError(f"{path} was written and cannot be read back; check the disk it is on")
+
+
+class PackedDataset:
+    """A `Dataset` over tokenised documents.
+
+    Laws: in each epoch every token is an input exactly once, and every token but the first of its
+    document is a weighted target exactly once (prompt tokens excepted). When documents are
+    isolated, a document cut at the end of a row goes on in the next as a piece of its own, with
+    positions from 0. `len` is the same in all epochs; the rest of the last row is padding.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        vocabulary: Vocabulary,
+        *,
+        seq: int,
+        isolate_documents: bool,
+        seed: int,
+        cache_dir: Path,
+    ) -> None:
+        self.store = store
+        self.vocabulary = vocabulary
+        self.seq = seq
+        self.isolate_documents = isolate_documents
+        self.seed = seed
+        self.cache_dir = cache_dir
+        self.vocab = vocabulary.size
+        self.token_bytes = vocabulary.token_bytes
+        self.tokens = int(store.lengths.sum())
+        made_of = (store.digest, vocabulary.key, seq, isolate_documents)
+        self.digest = sha256(repr(made_of).encode()).hexdigest()
+        self._indices: dict[int, PackingIndex] = {}
+
+    def __len__(self) -> int:
+        return -(-self.tokens // self.seq)
+
+    def encode(self, text: str) -> list[int]:
+        return self.vocabulary.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.vocabulary.decode(ids)
+
+    def index(self, epoch: int) -> PackingIndex:
+        """The epoch's packing index, opened once."""
+        found = self._indices.get(epoch)
+        if found is None:
+            name = f"packing-{self.store.digest[:16]}-{self.seed}-{epoch}.index"
+            found = cached_index(
+                self.cache_dir / name,
+                self.store.lengths,
+                seed=self.seed,
+                epoch=epoch,
+                digest=self.store.digest,
+            )
+            # A batch spans at most the end of one epoch and the start of the next.
+            kept = {e: i for e, i in self._indices.items() if e >= epoch - 1}
+            self._indices = {**kept, epoch: found}
+        return found
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.ndim != 1 or (len(indices) and indices.min() < 0):
+            raise ValueError(f"rows are numbered 0, 1, .. in one dim; found {indices}")
+        epochs, rows = np.divmod(indices, len(self))
+        present = np.unique(epochs)
+        if len(present) < 2:
+            return self._pack(rows, int(present[0]) if len(present) else 0)
+        batch: Batch = {}
+        for epoch in present:
+            chosen = epochs == epoch
+            for name, part in self._pack(rows[chosen], int(epoch)).items():
+                shape = (len(indices), self.seq)
+                batch.setdefault(name, np.empty(shape, dtype=part.dtype))[chosen] = part
+        return batch
+
+    def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
+        order, starts = self.index(epoch)
+        # [rows, seq + 1] places in the stream: the inputs, and one more for the last target.
+        begin = rows[:, None] * self.seq
+        place = begin + np.arange(self.seq + 1)
+        real = place < self.tokens
+        # Padding repeats the stream's last token, an eos, and is known by its segment of 0.
+        np.minimum(place, self.tokens - 1, out=place)
+        at = np.searchsorted(starts, place, side="right") - 1
+        offset = place - starts[at]
+        document = order[at]
+        tokens = self._tokens(self.store.starts[document] + offset)
+        learnt = real[:, 1:] & (offset[:, 1:] >= self.store.prompts[document[:, 1:]])
+        if self.isolate_documents:
+            learnt &= at[:, 1:] == at[:, :-1]
+            segments = at[:, :-1] - at[:, :1] + 1
+            positions = np.minimum(offset[:, :-1], place[:, :-1] - begin)
+        else:
+            segments = np.ones_like(at[:, :-1])
+            positions = np.broadcast_to(np.arange(self.seq), segments.shape)
+        inside = real[:, :-1]
+        return {
+            "tokens": np.ascontiguousarray(tokens[:, :-1]),
+            "targets": np.ascontiguousarray(tokens[:, 1:]),
+            "segments": np.where(inside, segments, 0).astype(np.int32),
+            "positions": np.where(inside, positions, 0).astype(np.int32),
+            "weights": learnt.astype(np.float32),
+        }
+
+    def _tokens(self, addresses: np.ndarray) -> np.ndarray:
+        tokens = self.store.gather(addresses)
+        # Long files are not scanned when opened, so every batch is looked at.
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab:
+            bad = (tokens < 0) | (tokens >= self.vocab)
+            self.store.refuse(int(addresses[bad][0]), vocab=self.vocab)
+        return tokens

@@ -1,0 +1,229 @@
+"""Tokenised documents in memory-mapped files.
+
+A token file is a sealed array file (`array_file.py`) of kind `tokens`:
+
+    meta     format 1, vocab, tokenizer (the key of the vocabulary that wrote it; "" if unknown)
+    tokens   [count] uint16, or uint32 where vocab > 65536: documents one after the other, each
+             with the eos that ends it
+    offsets  [documents + 1] int64: document i is tokens[offsets[i] : offsets[i + 1]]
+    prompts  [documents] int64: its first so many tokens are read, but have loss weight 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.array_file import (
+    VERIFY_BYTES,
+    ArraySpec,
+    DamagedFile,
+    open_arrays,
+    whole,
+    write_arrays,
+)
+from jaxtrain.data.dataset import check_split
+from jaxtrain.data.permutation import below, random_bits
+from jaxtrain.data.source import as_tuple, check_fraction, matching_files
+
+KIND = "tokens"
+FORMAT = 1
+
+
+class TokenDocument(NamedTuple):
+    ids: np.ndarray
+    """[tokens] integers, eos included."""
+    prompt: int = 0
+
+
+class TokenFile(NamedTuple):
+    path: Path
+    vocab: int
+    tokenizer: str
+    digest: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompts: np.ndarray
+
+
+def open_token_file(path: Path, *, verify: bool | None = None) -> TokenFile:
+    """Memory-map it. Raises DamagedFile, and ValueError for an id that is not below `vocab`.
+
+    `verify` reads every token; by default it does so up to 256 MiB. In longer files an id outside
+    the vocabulary is found when its row is read.
+    """
+    file = open_arrays(path, kind=KIND, verify=verify)
+    if file.meta.get("format") != FORMAT:
+        raise DamagedFile(f"{path} has format {file.meta.get('format')}, this reads {FORMAT}")
+    opened = TokenFile(path, file.meta["vocab"], file.meta["tokenizer"], file.digest, **file.arrays)
+    if opened.offsets[-1] != len(opened.tokens) or len(opened.prompts) + 1 != len(opened.offsets):
+        raise DamagedFile(f"{path} is damaged: its documents do not add up to its tokens")
+    if opened.tokens.nbytes <= VERIFY_BYTES if verify is None else verify:
+        check_ids(opened.tokens, vocab=opened.vocab, path=path, position=0)
+    return opened
+
+
+def token_dtype(vocab: int) -> str:
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def write_token_file(
+    path: Path, documents: Iterable[TokenDocument], *, vocab: int, tokenizer: str = ""
+) -> None:
+    """Write documents that fit in memory; `merge_token_files` joins such files without limit.
+
+    Raises ValueError for an id outside the vocabulary, naming its position in the file.
+    """
+    parts, prompts, count = [np.empty(0, dtype=token_dtype(vocab))], [], 0
+    lengths = [0]
+    for document in documents:
+        ids = np.asarray(document.ids)
+        check_ids(ids, vocab=vocab, path=path, position=count)
+        parts.append(ids.astype(token_dtype(vocab)))
+        prompts.append(document.prompt)
+        lengths.append(len(ids))
+        count += len(ids)
+    arrays = {
+        "tokens": whole(np.concatenate(parts)),
+        "offsets": whole(np.cumsum(lengths, dtype=np.int64)),
+        "prompts": whole(np.array(prompts, dtype=np.int64)),
+    }
+    meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
+    write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
+
+
+def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
+    """Join files of one vocabulary, streaming; the result depends on the documents alone."""
+    if len({(file.vocab, file.tokenizer) for file in files}) != 1:
+        found = ", ".join(f"{file.path} (vocab {file.vocab})" for file in files) or "none"
+        raise ValueError(f"only token files of one tokenizer can be joined; found {found}")
+    tokens = [len(file.tokens) for file in files]
+    documents = sum(len(file.prompts) for file in files)
+    bases = list(accumulate(tokens, initial=0))
+    ends = (file.offsets[1:] + base for file, base in zip(files, bases, strict=False))
+    vocab, tokenizer = files[0].vocab, files[0].tokenizer
+    arrays = {
+        "tokens": ArraySpec(token_dtype(vocab), (sum(tokens),), (file.tokens for file in files)),
+        "offsets": ArraySpec("int64", (documents + 1,), _chained(np.zeros(1, np.int64), ends)),
+        "prompts": ArraySpec("int64", (documents,), (file.prompts for file in files)),
+    }
+    meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
+    write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
+
+
+def _chained(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    yield first
+    yield from rest
+
+
+def check_ids(ids: np.ndarray, *, vocab: int, path: Path, position: int) -> None:
+    """Raises ValueError for the first id outside [0, vocab); ids[0] is token `position`."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
+        first = int(np.argmax((ids < 0) | (ids >= vocab)))
+        raise ValueError(
+            f"{path}: token {position + first} is id {ids[first]}, outside the vocabulary of "
+            f"{vocab}; use the tokenizer that made the file, or tokenise again"
+        )
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Documents that are tokenised already, by `tokenize` or `write_token_file`.
+
+    Held out is a fraction of the documents by a hash of (file, number), or the files of
+    `held_out_paths`. The tokenizer beside it must be the one that wrote the files.
+    """
+
+    paths: str | tuple[str, ...]
+    held_out: float = field(default=0.05, kw_only=True)
+    held_out_paths: str | tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if problems := check_fraction(self.held_out):
+            raise ValueError(f"TokenFiles: {problems[0]}")
+
+    def store(self, split: str, *, vocab: int, tokenizer: str) -> TokenStore:
+        """Raises ValueError listing every file that does not suit the tokenizer."""
+        check_split(split)
+        files = tuple(open_token_file(Path(path)) for path in self._split_paths(split))
+        problems = [
+            f"{file.path} was written by another tokenizer (key {file.tokenizer[:12]}, "
+            f"the experiment's is {tokenizer[:12]})"
+            for file in files
+            if file.tokenizer not in ("", tokenizer)
+        ]
+        if problems:
+            raise ValueError("; ".join(problems) + "; name the tokenizer they were made with")
+        for file in files:
+            if file.vocab > vocab:
+                check_ids(file.tokens, vocab=vocab, path=file.path, position=0)
+        return TokenStore(files=files, documents=self._selected(files, split))
+
+    def _split_paths(self, split: str) -> list[str]:
+        apart = matching_files(as_tuple(self.held_out_paths))
+        if split == "held_out" and apart:
+            return apart
+        paths = [p for p in matching_files(as_tuple(self.paths)) if p not in set(apart)]
+        if not paths:
+            raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
+        return paths
+
+    def _selected(self, files: tuple[TokenFile, ...], split: str) -> np.ndarray:
+        """[documents of the split] int64: their numbers through all files."""
+        numbers = np.arange(sum(len(file.prompts) for file in files), dtype=np.int64)
+        if self.held_out_paths:
+            return numbers
+        bits = [random_bits(len(file.prompts), "held_out", file.digest) for file in files]
+        return numbers[below(np.concatenate(bits), self.held_out) == (split == "held_out")]
+
+
+class TokenStore:
+    """Documents of one or more token files as one sequence.
+
+    `starts` [documents] int64 are addresses, `lengths` and `prompts` [documents] int64 are tokens;
+    `gather` reads any addresses.
+    """
+
+    def __init__(self, *, files: tuple[TokenFile, ...], documents: np.ndarray | None) -> None:
+        self.files = files
+        self.bases = np.cumsum([0, *(len(file.tokens) for file in files)])
+        starts = _joined([f.offsets[:-1] + b for f, b in zip(files, self.bases, strict=False)])
+        lengths = _joined([np.diff(file.offsets) for file in files])
+        prompts = _joined([file.prompts for file in files])
+        chosen = slice(None) if documents is None else documents
+        self.starts, self.lengths, self.prompts = starts[chosen], lengths[chosen], prompts[chosen]
+        if not self.lengths.sum():
+            names = ", ".join(str(file.path) for file in files)
+            raise ValueError(f"no document is left in this split of {names}; change held_out")
+        hashed = sha256("".join(file.digest for file in files).encode())
+        hashed.update(b"all" if documents is None else documents.tobytes())
+        self.digest = hashed.hexdigest()
+
+    def gather(self, addresses: np.ndarray) -> np.ndarray:
+        """Tokens at `addresses`, int32, in the same shape."""
+        if len(self.files) == 1:
+            return self.files[0].tokens[addresses].astype(np.int32)
+        owner = np.searchsorted(self.bases, addresses, side="right") - 1
+        out = np.empty(addresses.shape, dtype=np.int32)
+        for number in np.unique(owner):
+            mine = owner == number
+            out[mine] = self.files[number].tokens[addresses[mine] - self.bases[number]]
+        return out
+
+    def refuse(self, address: int, *, vocab: int) -> None:
+        """Raise the error for the token at `address`, which is outside the vocabulary."""
+        number = int(np.searchsorted(self.bases, address, side="right")) - 1
+        position = address - int(self.bases[number])
+        file = self.files[number]
+        found = file.tokens[position : position + 1]
+        check_ids(found, vocab=vocab, path=file.path, position=position)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,237 @@
+"""Text to token ids and back: bytes, byte-level BPE trained on the corpus, or a tokenizer.json.
+
+A tokenizer in an experiment file is a frozen value; `build` makes the vocabulary, which encodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
+
+log = logging.getLogger(__name__)
+
+
+class Vocabulary(Protocol):
+    """A tokenizer at work. Picklable, so that other processes can encode with it."""
+
+    @property
+    def size(self) -> int:
+        """Every id is below it."""
+        ...
+
+    @property
+    def eos(self) -> int:
+        """Ends each document; `encode` never gives it."""
+        ...
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """[size] int32: bytes of text each id stands for, 0 for special ones."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Equal keys encode equally."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer(Protocol):
+    def build(
+        self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
+    ) -> Vocabulary:
+        """`texts()` is the train split, read only if needed; `corpus` is its fingerprint."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """The 256 byte values of UTF-8, and eos = 256. It is its own vocabulary."""
+
+    @property
+    def size(self) -> int:
+        return 257
+
+    @property
+    def eos(self) -> int:
+        return 256
+
+    @property
+    def key(self) -> str:
+        return "bytes"
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        return np.where(np.arange(self.size) == self.eos, 0, 1).astype(np.int32)
+
+    def build(
+        self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
+    ) -> ByteTokenizer:
+        return self
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Lossless on whole UTF-8; a character cut in two becomes U+FFFD. Eos is left out."""
+        return bytes(i for i in ids if i != self.eos).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """Byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet), trained on the train split.
+
+    Lossless: decode(encode(x)) == x. Trained once per corpus and kept in `cache_dir`; the same
+    corpus gives the same merges. `vocab` counts the 256 bytes and eos; a small corpus may have
+    fewer merges to give, and the vocabulary is then smaller.
+    """
+
+    vocab: int = 4096
+    min_frequency: int = 2
+    eos: str = "<|endoftext|>"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.vocab < 257:
+            problems.append(f"vocab={self.vocab} cannot hold 256 bytes and eos; use 257 or more")
+        if self.min_frequency < 1:
+            problems.append(f"min_frequency={self.min_frequency} counts pairs; use 1 or more")
+        if not self.eos:
+            problems.append("eos is empty; name the token that ends a document")
+        if problems:
+            raise ValueError("BpeTokenizer: " + "; ".join(problems))
+
+    def build(
+        self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
+    ) -> HuggingFaceVocabulary:
+        key = hashlib.sha256(repr((self, corpus)).encode()).hexdigest()[:24]
+        path = cache_dir / f"bpe-{key}.tokenizer"
+        try:
+            # The cache is a sealed file, so that a flipped byte is not a different tokenizer.
+            cached = open_arrays(path, kind="tokenizer", verify=True).arrays["json"]
+            return HuggingFaceVocabulary(cached.tobytes().decode("utf-8"), eos=self.eos)
+        except FileNotFoundError:
+            log.info("training a BPE vocabulary of %d", self.vocab)
+        except DamagedFile as error:
+            log.warning("%s: training the tokenizer again", error)
+        trained = self._train(texts())
+        body = np.frombuffer(trained.encode("utf-8"), dtype=np.uint8)
+        write_arrays(path, kind="tokenizer", meta={"eos": self.eos}, arrays={"json": whole(body)})
+        return HuggingFaceVocabulary(trained, eos=self.eos)
+
+    def _train(self, texts: Iterator[str]) -> str:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        first = next(texts, None)
+        if first is None:
+            raise ValueError("the train split has no text to train a BpeTokenizer on")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab,
+            min_frequency=self.min_frequency,
+            special_tokens=[self.eos],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(itertools.chain((first,), texts), trainer=trainer)
+        return tokenizer.to_str()
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer.json of Hugging Face `tokenizers`; `eos` is the token that ends a document."""
+
+    path: str
+    eos: str = "<|endoftext|>"
+
+    def build(
+        self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
+    ) -> HuggingFaceVocabulary:
+        try:
+            content = Path(self.path).read_text(encoding="utf-8")
+            json.loads(content)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} is not a readable tokenizer.json: {error}") from error
+        return HuggingFaceVocabulary(content, eos=self.eos)
+
+
+class HuggingFaceVocabulary:
+    """A tokenizer.json at work."""
+
+    def __init__(self, content: str, *, eos: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.json = content
+        self.eos_token = eos
+        self.key = hashlib.sha256(f"{eos}\0{content}".encode()).hexdigest()
+        self._tokenizer = Tokenizer.from_str(content)
+        # Text that spells a special token is text: a document must not be able to end itself.
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if eos not in ids:
+            special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
+            raise ValueError(
+                f"eos={eos!r} is not in the vocabulary; its special tokens are "
+                f"{', '.join(map(repr, special)) or 'none'}"
+            )
+        self.eos = ids[eos]
+        self.size = max(ids.values()) + 1
+        self.token_bytes = _token_bytes(json.loads(content), ids, self.size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.json, self.eos_token)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, dtype=np.uint32) for e in encoded]
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens, eos among them, are left out."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def _restore(content: str, eos: str) -> HuggingFaceVocabulary:
+    return HuggingFaceVocabulary(content, eos=eos)
+
+
+def _token_bytes(content: dict[str, Any], ids: dict[str, int], size: int) -> np.ndarray:
+    """Byte-level vocabularies write a byte as one character, all others write text.
+
+    In those, SentencePiece's U+2581 is a space and `<0x41>` a byte.
+    """
+    special = {entry["content"] for entry in content.get("added_tokens", ()) if entry["special"]}
+    byte_level = '"ByteLevel"' in json.dumps(content.get("decoder"))
+    lengths = np.zeros(size, dtype=np.int32)
+    for token, index in ids.items():
+        if token in special:
+            continue
+        if byte_level:
+            lengths[index] = len(token)
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            lengths[index] = 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode("utf-8"))
+    return lengths

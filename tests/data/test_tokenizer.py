@@ -1,0 +1,120 @@
+"""Tokenizers: lossless, byte counts that add up, trained once and the same every time."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    HuggingFaceVocabulary,
+    TokenizerFile,
+)
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 20,
+    "na\u00efve caf\u00e9 \u2603 \U0001f600 \u4f60\u597d\r\n\ttabs  and   spaces ",
+    "text that spells <|endoftext|> is text",
+    "\x00\x01\x7f",
+    "",
+]
+
+
+def corpus() -> Iterator[str]:
+    return iter(TEXTS)
+
+
+def build(tokenizer: Any, folder: Path) -> Any:
+    return tokenizer.build(corpus, corpus="test", cache_dir=folder)
+
+
+@pytest.fixture
+def file_tokenizer(tmp_path: Path) -> TokenizerFile:
+    trained = build(BpeTokenizer(vocab=280), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(trained.json, encoding="utf-8")
+    return TokenizerFile(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.fixture(params=["bytes", "bpe", "file"])
+def vocabulary(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "file":
+        return build(request.getfixturevalue("file_tokenizer"), tmp_path)
+    return build(ByteTokenizer() if request.param == "bytes" else BpeTokenizer(vocab=300), tmp_path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_gives_the_text_back_and_bytes_add_up(vocabulary: Any, text: str) -> None:
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode(ids) == text
+    assert vocabulary.token_bytes[ids].sum() == len(text.encode())
+    assert vocabulary.eos not in ids and all(0 <= i < vocabulary.size for i in ids)
+    assert vocabulary.encode_batch([text, "a"])[0].tolist() == ids
+
+
+def test_eos_stands_for_no_text(vocabulary: Any) -> None:
+    assert vocabulary.token_bytes.shape == (vocabulary.size,)
+    assert vocabulary.token_bytes[vocabulary.eos] == 0
+    assert vocabulary.decode([*vocabulary.encode("ab"), vocabulary.eos]) == "ab"
+
+
+def test_a_pickled_vocabulary_encodes_equally(vocabulary: Any) -> None:
+    again = pickle.loads(pickle.dumps(vocabulary))
+    assert again.key == vocabulary.key
+    for text in TEXTS:
+        assert again.encode(text) == vocabulary.encode(text)
+
+
+def test_bpe_is_trained_once_and_deterministically(tmp_path: Path) -> None:
+    tokenizer = BpeTokenizer(vocab=270)
+    keys = {build(tokenizer, tmp_path / name).key for name in ("a", "b", "c")}
+    assert len(keys) == 1
+
+    def never() -> Iterator[str]:
+        raise AssertionError("the cache was not used")
+
+    cached = tokenizer.build(never, corpus="test", cache_dir=tmp_path / "a")
+    assert {cached.key} == keys
+    assert cached.size == 270
+    assert len(cached.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
+    other = tokenizer.build(lambda: iter(["zzzz" * 9]), corpus="other", cache_dir=tmp_path / "a")
+    assert other.key not in keys
+
+
+def test_a_damaged_bpe_cache_is_trained_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = BpeTokenizer(vocab=300)
+    key = build(tokenizer, tmp_path).key
+    (path,) = tmp_path.glob("bpe-*.tokenizer")
+    damaged = bytearray(path.read_bytes())
+    damaged[5000] ^= 1
+    path.write_bytes(damaged)
+    assert build(tokenizer, tmp_path).key == key
+    assert "is damaged" in caplog.text
+
+
+def test_bytes_of_a_sentencepiece_style_vocabulary() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    ids = {"<0x41>": 0, "\u2581the": 1, "\u00e9": 2, "</s>": 3}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    found = HuggingFaceVocabulary(tokenizer.to_str(), eos="</s>")
+    assert found.token_bytes.tolist() == [1, 4, 2, 0]
+
+
+def test_bad_fields_are_refused(file_tokenizer: TokenizerFile, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"vocab=100 cannot hold 256 bytes.*min_frequency=0"):
+        BpeTokenizer(vocab=100, min_frequency=0)
+    with pytest.raises(ValueError, match=r"eos='</s>' is not in the vocabulary.*'<\|endoftext\|>'"):
+        build(TokenizerFile(file_tokenizer.path, eos="</s>"), tmp_path)
+    with pytest.raises(ValueError, match=r"is not a readable tokenizer\.json"):
+        build(TokenizerFile(str(tmp_path / "none.json")), tmp_path)
+    with pytest.raises(ValueError, match="no text to train"):
+        BpeTokenizer().build(lambda: iter(()), corpus="", cache_dir=tmp_path)
