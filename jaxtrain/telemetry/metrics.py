@@ -1,0 +1,256 @@
+"""Metrics of a run: `metrics.jsonl`, TensorBoard events, and reading a device one step late.
+
+`metrics.jsonl` is one strict JSON object per logged step, steps strictly increasing. A number that
+is not finite is written as null, with "<name>_nonfinite" beside it saying "nan", "inf" or "-inf";
+`read_metrics` gives the number back.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Values = dict[str, Any]
+_FILE = "metrics.jsonl"
+_MARK = "_nonfinite"
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A Python number, bool, string or None from `value`, which may be a 0-d array on a device."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    array = np.asarray(value)
+    if array.shape != () or array.dtype == object:
+        raise ValueError(
+            f"metric {name!r} is of type {type(value).__name__}, shape {array.shape}; log scalars, "
+            f"one name each (such as {name}_0)"
+        )
+    # bfloat16 and fp8 are not numpy's own: item() leaves them as they are.
+    return float(array) if array.dtype.kind in "fV" else array.item()
+
+
+def _encode(step: int, values: Mapping[str, Any]) -> str:
+    plain: Values = {"step": step}
+    for name, value in values.items():
+        if name == "step" or name.endswith(_MARK):
+            raise ValueError(f"metric {name!r}: the file uses this name itself; call it another")
+        number = scalar(name, value)
+        finite = not isinstance(number, float) or math.isfinite(number)
+        plain[name] = number if finite else None
+        if not finite:
+            plain[name + _MARK] = str(number)
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _decode(values: Values) -> Values:
+    marked = {name for name in values if name.endswith(_MARK)}
+    found = {name.removesuffix(_MARK): float(values[name]) for name in marked}
+    return {name: found.get(name, value) for name, value in values.items() if name not in marked}
+
+
+def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Values]:
+    """Objects of a metrics file. A broken last line (its writer was killed) is left out; a broken
+    line before it is an error."""
+    broken: int | None = None
+    for number, line in enumerate(lines, start=1):
+        if broken is not None:
+            raise ValueError(
+                f"{path}:{broken} is not a JSON object with a step; the file was damaged, not cut "
+                "short: remove that line, or move the file away"
+            )
+        try:
+            values = json.loads(line)
+            values["step"] + 0
+        except (ValueError, TypeError, KeyError):
+            broken = number
+            continue
+        yield values
+
+
+def read_metrics(run_dir: str | Path) -> list[Values]:
+    """All logged steps of a run, oldest first; [] when there are none. Works while it is written.
+
+    Raises `ValueError` naming the line when one that is not the last is damaged.
+    """
+    path = Path(run_dir) / _FILE
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [_decode(values) for values in _whole_lines(path, file)]
+
+
+def _truncate(path: Path, start: int) -> int:
+    """Keep the steps before `start`, drop half a last line; returns the last step kept, or -1.
+
+    The file is replaced in one rename: a kill leaves the old one or the new one.
+    """
+    if not path.exists():
+        return -1
+    with path.open("rb") as file:
+        old = file.read()
+    kept = [values for values in _whole_lines(path, old.splitlines()) if values["step"] < start]
+    new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in kept).encode()
+    if new != old:
+        beside = path.with_suffix(".tmp")
+        with beside.open("wb") as file:
+            file.write(new)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    return kept[-1]["step"] if kept else -1
+
+
+class _Events:
+    """TensorBoard events, written by a thread that imports the library after the first write."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise ValueError(
+                "TensorBoard events need tensorboardX, which is not installed; "
+                "pip install tensorboardX, or use tensorboard=False"
+            )
+        self._path, self._start = path, start
+        self._writer: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[None]] = deque()
+
+    def write(self, step: int, values: Values) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="events")
+        self._pending.append(self._thread.submit(self._add, step, values))
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()  # raises here what failed there, such as a full disk
+
+    def _add(self, step: int, values: Values) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            # Readers discard what an abandoned continuation wrote from `start` on. The suffix
+            # keeps a run resumed within the same second off the file of the one before.
+            self._writer = SummaryWriter(
+                str(self._path), purge_step=self._start, filename_suffix=f".from{self._start}"
+            )
+        for name, value in values.items():
+            # Not finite: left to metrics.jsonl, since the library logs a warning for each.
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        if self._thread is None:
+            return
+        self._thread.shutdown(wait=True)
+        self._thread = None
+        if self._writer is not None:
+            self._writer.close()
+        while self._pending:
+            self._pending.popleft().result()
+
+
+class MetricsWriter:
+    """Appends to `run_dir/metrics.jsonl` and `run_dir/events`; only process 0 writes anything.
+
+    `start` is the first step this run will log. Lines from `start` on, left by a continuation that
+    was abandoned, are dropped when it opens, and half a line left by a kill: no step is there
+    twice. A line is on its way to the disk when `write` returns. Raises `ValueError` for a damaged
+    file and for steps that do not increase, `OSError` for a disk that is full.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        start: int = 0,
+        tensorboard: bool = True,
+        process: int = 0,
+    ) -> None:
+        self._file: Any = None
+        self._events: _Events | None = None
+        if process != 0:
+            return
+        folder = Path(run_dir)
+        if tensorboard:
+            self._events = _Events(folder / "events", start)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._last = _truncate(folder / _FILE, start)
+        self._file = (folder / _FILE).open("ab", buffering=0)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log `values` of `step`, one call a step: what was evaluated at it belongs in it too."""
+        if self._file is None:
+            return
+        if step <= self._last:
+            raise ValueError(
+                f"step {step} comes after step {self._last}: steps are logged once and in order; "
+                "put all metrics of a step into one write"
+            )
+        self._append(_encode(step, values).encode())
+        self._last = step
+        if self._events is not None:
+            plain = {name: scalar(name, value) for name, value in values.items()}
+            self._events.write(step, plain)
+
+    def _append(self, line: bytes) -> None:
+        whole = self._file.tell()
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(whole)  # half a line would damage what is written after it
+            raise OSError(error.errno, error.strerror, self._file.name) from error
+
+    def close(self) -> None:
+        """Finish both files. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._events is not None:
+            events, self._events = self._events, None
+            events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class DelayedMetrics:
+    """Metrics read one step late, so the host never waits for a device that has nothing to do.
+
+    `push` is called after a step was dispatched and returns the step before, whose values the
+    device has finished or is about to, with the pushed step queued behind. Copies to the host
+    start at the push.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[int, Mapping[str, Any]] | None = None
+
+    def push(self, step: int, metrics: Mapping[str, Any]) -> tuple[int, Values] | None:
+        """Hold `metrics` of `step`; returns (step, values) of the one held, None at first."""
+        for value in metrics.values():
+            if hasattr(value, "copy_to_host_async"):
+                value.copy_to_host_async()
+        before, self._held = self._held, (step, metrics)
+        return _values(before)
+
+    def flush(self) -> tuple[int, Values] | None:
+        """The step still held, waited for; None when there is none. For the end of a run."""
+        before, self._held = self._held, None
+        return _values(before)
+
+
+def _values(held: tuple[int, Mapping[str, Any]] | None) -> tuple[int, Values] | None:
+    if held is None:
+        return None
+    step, metrics = held
+    return step, {name: scalar(name, value) for name, value in metrics.items()}

@@ -1,0 +1,137 @@
+"""How far a run is: a bar on a terminal, plain lines everywhere else (files, CI, notebooks)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: `45s`, `1m20s`, `2h05m`, `3d04h`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes = whole // 60
+    if minutes < 60:
+        return f"{minutes}m{whole % 60:02d}s"
+    hours = minutes // 60
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def compact(number: float) -> str:
+    """At most three digits and a letter: `950`, `8.1k`, `81k`, `1.2M`."""
+    for letter in ("", "k", "M", "G"):
+        if abs(number) < 999.5 or letter == "G":
+            break
+        number /= 1000
+    return f"{number:.1f}{letter}" if letter and abs(number) < 9.95 else f"{number:.0f}{letter}"
+
+
+# Metric, its name on the line, its format: those that are there are shown, in this order.
+_SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", lambda value: f"{value:.3f}"),
+    ("tokens_per_s", "tok/s", compact),
+    ("mfu_full", "mfu", lambda value: f"{value:.2f}"),
+)
+
+
+class Progress:
+    """Shows `step 120/600 loss 3.412 tok/s 81k mfu 0.43 eta 1m20s` for a run of `total` steps.
+
+    `start` steps were done before this run (resumed). On a terminal it is one live line with a bar,
+    drawn at most ten times a second; elsewhere a line for the first step, for every `every`-th and
+    for the last. `mfu` is `mfu_full`. The ETA is the mean step time since the first update, so the
+    compilation before it is left out. `close` restores the terminal, and so does leaving a `with`.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        start: int = 0,
+        stream: TextIO | None = None,
+        every: int = 10,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1: a line every so many steps")
+        self._total, self._start, self._every, self._clock = total, start, every, clock
+        self._stream = sys.stdout if stream is None else stream
+        self._first: tuple[int, float] | None = None
+        self._drawn = float("-inf")
+        self._bar: Any = None
+        self._terminal = self._stream.isatty()
+
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
+        """`step` steps are done in all; `values` are the metrics of the latest one known."""
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        text = self._text(values, self._eta(step, now))
+        if self._terminal and self._bar is None:
+            self._open()
+        if self._bar is not None:
+            self._draw(step, text, now)
+        elif step == self._first[0] or step % self._every == 0 or step == self._total:
+            self._write(f"step {step}/{self._total} {text}")
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._bar is None:
+            self._write(text)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the terminal back. May be called twice."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _eta(self, step: int, now: float) -> str:
+        if self._first is None or step <= self._first[0]:
+            return ""
+        step_s = (now - self._first[1]) / (step - self._first[0])
+        return f"eta {duration(step_s * (self._total - step))}"
+
+    def _text(self, values: Mapping[str, Any], eta: str) -> str:
+        shown = [
+            f"{label} {show(float(values[name]))}"
+            for name, label, show in _SHOWN
+            if values.get(name) is not None
+        ]
+        return " ".join([*shown, eta]).rstrip()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text.rstrip() + "\n")
+        self._stream.flush()
+
+    def _draw(self, step: int, text: str, now: float) -> None:
+        if now - self._drawn < 0.1 and step < self._total:
+            return
+        self._drawn = now
+        self._bar.update(self._bar.task_ids[0], completed=step, text=text, refresh=True)
+
+    def _open(self) -> None:
+        # Imported with the first step behind us: it would only delay that one.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(file=self._stream)
+        if console.is_dumb_terminal:  # it cannot move the cursor, so a bar would draw nothing
+            self._terminal = False
+            return
+        text = TextColumn("{task.fields[text]}")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), text)
+        self._bar = Bar(*columns, console=console, auto_refresh=False)
+        self._bar.start()
+        self._bar.add_task("", total=self._total, completed=self._start, text="")

@@ -1,0 +1,240 @@
+"""The laws of metrics.jsonl: strict JSON, each step once, nothing lost but what was abandoned."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
+
+
+def write(run_dir: Path, steps: range, start: int = 0, scale: float = 1.0) -> None:
+    with MetricsWriter(run_dir, start=start, tensorboard=False) as writer:
+        for step in steps:
+            writer.write(step, {"loss": step * scale})
+
+
+def strict(path: Path) -> list[dict]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("resumed", [0, 3, 7, 10, 12])
+def test_a_resumed_run_reads_like_one_that_never_stopped(tmp_path: Path, resumed: int) -> None:
+    write(tmp_path, range(10), scale=-1)
+    write(tmp_path, range(resumed, 15), start=resumed)
+    found = read_metrics(tmp_path)
+    assert [line["step"] for line in found] == [*range(min(resumed, 10)), *range(resumed, 15)]
+    assert all(
+        line["loss"] == line["step"] * (-1 if line["step"] < resumed else 1) for line in found
+    )
+
+
+def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(5))
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for cut in range(last, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        # The object is whole once its brace is there, with or without the end of the line.
+        kept = 5 if cut >= len(whole) - 1 else 4
+        assert [line["step"] for line in read_metrics(tmp_path)] == list(range(kept))
+        write(tmp_path, range(kept, 6), start=kept)
+        assert path.read_bytes().startswith(whole if kept == 5 else whole[:last])
+        assert [line["step"] for line in strict(path)] == list(range(6))
+
+
+def test_damage_before_the_last_line_is_not_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(4))
+    damaged = path.read_text().replace('{"step": 1', "{\x00step: 1")
+    path.write_text(damaged)
+    for attempt in (lambda: read_metrics(tmp_path), lambda: MetricsWriter(tmp_path, start=2)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2 .* remove that line"):
+            attempt()
+    assert path.read_text() == damaged
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.5, 3, True, None, "skipped"])
+def test_values_come_back_through_strict_json(tmp_path: Path, value: object) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"loss": value})
+    [line] = strict(tmp_path / "metrics.jsonl")
+    if isinstance(value, float) and not math.isfinite(value):
+        assert line == {"step": 0, "loss": None, "loss_nonfinite": str(value)}
+    [found] = read_metrics(tmp_path)
+    assert list(found) == ["step", "loss"]
+    assert repr(found["loss"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("array", "value"),
+    [
+        (np.float32(0.5), 0.5),
+        (jnp.float32(0.5), 0.5),
+        (jnp.bfloat16(0.5), 0.5),
+        (jnp.int32(7), 7),
+        (jnp.bool_(True), True),
+    ],
+)
+def test_arrays_of_any_type_are_scalars(tmp_path: Path, array: object, value: object) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"x": array})
+    assert strict(tmp_path / "metrics.jsonl") == [{"step": 0, "x": value}]
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "message"),
+    [
+        (3, {"loss": 1.0}, "step 3 comes after step 3"),
+        (2, {"loss": 1.0}, "step 2 comes after step 3"),
+        (4, {"load": np.ones(8)}, r"shape \(8,\).*load_0"),
+        (4, {"load": object()}, "of type object"),
+        (4, {"step": 4}, "call it another"),
+    ],
+)
+def test_what_is_refused_leaves_the_file_as_it_was(
+    tmp_path: Path, step: int, values: dict, message: str
+) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(3, {"loss": 1.0})
+        with pytest.raises(ValueError, match=message):
+            writer.write(step, values)
+        writer.write(5, {"loss": 2.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [3, 5]
+
+
+def test_a_line_is_readable_at_once_and_only_process_0_writes(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with MetricsWriter(tmp_path / "other", process=1) as other:
+        other.write(0, {"loss": 1.0})
+    assert not (tmp_path / "other").exists()
+    writer.write(0, {"loss": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "loss": 1.0}]
+    writer.close()
+    writer.close()
+
+
+class FullDisk(io.FileIO):
+    """Takes half of what is written, as a disk does that has little room left."""
+
+    def write(self, data: bytes) -> int:
+        return super().write(data[: len(data) // 2])
+
+
+def test_a_full_disk_names_the_file_and_leaves_it_whole(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(0, {"loss": 1.0})
+        free, writer._file = writer._file, FullDisk(tmp_path / "metrics.jsonl", "ab")
+        with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
+            writer.write(1, {"loss": 2.0})
+        writer._file.close()
+        writer._file = free
+        writer.write(1, {"loss": 3.0})
+    assert strict(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "loss": 1.0},
+        {"step": 1, "loss": 3.0},
+    ]
+
+
+def scalars(events: Path) -> list[tuple[int, str, float]]:
+    """Read event files as TensorBoard does: records of length, crc, data, crc."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found: list[tuple[int, str, float]] = []
+    for path in sorted(events.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if event.session_log.status == SessionLog.START:
+                found = [each for each in found if each[0] < event.step]
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_tensorboard_events_follow_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, factor in ((0, -1.0), (2, 1.0)):
+        with MetricsWriter(tmp_path, start=start) as writer:
+            for step in range(start, 4):
+                writer.write(step, {"loss": step * factor, "note": "text", "bad": math.nan})
+    losses = [(step, value) for step, tag, value in scalars(tmp_path / "events") if tag == "loss"]
+    assert losses == [(line["step"], line["loss"]) for line in read_metrics(tmp_path)]
+    assert losses == [(0, 0.0), (1, -1.0), (2, 2.0), (3, 3.0)]
+    assert not caplog.records, "no warning for a number that is not finite"
+
+
+def test_nothing_of_tensorboard_happens_before_the_first_write(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path):
+        assert not (tmp_path / "events").exists()
+
+
+def test_a_missing_tensorboard_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tensorboard=False"):
+        MetricsWriter(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    MetricsWriter(tmp_path / "run", tensorboard=False).close()
+
+
+def test_an_event_that_cannot_be_written_is_not_lost_in_its_thread(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("a file where the folder should be")
+    with pytest.raises(OSError), MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"loss": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "loss": 1.0}]
+
+
+def test_metrics_come_one_step_late() -> None:
+    delayed = DelayedMetrics()
+    assert delayed.flush() is None
+    step = jax.jit(lambda i: {"loss": i * 2.0, "skipped": i > 2})
+    found = [delayed.push(i, step(jnp.float32(i))) for i in range(1, 5)]
+    assert found[0] is None
+    assert [*found[1:], delayed.flush()] == [
+        (i, {"loss": i * 2.0, "skipped": i > 2}) for i in range(1, 5)
+    ]
+    assert delayed.flush() is None
+
+
+def test_push_reads_no_step_but_the_one_before() -> None:
+    class Watched:
+        def __init__(self) -> None:
+            self.started = self.read = False
+
+        def copy_to_host_async(self) -> None:
+            self.started = True
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            self.read = True
+            return np.asarray(1.0)
+
+    first, second = Watched(), Watched()
+    delayed = DelayedMetrics()
+    delayed.push(0, {"loss": first})
+    assert first.started and not first.read
+    delayed.push(1, {"loss": second})
+    assert first.read and not second.read
+
+
+def test_the_heavy_library_is_not_imported_with_the_module() -> None:
+    source = Path(sys.modules["jaxtrain.telemetry.metrics"].__file__).read_text()
+    assert not any(line.startswith(("import tensorboardX", "from tensorboardX"))
+                   for line in source.splitlines())  # fmt: skip
