@@ -1,0 +1,6 @@
+"""How parameters move: optimizers, learning rates, precision, and what is done to gradients.
+
+Optimizers see logical axes and never a mesh: a leaf stacked over layers is updated as so many
+leaves. Losses, gradients' reductions and the train step do not belong here. To read first:
+Loshchilov & Hutter 2019 (decoupled weight decay) and Micikevicius et al. 2018 (mixed precision).
+"""

@@ -1,0 +1,61 @@
+"""What is done to gradients and weights around the update: norm, clip, moving average. All pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The 2-norm of all numbers of a tree as one vector, summed in fp32; 0 for an empty tree.
+
+    Under jit over sharded leaves XLA adds one all-reduce of a scalar for each differently sharded
+    leaf; inside a shard_map it is the norm of the local shards only.
+    """
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
+    """`grads` scaled to a global norm of at most `max_norm` (Pascanu et al. 2013, alg. 1).
+
+    `norm` is their global norm, computed by the caller, who logs it as well. Below `max_norm` the
+    bits are unchanged. Raises ValueError unless max_norm > 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; use 1.0, or leave clipping out")
+    factor = max_norm / jnp.maximum(norm.astype(jnp.float32), max_norm)
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+
+def warmed_decay(decay: float, step: jax.typing.ArrayLike) -> jax.Array:
+    """min(decay, (1 + step) / (10 + step)): a young average forgets its start sooner.
+
+    TensorFlow's ExponentialMovingAverage with `num_updates`.
+    """
+    now = jnp.asarray(step, jnp.float32)
+    return jnp.minimum(decay, (1.0 + now) / (10.0 + now))
+
+
+def ema_update(
+    ema: Any, params: Any, decay: float, step: jax.typing.ArrayLike, *, warmup: bool = False
+) -> Any:
+    """decay x ema + (1 - decay) x params, in fp32 and kept in the dtype of `ema`.
+
+    Polyak & Juditsky 1992 as an exponential average. `step` counts updates from 0 and matters only
+    with `warmup`, which replaces the decay by `warmed_decay`. Non-floating leaves are taken from
+    `params`. Raises ValueError unless 0 <= decay < 1.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay={decay} must lie in [0, 1); use for example decay=0.999")
+    kept = warmed_decay(decay, step) if warmup else jnp.float32(decay)
+
+    def blend(old: jax.Array, new: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(old.dtype, jnp.floating):
+            return new
+        mixed = kept * old.astype(jnp.float32) + (1.0 - kept) * new.astype(jnp.float32)
+        return mixed.astype(old.dtype)
+
+    return jax.tree.map(blend, ema, params)

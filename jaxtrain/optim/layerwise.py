@@ -1,0 +1,89 @@
+"""LAMB and LARS: one trust ratio |parameter| / |update| for each layer's tensor.
+
+A ratio is of one layer, never of a stack; heads side by side in one tensor share theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import optax
+
+from jaxtrain.optim.fields import at_least, fraction, positive, refuse
+from jaxtrain.optim.leaves import (
+    AxesTree,
+    LeafMask,
+    checked,
+    decoupled_decay,
+    matrices,
+    per_layer,
+)
+from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+
+
+@dataclass(frozen=True)
+class Lamb:
+    """Adam scaled by layer (You et al. 2020, alg. 2, with its eps and decay).
+
+    As its authors' code does, norms and biases are neither decayed nor scaled: `decay`, `adapt`.
+    State: two numbers a parameter.
+    """
+
+    learning_rate: Rate
+    weight_decay: float = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    decay: LeafMask = matrices
+    adapt: LeafMask = matrices
+
+    def __post_init__(self) -> None:
+        violations = rate_fields(self.learning_rate)
+        violations += at_least("weight_decay", self.weight_decay, 0) + positive("eps", self.eps)
+        refuse(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
+
+    def violations(self, steps: int) -> list[str]:
+        return rate_violations(self.learning_rate, steps)
+
+    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
+        transform = optax.chain(
+            optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
+            decoupled_decay(self.weight_decay, self.decay, axes),
+            per_layer(optax.scale_by_trust_ratio(), axes, where=self.adapt),
+            optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
+        )
+        return checked(transform, axes)
+
+
+@dataclass(frozen=True)
+class Lars:
+    """Momentum SGD scaled by layer (You et al. 2017, alg. 1, with its coefficients).
+
+    Norms and biases are neither decayed nor scaled. State: one number a parameter.
+    """
+
+    learning_rate: Rate
+    weight_decay: float = 5e-4
+    momentum: float = 0.9
+    nesterov: bool = False
+    trust_coefficient: float = 0.001
+    decay: LeafMask = matrices
+    adapt: LeafMask = matrices
+
+    def __post_init__(self) -> None:
+        violations = rate_fields(self.learning_rate) + fraction("momentum", self.momentum)
+        violations += at_least("weight_decay", self.weight_decay, 0)
+        refuse(violations + positive("trust_coefficient", self.trust_coefficient))
+
+    def violations(self, steps: int) -> list[str]:
+        return rate_violations(self.learning_rate, steps)
+
+    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
+        trust = optax.scale_by_trust_ratio(trust_coefficient=self.trust_coefficient)
+        transform = optax.chain(
+            decoupled_decay(self.weight_decay, self.decay, axes),
+            per_layer(trust, axes, where=self.adapt),
+            optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
+            optax.trace(decay=self.momentum, nesterov=self.nesterov),
+        )
+        return checked(transform, axes)

@@ -1,0 +1,141 @@
+"""What an optimizer must know of a leaf, read from its logical axes and never from its ndim.
+
+A leaf [layers, embed, heads, head_dim] is `layers` matrices [embed, heads * head_dim]; a leaf
+[layers, heads, head_dim] is `layers` bias vectors. An optimizer that looks at shapes alone takes
+the first for a four-dim tensor and the second for a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxtrain.mesh.sharding import Axes
+from jaxtrain.optim.fields import refuse
+
+AxesTree = Any
+"""A tree like the parameters' whose leaves are tuples of logical axis names, one for each dim."""
+
+LeafMask = Callable[[Axes], bool]
+"""Which leaves something applies to; a module-level function, so that a config can hold it."""
+
+_ONE_DIM = {("heads", "head_dim"), ("kv_heads", "head_dim")}
+_TABLES = frozenset({"vocab", "seq", "classes"})
+
+
+class LeafDims(NamedTuple):
+    """The dims of a leaf: `stacked` leading ones, then those that make rows, then columns.
+
+    `rows` is empty for vectors and scalars. Rows are a matrix's inputs, columns its outputs.
+    """
+
+    stacked: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def leaf_dims(axes: Axes) -> LeafDims:
+    """How a leaf divides into stacking dims, rows and columns.
+
+    Stacking dims are those up to the last `layers`, then `experts` unless it is the last dim (a
+    router's output). Heads and head_dim side by side count as one dim. Of three or more dims left
+    (a convolution [height, width, in, out]) the last is the columns, the others the rows.
+    """
+    stacked = max((dim + 1 for dim, name in enumerate(axes) if name == "layers"), default=0)
+    while stacked < len(axes) - 1 and axes[stacked] == "experts":
+        stacked += 1
+    groups: list[tuple[int, ...]] = []
+    for dim in range(stacked, len(axes)):
+        if groups and (axes[dim - 1], axes[dim]) in _ONE_DIM:
+            groups[-1] = (*groups[-1], dim)
+        else:
+            groups.append((dim,))
+    rows = tuple(dim for group in groups[:-1] for dim in group)
+    return LeafDims(stacked, rows, groups[-1] if groups else ())
+
+
+def matrices(axes: Axes) -> bool:
+    """Every weight matrix and embedding table; not norms, biases and scalars (the usual mask of
+    weight decay: Radford et al. 2019 and after)."""
+    return bool(leaf_dims(axes).rows)
+
+
+def hidden_matrices(axes: Axes) -> bool:
+    """`matrices` without embeddings, heads and learned positions."""
+    return matrices(axes) and _TABLES.isdisjoint(axes)
+
+
+def everything(axes: Axes) -> bool:
+    """All leaves."""
+    del axes
+    return True
+
+
+def is_axes(node: object) -> bool:
+    """Whether a node of an `AxesTree` is a leaf: a plain tuple of names."""
+    return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
+
+
+def map_axes(fn: Callable[[Axes], Any], axes: AxesTree) -> Any:
+    """The tree with `fn` of each leaf's logical axes."""
+    return jax.tree.map(fn, axes, is_leaf=is_axes)
+
+
+def decoupled_decay(
+    rate: float | Callable[[Any], Any], where: LeafMask, axes: AxesTree
+) -> optax.GradientTransformation:
+    """Adds `rate` x parameter to the updates of the leaves chosen by `where`; nothing for 0."""
+    if not callable(rate) and rate == 0:
+        return optax.identity()
+    return optax.add_decayed_weights(rate, mask=map_axes(where, axes))
+
+
+def per_layer(
+    transform: optax.GradientTransformation, axes: AxesTree, *, where: LeafMask = everything
+) -> optax.GradientTransformation:
+    """A stateless per-leaf transformation, applied to each slice of a stack as to a leaf.
+
+    Law: equals `transform` on the unstacked leaves. A norm over a sharded slice costs one
+    all-reduce of a number for each layer. Leaves outside `where` pass unchanged.
+    """
+
+    def update_leaf(update: jax.Array, param: jax.Array, names: Axes) -> jax.Array:
+        if not where(names):
+            return update
+
+        def one(u: jax.Array, p: jax.Array) -> Any:
+            return transform.update(u, optax.EmptyState(), p)[0]
+
+        for _ in range(leaf_dims(names).stacked):
+            one = jax.vmap(one)
+        return one(update, param)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(update_leaf, updates, params, axes), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def checked(
+    transform: optax.GradientTransformation, axes: AxesTree
+) -> optax.GradientTransformation:
+    """`transform`, whose init raises ValueError unless every leaf has one name for each dim."""
+
+    def init(params: Any) -> Any:
+        violations = []
+
+        def check(path: Any, leaf: jax.Array, names: Axes) -> None:
+            if not is_axes(names) or len(names) != leaf.ndim:
+                violations.append(
+                    f"{jax.tree_util.keystr(path, simple=True, separator='.')} has shape "
+                    f"{leaf.shape} and logical axes {names}; name one axis (or None) for each dim"
+                )
+
+        jax.tree_util.tree_map_with_path(check, params, axes)
+        refuse(violations)
+        return transform.init(params)
+
+    return optax.GradientTransformation(init, transform.update)

@@ -1,0 +1,216 @@
+"""Muon: each layer's matrix moves along the orthogonal factor of its momentum.
+
+Embeddings, heads, learned positions, norms and biases are AdamW's; `partition` says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.mesh.sharding import Axes
+from jaxtrain.optim.elementwise import AdamW
+from jaxtrain.optim.fields import at_least, count, fraction, positive, refuse
+from jaxtrain.optim.leaves import (
+    AxesTree,
+    checked,
+    decoupled_decay,
+    everything,
+    hidden_matrices,
+    leaf_dims,
+    map_axes,
+)
+from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+
+Orthogonalize = Callable[[jax.Array], jax.Array]
+"""From a stack of matrices [..., m, n] to their orthogonal factors."""
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Jordan et al. 2024: the steepest at 0, singular values end in (0.7, 1.2)."""
+
+
+def newton_schulz(
+    x: jax.Array,
+    *,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = QUINTIC,
+    eps: float = 1e-8,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> jax.Array:
+    """Roughly U V^T of each matrix U S V^T of the stack x [..., m, n], in x's dtype.
+
+    `steps` of X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|_F (Jordan et al. 2024), in
+    `dtype`. Costs steps x (4 k^2 l + 2 k^3) FLOPs a matrix, k the shorter side and l the longer.
+    A function of one device's whole matrices: no collective, any number of leading dims.
+    """
+    a, b, c = coefficients
+    wide = x.shape[-2] <= x.shape[-1]
+    y = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(jnp.square(y), axis=(-2, -1), keepdims=True))
+    # The iteration commutes with transposing, and the Gram matrix of the shorter side is smaller.
+    y = (y if wide else y.mT) / (norm + eps)
+    y = y.astype(dtype)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * (gram @ gram)) @ y
+    return (y if wide else y.mT).astype(x.dtype)
+
+
+class MuonState(NamedTuple):
+    count: jax.Array
+    momentum: Any
+
+
+def partition(axes: AxesTree) -> Any:
+    """The tree of "muon" (matrices inside the network) and "adam" (all other leaves)."""
+    return map_axes(lambda names: "muon" if hidden_matrices(names) else "adam", axes)
+
+
+def scale_by_muon(
+    axes: AxesTree,
+    *,
+    momentum: float,
+    nesterov: bool,
+    rms: float | None,
+    orthogonalize: Callable[[Axes], Orthogonalize],
+) -> optax.GradientTransformation:
+    """Orthogonalised momentum, each layer's [rows, columns] a matrix of its own.
+
+    Law: equals optax's `scale_by_muon` and `scale_by_shape` on the unstacked matrices (momentum is
+    debiased, which Jordan's is not). `orthogonalize` gives the function for a leaf's axes.
+    """
+
+    def direction(x: jax.Array, names: Axes) -> jax.Array:
+        dims = leaf_dims(names)
+        fan_in = math.prod(x.shape[d] for d in dims.rows)
+        fan_out = math.prod(x.shape[d] for d in dims.columns)
+        matrix = x.reshape(*x.shape[: dims.stacked], fan_in, fan_out)
+        scale = max(1.0, fan_out / fan_in) ** 0.5
+        if rms is not None:
+            scale = rms * max(fan_in, fan_out) ** 0.5
+        return scale * orthogonalize(names)(matrix).reshape(x.shape)
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        del params
+        steps = state.count + 1
+        buffer = optax.tree.update_moment(updates, state.momentum, momentum, 1)
+        ahead = optax.tree.bias_correction(buffer, momentum, steps)
+        if nesterov:
+            later = optax.tree.bias_correction(buffer, momentum, steps + 1)
+            now = optax.tree.bias_correction(updates, momentum, steps)
+            ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, later, now)
+        return jax.tree.map(direction, ahead, axes), MuonState(steps, buffer)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _anywhere(orthogonalize: Orthogonalize, names: Axes) -> Orthogonalize:
+    del names
+    return orthogonalize
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon on matrices and AdamW on the rest (Jordan et al. 2024).
+
+    rms: updates have this root mean square, so that Muon and AdamW share rate and decay (0.2: Liu
+      et al. 2025, sec. 2.2); None scales by sqrt(max(1, fan_out / fan_in)) as Jordan does.
+    dtype: of the Newton-Schulz iteration; Jordan's is bfloat16.
+    adam: None is AdamW at this learning rate and weight decay.
+    State: one number a parameter in matrices, two elsewhere.
+    """
+
+    learning_rate: Rate
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    rms: float | None = 0.2
+    newton_schulz_steps: int = 5
+    coefficients: tuple[float, float, float] = QUINTIC
+    eps: float = 1e-8
+    dtype: jax.typing.DTypeLike = jnp.float32
+    adam: AdamW | None = None
+
+    def __post_init__(self) -> None:
+        violations = rate_fields(self.learning_rate) + positive("eps", self.eps)
+        violations += at_least("weight_decay", self.weight_decay, 0)
+        violations += fraction("momentum", self.momentum)
+        violations += count("newton_schulz_steps", self.newton_schulz_steps, 1)
+        if self.rms is not None:
+            violations += positive("rms", self.rms)
+        if len(self.coefficients) != 3:
+            violations.append(
+                f"coefficients={self.coefficients} must be the three of a quintic; use {QUINTIC}"
+            )
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            violations.append(f"dtype={self.dtype!r} must be a floating type; use jnp.bfloat16")
+        refuse(violations)
+
+    def violations(self, steps: int) -> list[str]:
+        found = rate_violations(self.learning_rate, steps)
+        return found + ([] if self.adam is None else self.adam.violations(steps))
+
+    def build(
+        self,
+        axes: AxesTree,
+        *,
+        steps: int,
+        batch: int,
+        distribute: Callable[[Orthogonalize, Axes], Orthogonalize] = _anywhere,
+    ) -> optax.GradientTransformation:
+        """The transformation for a tree of logical axes.
+
+        `distribute(orthogonalize, names)` may move the Newton-Schulz iteration of a leaf (a stack
+        [stacking dims of names ..., rows, columns]) elsewhere, into a shard_map for instance; it
+        must return the same values.
+        """
+        refuse(self.violations(steps))
+        iterate = functools.partial(
+            newton_schulz,
+            steps=self.newton_schulz_steps,
+            coefficients=self.coefficients,
+            eps=self.eps,
+            dtype=self.dtype,
+        )
+        groups = _Groups.of(axes)
+        muon = optax.chain(
+            scale_by_muon(
+                groups.muon,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                rms=self.rms,
+                orthogonalize=functools.partial(distribute, iterate),
+            ),
+            decoupled_decay(self.weight_decay, everything, groups.muon),
+            optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
+        )
+        adam = self.adam or AdamW(self.learning_rate, weight_decay=self.weight_decay)
+        transforms: dict[Hashable, optax.GradientTransformation] = {
+            "muon": muon,
+            "adam": adam.build(groups.adam, steps=steps, batch=batch),
+        }
+        return checked(optax.partition(transforms, partition(axes)), axes)
+
+
+class _Groups(NamedTuple):
+    """The axes of each optimizer's leaves, the other's masked as `optax.partition` masks them."""
+
+    muon: AxesTree
+    adam: AxesTree
+
+    @classmethod
+    def of(cls, axes: AxesTree) -> _Groups:
+        return cls(
+            map_axes(lambda n: n if hidden_matrices(n) else optax.MaskedNode(), axes),
+            map_axes(lambda n: optax.MaskedNode() if hidden_matrices(n) else n, axes),
+        )

@@ -1,0 +1,107 @@
+"""The optimizers as values, and where their state lives.
+
+An optimizer is a frozen dataclass held by the experiment; `.build` makes the optax transformation
+for a tree of logical axes. Law for each: one update of a stacked tree equals the same optimizer on
+an unstacked list of layers whose weights are two-dim matrices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from jaxtrain.mesh.sharding import Axes
+from jaxtrain.optim.adafactor import Adafactor
+from jaxtrain.optim.elementwise import SGD, AdamW, Lion
+from jaxtrain.optim.layerwise import Lamb, Lars
+from jaxtrain.optim.leaves import (
+    AxesTree,
+    everything,
+    hidden_matrices,
+    is_axes,
+    leaf_dims,
+    matrices,
+)
+from jaxtrain.optim.muon import Muon
+from jaxtrain.optim.rate import Rate
+
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "Lamb",
+    "Lars",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "everything",
+    "hidden_matrices",
+    "matrices",
+    "state_axes",
+    "update_count",
+]
+
+
+class Optimizer(Protocol):
+    """What a training run asks of an optimizer; a user's own need only have these."""
+
+    @property
+    def learning_rate(self) -> Rate: ...
+
+    def violations(self, steps: int) -> list[str]:
+        """What is wrong with this optimizer in a run of `steps`; empty when all is well."""
+        ...
+
+    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
+        """The transformation for parameters with these logical axes.
+
+        `batch` is the experiment's batch, in the unit of `ScaledRate.reference_batch`. Raises
+        ValueError with all violations, and in `init` where axes and shapes disagree.
+        """
+        ...
+
+
+def state_axes(state: Any, axes: AxesTree) -> Any:
+    """The logical axes of every array of an optimizer state, in the state's own structure.
+
+    `state` may be abstract (`jax.eval_shape(transform.init, params)`). An array belongs to the
+    parameter whose path ends its own path, and has its axes, or those left of them in Adafactor's
+    row and column means; counts have none. Raises ValueError on an array that fits no parameter.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
+    by_path: dict[tuple[Any, ...], Axes] = {tuple(path): names for path, names in flat}
+
+    def names_of(path: tuple[Any, ...], leaf: Any) -> Axes:
+        start = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
+        names: Axes = ()
+        if start is not None:
+            names = _kept(by_path[path[start:]], getattr(path[start - 1], "name", ""))
+        if len(names) != leaf.ndim:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"optimizer state {where} has shape {leaf.shape} and no parameter's logical axes "
+                f"fit (found {names}); keep state in trees like the parameters', or as scalars"
+            )
+        return names
+
+    return jax.tree_util.tree_map_with_path(names_of, state)
+
+
+def _kept(names: Axes, field: str) -> Axes:
+    """A parameter's axes without those a `FactoredState` field has averaged away."""
+    dims = leaf_dims(names)
+    gone = {"rows": dims.columns, "columns": dims.rows}.get(field, ())
+    return tuple(name for dim, name in enumerate(names) if dim not in gone)
+
+
+def update_count(state: Any) -> jax.Array:
+    """How many updates an optimizer state has made: the step its learning rate is read at.
+
+    It is the training step less the steps that were skipped. Raises ValueError without a count.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if getattr(path[-1], "name", None) == "count":
+            return leaf
+    raise ValueError("the optimizer state has no field `count`; keep one in the transformation")

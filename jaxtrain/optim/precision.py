@@ -1,0 +1,119 @@
+"""Precision as a value: what weights rest in, what is computed in, what is reduced in.
+
+Steps whose gradients are not finite are skipped and counted in every precision; with a loss scale
+they also lower it. The state is replicated and its input is a global fact, so it is the same on
+every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.optim.fields import at_least, count, positive, refuse
+
+MATMUL_PRECISIONS = ("default", "high", "highest")
+
+
+class LossScaleState(NamedTuple):
+    """scale: float32; good_steps: int32, finite steps since the scale last changed."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, sec. 3.2): multiply after `window` finite
+    steps, divide at an overflow; within [minimum, maximum] (Apex's bounds)."""
+
+    initial: float = 2.0**15
+    window: int = 2000
+    factor: float = 2.0
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        violations = count("window", self.window, 1) + positive("minimum", self.minimum)
+        violations += positive("initial", self.initial) + positive("maximum", self.maximum)
+        violations += at_least("factor", self.factor, 1)
+        if not violations and not self.minimum <= self.initial <= self.maximum:
+            violations.append(
+                f"initial={self.initial} must lie in [minimum={self.minimum}, "
+                f"maximum={self.maximum}]; use initial={self.minimum} or another within"
+            )
+        refuse(violations)
+
+    def init(self) -> LossScaleState:
+        return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
+
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """The state after a step whose gradients were `finite` (bool scalar, the same on the whole
+        mesh)."""
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        grow = good >= self.window
+        grown = jnp.minimum(state.scale * self.factor, self.maximum)
+        shrunk = jnp.maximum(state.scale / self.factor, self.minimum)
+        scale = jnp.where(finite, jnp.where(grow, grown, state.scale), shrunk)
+        return LossScaleState(scale, jnp.where(grow, 0, good))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of a run.
+
+    params: master weights and optimizer state. compute: activations, and weights as they are
+    gathered. reduce: gradients as they are summed over devices and microbatches.
+    matmul: `jax.default_matmul_precision` of the program; accelerators take "default" to mean TF32
+    or bfloat16 passes, "highest" is true fp32.
+    """
+
+    params: jax.typing.DTypeLike = jnp.float32
+    compute: jax.typing.DTypeLike = jnp.float32
+    reduce: jax.typing.DTypeLike = jnp.float32
+    matmul: str = "highest"
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        violations = []
+        for name in ("params", "compute", "reduce"):
+            if not jnp.issubdtype(getattr(self, name), jnp.floating):
+                violations.append(
+                    f"{name}={getattr(self, name)!r} must be a floating type; use jnp.float32"
+                )
+        if self.matmul not in MATMUL_PRECISIONS:
+            violations.append(
+                f"matmul={self.matmul!r} is unknown; use {', '.join(MATMUL_PRECISIONS)}"
+            )
+        if not violations and self.compute == jnp.float16 and self.loss_scale is None:
+            violations.append(
+                "compute=float16 loses gradients below 6e-8; use loss_scale=LossScale(), or "
+                "compute=jnp.bfloat16"
+            )
+        refuse(violations)
+
+
+fp32 = Precision()
+"""True fp32 everywhere, on accelerators too."""
+
+bf16 = Precision(compute=jnp.bfloat16, matmul="default")
+"""bf16 compute, fp32 master weights and reductions."""
+
+fp16 = Precision(compute=jnp.float16, matmul="default", loss_scale=LossScale())
+"""fp16 compute with dynamic loss scaling, fp32 master weights and reductions."""
+
+
+def select_if_finite(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where `finite` (bool scalar), else `old`, leaf by leaf: how a step is skipped.
+
+    A `where` and not a branch, so that no collective ever stands in a branch.
+    """
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+
+def count_skipped(skipped: jax.Array, finite: jax.Array) -> jax.Array:
+    """The number of skipped steps after one more step (int32 scalar)."""
+    return skipped + jnp.where(finite, 0, 1).astype(skipped.dtype)

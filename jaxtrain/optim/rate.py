@@ -1,0 +1,73 @@
+"""The learning rate an optimizer holds: a number, a schedule, or one scaled with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtrain.optim.fields import count, positive, refuse
+from jaxtrain.optim.schedule import Constant, RateFn, Schedule
+
+
+def linear_scaling(ratio: float) -> float:
+    """Goyal et al. 2017: k times the batch, k times the rate (SGD)."""
+    return ratio
+
+
+def square_root_scaling(ratio: float) -> float:
+    """Malladi et al. 2022: k times the batch, sqrt(k) times the rate (adaptive methods)."""
+    return ratio**0.5
+
+
+@dataclass(frozen=True)
+class ScaledRate:
+    """`schedule` as tuned at `reference_batch`, scaled by `rule` to the batch that is run.
+
+    `reference_batch` is in the unit of the experiment's batch.
+    """
+
+    schedule: float | Schedule
+    reference_batch: int
+    rule: Callable[[float], float] = square_root_scaling
+
+    def __post_init__(self) -> None:
+        violations = count("reference_batch", self.reference_batch, 1)
+        if not callable(self.rule):
+            violations.append(
+                f"rule={self.rule!r} must be a function; use linear_scaling or square_root_scaling"
+            )
+        refuse(violations + rate_fields(self.schedule, name="schedule"))
+
+    def factor(self, batch: int) -> float:
+        return self.rule(batch / self.reference_batch)
+
+
+Rate = float | Schedule | ScaledRate
+"""What an optimizer's `learning_rate` may be."""
+
+
+def rate_fields(value: Rate, *, name: str = "learning_rate") -> list[str]:
+    """What is wrong with the value given as a learning rate, whatever the run."""
+    if isinstance(value, (Schedule, ScaledRate)):
+        return []
+    if isinstance(value, (int, float)):
+        return positive(name, value)
+    return [f"{name}={value!r} must be a number or a schedule; use for example WarmupCosine(3e-4)"]
+
+
+def rate_violations(value: Rate, steps: int) -> list[str]:
+    """What is wrong with a learning rate in a run of `steps`."""
+    if isinstance(value, ScaledRate):
+        value = value.schedule
+    return value.violations(steps) if isinstance(value, Schedule) else count("steps", steps, 1)
+
+
+def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
+    """The learning rate of a run as a function of the step; ValueError with all violations."""
+    refuse(rate_violations(value, steps) + count("batch", batch, 1))
+    factor = 1.0
+    if isinstance(value, ScaledRate):
+        factor, value = value.factor(batch), value.schedule
+    schedule = value if isinstance(value, Schedule) else Constant(float(value))
+    unscaled = schedule.build(steps)
+    return unscaled if factor == 1.0 else lambda step: factor * unscaled(step)

@@ -1,0 +1,114 @@
+"""Which leaves Muon takes, and its Newton-Schulz iteration against the singular values."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxtrain.optim.elementwise import AdamW
+from jaxtrain.optim.muon import QUINTIC, Muon, newton_schulz, partition
+
+AXES = {
+    "embedding": ("vocab", "embed"),
+    "positions": ("seq", "embed"),
+    "head": ("embed", "vocab"),
+    "norm": ("embed",),
+    "block": {
+        "norm": ("layers", "embed"),
+        "query": ("layers", "embed", "heads", "head_dim"),
+        "query_bias": ("layers", "heads", "head_dim"),
+        "query_norm": ("layers", "head_dim"),
+        "output": ("layers", "heads", "head_dim", "embed"),
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        "experts_up": ("layers", "experts", "embed", "mlp"),
+    },
+}
+
+
+def test_partition_of_a_decoder() -> None:
+    assert partition(AXES) == {
+        "embedding": "adam",
+        "positions": "adam",
+        "head": "adam",
+        "norm": "adam",
+        "block": {
+            "norm": "adam",
+            "query": "muon",
+            "query_bias": "adam",
+            "query_norm": "adam",
+            "output": "muon",
+            "up": "muon",
+            "down": "muon",
+            "experts_up": "muon",
+        },
+    }
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 9), (9, 4), (2, 3, 4, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_newton_schulz_keeps_singular_vectors_and_flattens_values(shape, dtype) -> None:
+    """Against the SVD: x = U S V^T goes to U p(S) V^T, p the quintic five times over."""
+    x = np.random.default_rng(0).normal(size=shape)
+    u, s, v = np.linalg.svd(x, full_matrices=False)
+    values = s / np.linalg.norm(x, axis=(-2, -1))[..., None]
+    a, b, c = QUINTIC
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    found = jax.jit(functools.partial(newton_schulz, dtype=dtype))(jnp.asarray(x, jnp.float32))
+    assert found.dtype == jnp.float32
+    atol = 2e-4 if dtype == jnp.float32 else 0.15
+    np.testing.assert_allclose(found, (u * values[..., None, :]) @ v, atol=atol)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (8, 5)], ids=str)
+def test_newton_schulz_equals_the_peer_on_each_matrix(shape) -> None:
+    x = jax.random.normal(jax.random.key(1), (2, 3, *shape))
+    coefficients = jnp.asarray(QUINTIC)
+    peer = jax.jit(optax.contrib._muon.orthogonalize_via_newton_schulz)
+    found = jax.jit(newton_schulz)(x)
+    for i, j in np.ndindex(2, 3):
+        np.testing.assert_allclose(found[i, j], peer(x[i, j], coefficients), atol=2e-5)
+
+
+def test_newton_schulz_of_zero_is_zero() -> None:
+    assert (newton_schulz(jnp.zeros((2, 3, 4))) == 0).all()
+
+
+def test_iteration_may_run_in_a_shard_map_over_whole_matrices() -> None:
+    """The door for a distributed iteration: `distribute` moves it, the update stays the same."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    axes = {"up": ("layers", "embed", "mlp"), "norm": ("layers", "embed")}
+    keys = jax.random.split(jax.random.key(0))
+    params = {"up": jax.random.normal(keys[0], (4, 3, 5)), "norm": jnp.ones((4, 3))}
+    seen = []
+
+    def over_layers(orthogonalize, names):
+        seen.append(names)
+        spec = PartitionSpec("fsdp")
+        return jax.shard_map(orthogonalize, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    moved = []
+    for distribute in (None, over_layers):
+        build = functools.partial(Muon(0.1).build, axes, steps=3, batch=1)
+        transform = build() if distribute is None else build(distribute=distribute)
+        state = jax.jit(transform.init)(params)
+        moved.append(jax.jit(transform.update)(params, state, params)[0])
+    assert seen == [axes["up"]]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *moved)
+
+
+def test_adam_of_its_own() -> None:
+    """An `adam` given is used as it is: here its rate is ten times Muon's."""
+    axes = {"up": ("embed", "mlp"), "norm": ("embed",)}
+    params = {"up": jnp.eye(3), "norm": jnp.ones(3)}
+    grads = {"up": jnp.eye(3), "norm": jnp.full(3, 7.0)}
+    transform = Muon(0.01, adam=AdamW(0.1)).build(axes, steps=3, batch=1)
+    updates, _ = transform.update(grads, transform.init(params), params)
+    np.testing.assert_allclose(updates["norm"], jnp.full(3, -0.1), rtol=1e-5)
