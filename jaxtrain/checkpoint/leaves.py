@@ -1,0 +1,131 @@
+"""State as a flat table of leaves: natural paths, and what is stored under each.
+
+A leaf's path is the dotted keys that lead to it, `params.period.0.attention.q`, whatever containers
+those keys belong to. A checkpoint therefore outlives the NamedTuples of an optimizer library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class LeafRecord(NamedTuple):
+    """What the checkpoint says of one leaf."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str | None
+    """Name of the generator for a random key array (stored as its uint32 data), else None."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves of `tree` under their natural paths, in the order of `jax.tree.leaves`.
+
+    None and empty containers are structure, not leaves.
+
+    Raises:
+        ValueError: two leaves share a path, as with {"a.b": x, "a": {"b": y}}.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+    if shared := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(
+            f"leaves share the path {', '.join(shared)}; a path is the keys joined by dots, so "
+            "rename a key that holds a dot, or of two that read alike (1 and '1')"
+        )
+    return {name: leaf for name, (_, leaf) in zip(names, flat, strict=True)}
+
+
+def stored_bytes(tree: Any) -> int:
+    """Bytes of all leaves, each counted once however it is sharded or replicated."""
+    datas = [_data_spec(leaf) for leaf in jax.tree.leaves(tree)]
+    return sum(math.prod(data.shape) * data.dtype.itemsize for data in datas)
+
+
+def to_store(state: Any) -> tuple[dict[str, jax.Array], dict[str, LeafRecord]]:
+    """The arrays to write under their paths, and the record of every leaf.
+
+    Leaves without elements are in the record only: Orbax refuses to write them.
+
+    Raises:
+        ValueError: a leaf is not a `jax.Array` (all of them are listed), or there is nothing.
+    """
+    leaves = named_leaves(state)
+    foreign = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
+    if foreign:
+        found = ", ".join(f"{name} is {type(leaves[name]).__name__}" for name in foreign)
+        raise ValueError(
+            f"every leaf of a saved state is a jax.Array, but {found}; "
+            "wrap it in jnp.asarray, or put it into the metadata"
+        )
+    records = {name: _record(leaf) for name, leaf in leaves.items()}
+    arrays = {name: _data(leaf) for name, leaf in leaves.items() if leaf.size}
+    if not arrays:
+        raise ValueError("the state to save holds no array with elements")
+    return arrays, records
+
+
+def to_request(template: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to read for the leaves of a template: those with elements, keys as their data."""
+    return {name: _data_spec(leaf) for name, leaf in template.items() if math.prod(leaf.shape)}
+
+
+def from_store(
+    template: dict[str, Any], arrays: dict[str, jax.Array], records: dict[str, LeafRecord]
+) -> list[jax.Array]:
+    """The leaves of `template`, in its order, out of the arrays that were read."""
+    leaves = []
+    for name, wanted in template.items():
+        spec = _data_spec(wanted)
+        data = arrays.get(name)
+        if data is None:
+            data = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+        impl = records[name].key_impl
+        leaves.append(data if impl is None else jax.random.wrap_key_data(data, impl=impl))
+    return leaves
+
+
+def mismatches(template: dict[str, Any], records: dict[str, LeafRecord]) -> list[str]:
+    """Every way in which the stored leaves are not those asked for, one line each."""
+    problems = []
+    for name, wanted in template.items():
+        expected = f"{wanted.dtype}[{','.join(map(str, wanted.shape))}]"
+        if name not in records:
+            problems.append(f"{name}: not stored, expected {expected}")
+        elif str(records[name]) != expected:
+            problems.append(f"{name}: stored {records[name]}, expected {expected}")
+        if getattr(wanted, "sharding", None) is None:
+            problems.append(f"{name}: asked for without a sharding; say where it goes")
+    extra = [name for name in records if name not in template]
+    return problems + [f"{name}: stored {records[name]}, not asked for" for name in extra]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _record(leaf: jax.Array) -> LeafRecord:
+    impl = str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+    return LeafRecord(shape=tuple(leaf.shape), dtype=str(leaf.dtype), key_impl=impl)
+
+
+def _data(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _data_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the array that stands for `leaf` on disk."""
+    sharding = getattr(leaf, "sharding", None)
+    if not _is_key(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # The data of a key has one dim more, last; a spec that does not mention it leaves it whole.
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)

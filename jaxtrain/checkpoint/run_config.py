@@ -1,0 +1,157 @@
+"""A run directory's config.json: which experiment made it, and whether this is the same one."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
+
+NAME = "config.json"
+CHECKPOINTS = "checkpoints"
+
+
+class Absent(enum.Enum):
+    """Stands for the value of a field that one side does not have."""
+
+    ABSENT = "absent"
+
+
+ABSENT: Final = Absent.ABSENT
+
+
+class Difference(NamedTuple):
+    """A field whose stored value is not the present one; either may be ABSENT."""
+
+    path: str
+    stored: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} was {_shown(self.stored)}, now {_shown(self.now)}"
+
+
+def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
+    """Write `config` as the run directory's config.json: whole, or not at all.
+
+    Raises:
+        ValueError: `config` is not JSON, or the directory cannot be written.
+    """
+    text = json_text(config, what=f"the configuration for {run_dir}", indent=2)
+    path = run_dir / NAME
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _replace(path, text + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {describe(error)}; give another --run-dir, or make room "
+            "and permission there"
+        ) from error
+    return path
+
+
+def read_config(run_dir: Path) -> dict[str, Any] | None:
+    """The stored configuration, or None where no run has been.
+
+    Raises:
+        ValueError: there is a config.json that is not a JSON object, or checkpoints without one:
+            nobody can say whose they are.
+    """
+    path = run_dir / NAME
+    if not path.exists():
+        if steps := committed_steps(run_dir / CHECKPOINTS):
+            raise ValueError(
+                f"{run_dir} holds checkpoints (newest: step {steps[-1]}) but no {NAME}, so it "
+                f"cannot be told which experiment made them; put {NAME} back or use a new --run-dir"
+            )
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {describe(error)}; mend it or use a new --run-dir"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{path} holds a {type(config).__name__}, not an object; use a new --run-dir"
+        )
+    return config
+
+
+def compare_config(
+    run_dir: Path, config: dict[str, Any], *, ignore: tuple[str, ...] = ("steps",)
+) -> list[Difference]:
+    """Fields of `config` that are not as stored, sorted by dotted path; [] where no run has been.
+
+    `ignore` names fields, with all below them, that may change between two starts of a run. Both
+    sides are compared as JSON: a tuple equals a list, and 1 equals 1.0.
+    """
+    stored = read_config(run_dir)
+    if stored is None:
+        return []
+    before = _fields(stored)
+    now = _fields(json.loads(json_text(config, what=f"the configuration for {run_dir}")))
+    differences = [
+        Difference(path, before.get(path, ABSENT), now.get(path, ABSENT))
+        for path in sorted(before.keys() | now.keys())
+        if not any(path == name or path.startswith(f"{name}.") for name in ignore)
+    ]
+    return [found for found in differences if not _same(found.stored, found.now)]
+
+
+def refuse_other_experiment(
+    run_dir: Path, config: dict[str, Any], *, ignore: tuple[str, ...] = ("steps",)
+) -> None:
+    """Raise ValueError, listing the fields, if the run directory is another experiment's."""
+    differences = compare_config(run_dir, config, ignore=ignore)
+    if differences:
+        raise ValueError(
+            f"run directory {run_dir} holds another experiment: "
+            + "; ".join(map(str, differences))
+            + "; use a new --run-dir, or set them back"
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put `text` at `path` so that a crash leaves the old file or the new one."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the rename itself
+    finally:
+        os.close(directory)
+
+
+def _fields(value: Any, path: str = "") -> dict[str, Any]:
+    """Leaves of nested JSON under dotted paths; an empty container is a leaf."""
+    if not isinstance(value, dict | list) or (not value and path):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, Any] = {}
+    for key, child in items:
+        found |= _fields(child, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _same(stored: Any, now: Any) -> bool:
+    if ABSENT in (stored, now):
+        return False
+    # The text too: not-a-number equals itself here.
+    return stored == now or json.dumps(stored) == json.dumps(now)
+
+
+def _shown(value: Any) -> str:
+    return value.value if isinstance(value, Absent) else json.dumps(value)
