@@ -117,9 +117,7 @@ def fsdp() -> ShardingRules:
 
 def tensor() -> ShardingRules:
     """Heads, hidden units and vocabulary split (Megatron; Shoeybi et al. 2019)."""
-    split = table(
-        {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-    )
+    split = table({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
     return ShardingRules(params=split, activations=_merge(_IN_USE, split))
 
 

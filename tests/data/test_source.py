@@ -83,9 +83,7 @@ def test_json_lines_are_the_same_cut_anywhere(
 
 def test_parquet_reads_prompts(tmp_path: Path) -> None:
     pq.write_table(pa.table({"p": ["a", "b"], "t": ["x", "y"]}), tmp_path / "a.parquet")
-    source = Parquet(
-        str(tmp_path / "a.parquet"), text_field="t", prompt_field="p", held_out=0.0
-    )
+    source = Parquet(str(tmp_path / "a.parquet"), text_field="t", prompt_field="p", held_out=0.0)
     assert [tuple(d) for d in documents(source, "train")] == [("x", "a"), ("y", "b")]
 
 

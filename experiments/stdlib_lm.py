@@ -1,0 +1,34 @@
+"""A byte-level language model of the Python standard library: the main job.
+
+jaxtrain train experiments/stdlib_lm.py --mesh meshes/cpu_8.toml --simulate
+"""
+
+from jaxtrain import (
+    AdamW,
+    AttentionConfig,
+    BlockConfig,
+    ByteTokenizer,
+    DecoderConfig,
+    Evaluation,
+    Experiment,
+    MlpConfig,
+    Sample,
+    StdlibSource,
+    TextData,
+    WarmupCosine,
+)
+
+
+def experiment() -> Experiment:
+    block = BlockConfig(AttentionConfig(heads=6), MlpConfig(hidden=512))
+    return Experiment(
+        model=DecoderConfig(
+            vocab=257, embed=192, layers=4, period=(block,), tied=True, vocab_multiple=64
+        ),
+        data=TextData(StdlibSource(), ByteTokenizer(), seq=256),
+        optimizer=AdamW(WarmupCosine(4e-3, warmup=40), weight_decay=0.1),
+        steps=400,
+        batch=32,
+        evaluation=Evaluation(every=100, batches=8),
+        sample=Sample("def ", tokens=200, temperature=0.8),
+    )

@@ -1,0 +1,186 @@
+"""The command line: parses, calls, prints. Everything it does is a function elsewhere.
+
+Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FAILED, REFUSED, PREEMPTED = 1, 2, 75
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ValueError as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"jaxtrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return PREEMPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxtrain", description="A sharded training stack")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    train = command("train", _train, "train; goes on with what is in the run directory")
+    train.add_argument("experiment", help="a Python file with a function experiment()")
+    train.add_argument("--mesh", default="meshes/cpu_1.toml", help="a mesh file")
+    train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
+    train.add_argument("--steps", type=int, help="stop after so many steps in all")
+    train.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
+    train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+
+    check = command("check", _check, "every violation at once, and where each leaf lives")
+    check.add_argument("experiment")
+    check.add_argument("--mesh", required=True)
+    check.add_argument("--json", action="store_true")
+
+    certify = command("certify", _certify, "the same run on every mesh, compared with one device")
+    certify.add_argument("experiment")
+    certify.add_argument("--devices", type=int, default=8)
+    certify.add_argument("--layouts", choices=("quick", "all"), default="quick")
+    certify.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
+    certify.add_argument("--json", action="store_true")
+
+    bench = command("bench", _bench, "measure against a plain loop, in turn in one run")
+    bench.add_argument("what", choices=("step",))
+    bench.add_argument("experiment")
+    bench.add_argument("--mesh", default="meshes/cpu_1.toml")
+    bench.add_argument("--steps", type=int, default=10)
+    bench.add_argument("--json", action="store_true")
+
+    tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
+    tokenize.add_argument("experiment")
+    tokenize.add_argument("--out", required=True, help="directory of the token files")
+    tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+def _mesh(options: Any, *, simulate: bool) -> Any:
+    """The mesh spec, JAX told of fake devices before it starts."""
+    from jaxtrain.mesh.mesh import load_mesh, simulation_flags
+
+    spec = load_mesh(options.mesh)
+    spec = spec.simulate() if simulate else spec
+    if spec.simulated:
+        os.environ.update(simulation_flags(spec, os.environ))
+    return spec
+
+
+def _train(options: Any) -> int:
+    spec = _mesh(options, simulate=options.simulate)
+    from jaxtrain.train.loop import train
+
+    run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+    asked: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        if asked:  # asked twice: at once
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        result = train(
+            options.experiment,
+            spec,
+            run_dir=run_dir,
+            steps=options.steps,
+            settings=options.settings,
+            should_stop=lambda: bool(asked),
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if result.stopped:
+        print(f"stopped; step {result.steps} is saved in {run_dir}; the same command goes on")
+        return PREEMPTED
+    print(f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}")
+    return 0
+
+
+def _check(options: Any) -> int:
+    from jaxtrain.train.check import check
+
+    report = check(options.experiment, options.mesh)
+    print(report.table())
+    print(report.summary())
+    if options.json:
+        print(json.dumps({"bytes_per_device": report.bytes_per_device}))
+    return 0
+
+
+def _certify(options: Any) -> int:
+    from jaxtrain.mesh.mesh import mesh_from_axes, simulation_flags
+
+    spec = mesh_from_axes(data=options.devices)
+    os.environ.update(simulation_flags(spec, os.environ))
+    from jaxtrain.train.certify import certify
+
+    certificate = None
+    for difference, found in certify(
+        options.experiment, devices=options.devices, which=options.layouts, full=options.full
+    ):
+        certificate = found
+        print(difference, flush=True)
+    assert certificate is not None
+    print(certificate.summary())
+    if options.json:
+        print(json.dumps(certificate.as_json()))
+    return FAILED if certificate.failed else 0
+
+
+def _bench(options: Any) -> int:
+    spec = _mesh(options, simulate=False)
+    from jaxtrain.train.bench import bench_step
+
+    found = bench_step(options.experiment, spec, steps=options.steps)
+    print(found.table())
+    if options.json:
+        print(json.dumps(found.as_json()))
+    return 0
+
+
+def _tokenize(options: Any) -> int:
+    from jaxtrain.data import progress_bar, tokenize
+    from jaxtrain.experiment import load_experiment
+    from jaxtrain.train.loop import CACHE_DIR
+
+    data = load_experiment(options.experiment).data
+    vocabulary = data.vocabulary(CACHE_DIR.expanduser())
+    for split in ("train", "held_out"):
+        with progress_bar() as progress:
+            written = tokenize(
+                data.source,
+                vocabulary,
+                Path(options.out) / f"{split}.tokens",
+                split=split,
+                processes=options.processes,
+                progress=progress,
+            )
+        print(f"{written.path}: {len(written):,} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,18 @@
+"""The hinge: an experiment is a frozen value, loaded from a Python file and checked against a mesh.
+
+Below this package nobody has heard of an Experiment; above it everything takes one.
+"""
+
+from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Logging, Sample
+from jaxtrain.experiment.load import config_of, load_experiment, with_fields
+
+__all__ = [
+    "Evaluation",
+    "Execution",
+    "Experiment",
+    "Logging",
+    "Sample",
+    "config_of",
+    "load_experiment",
+    "with_fields",
+]

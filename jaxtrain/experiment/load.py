@@ -1,0 +1,155 @@
+"""Experiments from Python files, single fields from the command line, and config.json."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.experiment.fields import Experiment
+
+
+def load_experiment(path: str | Path) -> Experiment:
+    """experiment() of a Python file. Raises ValueError that says what is missing or not allowed:
+    no such file or function, a lambda or closure in a field, an object that is not a value."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a .py file"
+        raise ValueError(f"there is no experiment file {path}; {hint}")
+    name = f"jaxtrain_experiment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file; an experiment file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, NameError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    make = getattr(module, "experiment", None)
+    if not callable(make):
+        raise ValueError(f"{path} has no function experiment(); define one that returns Experiment")
+    try:
+        experiment = make()
+    except TypeError as error:
+        raise ValueError(f"{path}: experiment() failed: {error}") from error
+    if not isinstance(experiment, Experiment):
+        raise ValueError(
+            f"{path}: experiment() returned {type(experiment).__name__}; return jaxtrain.Experiment"
+        )
+    config_of(experiment)
+    return experiment
+
+
+def config_of(value: Any) -> Any:
+    """A JSON-able form: dataclasses by field with their class, functions as module:name.
+
+    Raises ValueError that lists every field that is not a scalar, a tuple, a frozen dataclass or a
+    module-level function.
+    """
+    violations: list[str] = []
+    config = _config(value, "experiment", violations)
+    if violations:
+        raise ValueError("\n".join(violations))
+    return config
+
+
+def _config(value: Any, path: str, violations: list[str]) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            violations.append(f"{path}: {type(value).__name__} can change; use a frozen dataclass")
+        fields = {
+            f.name: _config(getattr(value, f.name), f"{path}.{f.name}", violations)
+            for f in dataclasses.fields(value)
+        }
+        return {"class": _name(type(value)), **fields}
+    if isinstance(value, tuple):
+        return [_config(v, f"{path}[{i}]", violations) for i, v in enumerate(value)]
+    if callable(value) and hasattr(value, "__qualname__"):
+        if "<" in value.__qualname__:
+            violations.append(
+                f"{path} is {value.__qualname__}: lambdas and closures cannot be stored; "
+                f"write a function at the top of a module"
+            )
+        return _name(value)
+    if isinstance(value, type) or hasattr(value, "dtype") or hasattr(value, "name"):
+        return str(getattr(value, "name", value))
+    violations.append(
+        f"{path} is {type(value).__name__}; a field is a scalar, a tuple, a frozen dataclass or a "
+        f"module-level function"
+    )
+    return None
+
+
+def _name(thing: Any) -> str:
+    module = thing.__module__.removeprefix("jaxtrain_experiment_")
+    return f"{module}:{thing.__qualname__}"
+
+
+def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
+    """The experiment with `path=value` settings applied, such as optimizer.weight_decay=0.1.
+
+    Values are Python literals. Raises ValueError listing every unknown path (with the nearest
+    field) and every value of another kind than the one it replaces.
+    """
+    violations = []
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        try:
+            if not equals:
+                raise ValueError(f"--set {setting}: write path=value")
+            experiment = _replaced(experiment, path.split("."), _literal(text), setting)
+        except ValueError as error:
+            violations.append(str(error))
+    if violations:
+        raise ValueError("\n".join(violations))
+    return experiment
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _replaced(value: Any, path: list[str], new: Any, setting: str) -> Any:
+    name, rest = path[0], path[1:]
+    if isinstance(value, tuple):
+        if not name.isdigit() or int(name) >= len(value):
+            raise ValueError(f"--set {setting}: {name!r} is no index of a tuple of {len(value)}")
+        at = int(name)
+        item = _replaced(value[at], rest, new, setting) if rest else new
+        return (*value[:at], item, *value[at + 1 :])
+    fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
+        raise ValueError(f"--set {setting}: {type(value).__name__} has no field {name!r}; {hint}")
+    old = getattr(value, name)
+    if rest:
+        return dataclasses.replace(value, **{name: _replaced(old, rest, new, setting)})
+    if isinstance(old, float) and isinstance(new, int) and not isinstance(new, bool):
+        new = float(new)
+    holds_value = dataclasses.is_dataclass(old) or isinstance(old, types.FunctionType)
+    if (holds_value and new is not None) or (
+        isinstance(old, (bool, int, float, str)) and new is not None and type(new) is not type(old)
+    ):
+        raise ValueError(
+            f"--set {setting}: {name} is {old!r}, and {new!r} is {type(new).__name__}; "
+            + ("set one of its fields" if holds_value else f"give a {type(old).__name__}")
+        )
+    return dataclasses.replace(value, **{name: new})

@@ -1,0 +1,316 @@
+"""The decoder transformer: GPT-2/3, Llama 2/3, Qwen 2/3, Mistral and Mixtral's dense part.
+
+Layers are `prefix`, then a *period* of blocks repeated, then `suffix`; the repeated ones are
+stacked and looped over. Uniform models have a period of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.mesh.sharding import ShardingRules
+from jaxtrain.models.block import Block, BlockConfig, Cache, Context, Place
+from jaxtrain.models.validate import mesh_violations, violations
+from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.dropout import DropoutKeys, dropout
+from jaxtrain.nn.loss import HeadConfig, cross_entropy, logits
+from jaxtrain.nn.module import put_together, take_apart
+from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
+from jaxtrain.nn.param import Initialisation, named_key, normal
+from jaxtrain.nn.remat import rematerialised
+from jaxtrain.nn.rotary import Rope, tables
+from jaxtrain.nn.stack import LayerLoop, run_layers
+from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
+
+Batch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder language model.
+
+    layers: all of them; layers - len(prefix) - len(suffix) is a multiple of len(period).
+    learned_positions: rows of a learned position table (GPT-2), None without one.
+    tied: the head is the embedding table. vocab_multiple: the table is padded to it, the same on
+    every mesh; padded rows get no probability and no gradient. chunk_tokens: tokens whose logits
+    exist at one time. dropout: of the embeddings; blocks have their own.
+    """
+
+    vocab: int
+    embed: int
+    layers: int
+    period: tuple[BlockConfig, ...]
+    prefix: tuple[BlockConfig, ...] = ()
+    suffix: tuple[BlockConfig, ...] = ()
+    norm: NormConfig = RMSNorm()  # noqa: RUF009 (frozen)
+    learned_positions: int | None = None
+    tied: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    dropout: float = 0.0
+    init: Initialisation = Initialisation()  # noqa: RUF009 (frozen)
+    vocab_multiple: int = 1024
+    chunk_tokens: int = 2048
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def periods(self) -> int:
+        return (self.layers - len(self.prefix) - len(self.suffix)) // len(self.period)
+
+    @property
+    def blocks(self) -> tuple[BlockConfig, ...]:
+        """Every layer's block, in natural order."""
+        return (*self.prefix, *(self.period * self.periods), *self.suffix)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        found = dict.fromkeys(b.attention.rope for b in self.blocks)
+        return tuple(rope for rope in found if rope is not None)
+
+    def violations(self) -> list[str]:
+        """What is wrong with the fields, each with its remedy; empty when all is well."""
+        return violations(self)
+
+    def mesh_violations(
+        self, rules: ShardingRules, sizes: Mapping[str, int], *, explicit: bool
+    ) -> list[str]:
+        """What of the model does not split over mesh axes of these sizes."""
+        return mesh_violations(self, rules, sizes, explicit=explicit)
+
+    def flops(self, *, seq: int, sequences: int) -> ModelFlops:
+        """Matmul FLOPs of a forward pass over `sequences` sequences; the padded rows of the
+        vocabulary are not counted, nor is the embedding look-up."""
+        matmuls = [Matmul("head", self.embed, self.vocab)]
+        layers = []
+        for block in self.blocks:
+            a, size = block.attention, block.attention.size(self.embed)
+            wide, narrow = a.heads * size, a.key_heads * size
+            matmuls += [Matmul("attention", self.embed, 2 * wide + 2 * narrow)]
+            matmuls += [Matmul("mlp", self.embed, block.mlp.hidden, count=2 + block.mlp.gated)]
+            layers.append(Attention(a.heads, size, window=a.window))
+        return forward_flops(matmuls, layers, seq=seq, sequences=sequences)
+
+    def build(self, key: jax.Array, *, kernel: Any = None) -> Decoder:
+        """The module; `kernel` is the attention kernel, None lets the platform choose."""
+        return Decoder(self, key=key, kernel=kernel)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, config: DecoderConfig, *, key: jax.Array, kernel: Any = None) -> None:
+        self.config = config
+        init, embed = config.init, config.embed
+        place = Place(embed, config.layers, init, config.ropes, kernel)
+        shape, std = (config.padded_vocab, embed), init.table_std(embed)
+        self.embedding = _table(key, "embedding", shape, std=std, real=config.vocab)
+        if config.learned_positions is not None:
+            positions = (config.learned_positions, embed)
+            self.positions = normal(key, "positions", positions, (None, "embed"), std=std)
+
+        def block(block_config: BlockConfig, layer: Any) -> Block:
+            own = jax.random.fold_in(named_key(key, "layer"), layer)
+            return Block(block_config, place, key=own)
+
+        first, n = len(config.prefix), len(config.period)
+        self.prefix = nnx.List([block(b, i) for i, b in enumerate(config.prefix)])
+        numbers = first + n * jnp.arange(config.periods)
+        self.period = nnx.List(
+            [nnx.vmap(partial(block, b))(numbers + i) for i, b in enumerate(config.period)]
+        )
+        last = first + n * config.periods
+        self.suffix = nnx.List([block(b, last + i) for i, b in enumerate(config.suffix)])
+        self.norm = Norm(config.norm, embed)
+        if not config.tied:
+            std = init.matrix_std(embed, layers=config.layers)
+            self.head = _table(key, "head", shape, std=std, real=config.vocab)
+
+    @property
+    def head_config(self) -> HeadConfig:
+        c = self.config
+        return HeadConfig(c.vocab, c.logit_scale, c.logit_softcap, c.chunk_tokens)
+
+    def loss(
+        self,
+        batch: Batch,
+        *,
+        key: jax.Array | None = None,
+        comm: Communicator = Local(),  # noqa: B008 (frozen)
+        loop: LayerLoop = LayerLoop(),  # noqa: B008 (frozen)
+    ) -> tuple[jax.Array, jax.Array]:
+        """This device's shares of (sum of weighted negative log-likelihoods in nats, weight).
+
+        batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
+        rows [rows], their global numbers. `key` turns dropout on.
+        """
+        targets = batch["targets"].reshape(-1)
+        weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
+        x = self.hidden(batch, key=key, comm=comm, loop=loop)
+        total = cross_entropy(
+            comm,
+            x,
+            self._gathered(comm, "embedding" if self.config.tied else "head"),
+            targets,
+            weights.astype(jnp.float32),
+            self.head_config,
+            rows=len(batch["tokens"]),
+        )
+        return total, jnp.sum(weights.astype(jnp.float32)) / comm.vocab_ways()
+
+    def hidden(
+        self, batch: Batch, *, key: jax.Array | None, comm: Communicator, loop: LayerLoop
+    ) -> jax.Array:
+        """The final hidden states [tokens share, embed], normalised."""
+        context = self._context(batch, key, comm)
+        x = self._embed(batch["tokens"], context, comm)
+        first = len(self.config.prefix)
+        for i, block in enumerate(self.prefix):
+            x = _run_block(block, f"prefix.{i}.", x, context, comm, loop, layer=i)
+        x = self._run_period(x, context, comm, loop)
+        last = first + len(self.config.period) * self.config.periods
+        for i, block in enumerate(self.suffix):
+            x = _run_block(block, f"suffix.{i}.", x, context, comm, loop, layer=last + i)
+        return self.norm(x)
+
+    def _gathered(self, comm: Communicator, name: str) -> jax.Array:
+        return comm.gather({name: getattr(self, name)[...]}, "")[name]
+
+    def _context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
+        rows, seq = batch["tokens"].shape
+        at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
+        positions = batch.get("positions", at)
+        keys = None
+        if key is not None:
+            numbers = batch.get("rows", jnp.arange(rows, dtype=jnp.int32))
+            keys = DropoutKeys(
+                key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(at.reshape(-1))
+            )
+        sizes = {b.attention.rope: b.attention.size(self.config.embed) for b in self.config.blocks}
+        ropes = tuple(tables(rope, positions, sizes[rope]) for rope in self.config.ropes)
+        return Context(positions, batch.get("segments"), ropes, keys)
+
+    def _embed(self, ids: jax.Array, context: Context, comm: Communicator) -> jax.Array:
+        config = self.config
+        x = comm.embed(self._gathered(comm, "embedding"), ids.reshape(-1))
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
+        if config.learned_positions is not None:
+            x = x + self._gathered(comm, "positions")[comm.tokens(context.positions.reshape(-1))]
+        x = comm.constrain(x, "batch*seq", "embed")
+        return dropout(x, config.dropout, context.keys, name="embedding")
+
+    def _run_period(
+        self, x: jax.Array, context: Context, comm: Communicator, loop: LayerLoop
+    ) -> jax.Array:
+        parts = [take_apart(block) for block in self.period]
+        first, n = len(self.config.prefix), len(parts)
+        stacked = {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.params.items()}
+
+        def body(params: Any, x: jax.Array, context: Context, number: Any) -> jax.Array:
+            for i, part in enumerate(parts):
+                mine = {k: params[f"{i}.{k}"] for k in part.params}
+                block = put_together(part.static, mine)
+                x, _ = block(x, context, comm, layer=first + number * n + i)
+            return x
+
+        return run_layers(
+            body,
+            stacked,
+            x,
+            context,
+            fetch=lambda p: comm.fetch(p, "period."),
+            scatter=lambda g: comm.scatter(g, "period."),
+            loop=loop,
+        )
+
+    def empty_cache(self, rows: int, max_seq: int, dtype: Any) -> list[Cache]:
+        """Caches for `decode`: one a layer outside the period, stacked ones for its blocks."""
+        config = self.config
+
+        def cache(block: BlockConfig, *lead: int) -> Cache:
+            a = block.attention
+            shape = (*lead, rows, max_seq, a.key_heads, a.size(config.embed))
+            return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+        inner = [cache(b, config.periods) for b in config.period]
+        return [*map(cache, config.prefix), *inner, *map(cache, config.suffix)]
+
+    def decode(
+        self, ids: jax.Array, caches: list[Cache], index: jax.Array, *, comm: Local
+    ) -> tuple[jax.Array, list[Cache]]:
+        """fp32 logits [rows, new, padded vocab] of new tokens [rows, new] after `index` others."""
+        rows, new = ids.shape
+        positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
+        context = self._context({"tokens": ids, "positions": positions}, None, comm)
+        context = context._replace(index=index)
+        x = self._embed(ids, context, comm)
+        first, n = len(self.prefix), len(self.period)
+        out: list[Any] = list(caches)
+        for i, block in enumerate(self.prefix):
+            used = _used(block, f"prefix.{i}.", comm)
+            x, out[i] = used(x, context, comm, layer=i, cache=caches[i])
+        parts = [take_apart(block) for block in self.period]
+
+        def step(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
+            params, stacked = at
+            after = []
+            for i, part in enumerate(parts):
+                block = put_together(part.static, comm.fetch(params[i], f"period.{i}."))
+                x, cache = block(x, context, comm, layer=0, cache=stacked[i])
+                after.append(cache)
+            return x, after
+
+        x, out[first : first + n] = jax.lax.scan(
+            step, x, ([part.params for part in parts], caches[first : first + n])
+        )
+        for i, block in enumerate(self.suffix, start=first + n):
+            name = f"suffix.{i - first - n}."
+            x, out[i] = _used(block, name, comm)(x, context, comm, layer=0, cache=caches[i])
+        head = self._gathered(comm, "embedding" if self.config.tied else "head")
+        z = logits(self.norm(x), head, self.head_config)
+        return z.reshape(rows, new, -1), out
+
+
+def _table(
+    key: jax.Array, name: str, shape: tuple[int, int], *, std: float, real: int
+) -> nnx.Param:
+    """A [vocab, embed] table whose rows from `real` on are zero, and stay so: they get no
+    gradient, and weight decay of zero is zero."""
+    table = normal(key, name, shape, ("vocab", "embed"), std=std)
+    table.set_value(jnp.where(jnp.arange(shape[0])[:, None] < real, table[...], 0.0))
+    return table
+
+
+def _used(block: Block, prefix: str, comm: Communicator) -> Block:
+    """The block with its parameters as they are used."""
+    part = take_apart(block)
+    return put_together(part.static, comm.gather(part.params, prefix))
+
+
+def _run_block(
+    block: Block,
+    prefix: str,
+    x: jax.Array,
+    context: Context,
+    comm: Communicator,
+    loop: LayerLoop,
+    *,
+    layer: int,
+) -> jax.Array:
+    """A block outside the period, under the loop's remat policy."""
+    part = take_apart(block)
+
+    def run(params: Any, x: jax.Array, context: Context) -> jax.Array:
+        used = put_together(part.static, comm.gather(params, prefix))
+        return used(x, context, comm, layer=layer)[0]
+
+    return rematerialised(run, loop.remat)(part.params, x, context)

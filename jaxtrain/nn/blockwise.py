@@ -1,0 +1,186 @@
+"""Attention by tiles with an online softmax: the seq x seq scores never exist.
+
+Rabe & Staats 2021, "Self-attention does not need O(n^2) memory"; Dao et al. 2022, FlashAttention.
+The backward pass keeps (q, k, v, o, lse) and computes the weights of each tile again. Tiles that
+the mask hides whole are never computed; which these are is known when the program is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.collectives.named import vary
+from jaxtrain.nn.online_softmax import Queries, Scoring
+from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """A kernel: softmax(q k^T) v by tiles of query_block x key_block, in memory linear in seq.
+
+    Costs 7 matmuls of the visible tiles, 2 forward and 5 backward. Runs anywhere, inside
+    `jax.shard_map` with `check_vma` True and False too. Has no forward-mode derivative.
+    chunk_bytes: batch rows and heads are taken a chunk at a time, as many as keep a tile of scores
+    within this, so that it stays in a CPU's cache; None takes all at once, as accelerators want.
+    """
+
+    query_block: int = 128
+    key_block: int = 512
+    chunk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {n: getattr(self, n) for n in ("query_block", "key_block", "chunk_bytes")}
+        low = [f"{n}={size}" for n, size in sizes.items() if size is not None and size < 1]
+        if low:
+            raise ValueError(f"Blockwise takes sizes of 1 or more; raise {', '.join(low)}")
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
+    ) -> jax.Array:
+        # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint
+        # sums its cotangent, so that inside the types of primals and cotangents are equal.
+        inputs = [x for x in (q, k, v, segments) if x is not None]
+        axes = tuple(sorted(set().union(*(_varying(x) for x in inputs))))
+        q, k, v = (vary(x, axes) for x in (q, k, v))
+        segments = None if segments is None else vary(segments, axes)
+        return _attend(self, scoring, q, k, v, segments)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: tuple[Any, ...]) -> Tiling:
+    sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
+    return Tiling(*sizes, seq, scoring, segments[0] if segments else None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    blocks: Blockwise, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
+) -> jax.Array:
+    return _attend_forward(blocks, scoring, q, k, v, segments)[0]
+
+
+def _attend_forward(
+    blocks: Blockwise, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
+) -> tuple[jax.Array, Any]:
+    def chunk(segments: Arrays, q: Any, _: Any, k: Any, v: Any) -> Arrays:
+        tiling = _tiling(blocks, scoring, q.shape[1], segments)
+        rows = _fold_queries(q, k.shape[2])
+        o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
+        return _unfold(o, q.shape).astype(q.dtype), _unfold(lse, (*q.shape[:3], 1))
+
+    # The output is written over a copy of q: a buffer made of constants would be made, and held,
+    # from the start of the program on, for all layers at once.
+    written = (q, full((*q.shape[:3], 1), 0.0, q))
+    ahead = () if segments is None else (segments,)
+    o, lse = _over_chunks(blocks, chunk, written=written, read=(k, v), ahead=ahead)
+    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return o, (q, k, v, segments, o, lse)
+
+
+def _attend_backward(blocks: Blockwise, scoring: Scoring, saved: Any, do: jax.Array) -> Any:
+    q, k, v, segments, o, lse = saved
+
+    def chunk(ahead: Arrays, q: Any, v: Any, k: Any, o: Any, do: Any) -> Arrays:
+        lse, *segments = ahead
+        tiling = _tiling(blocks, scoring, q.shape[1], tuple(segments))
+        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
+        rows = Queries(*(_fold_queries(x, k.shape[2]) for x in (q, do, lse, delta)))
+        dq, dk, dv = backward(tiling, rows, _fold_keys(k), _fold_keys(v))
+        dk, dv = (_unfold(dx.swapaxes(1, 2), k.shape).astype(k.dtype) for dx in (dk, dv))
+        return _unfold(dq, q.shape).astype(q.dtype), dk, dv
+
+    # Each chunk's gradients are written over its own inputs: no further buffers. dk goes over v,
+    # which it depends on: dv does not, and written there would make XLA copy v in every turn.
+    ahead = (lse,) if segments is None else (lse, segments)
+    written, read = (q, v, k), (o, do)
+    dq, dk, dv = _over_chunks(blocks, chunk, written=written, read=read, ahead=ahead)
+    return dq, dk, dv, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def chunk_shape(
+    blocks: Blockwise, *, batch: int, seq: int, heads: int, kv_heads: int
+) -> tuple[int, int]:
+    """(batch rows, kv heads) of one chunk; they divide `batch` and `kv_heads`."""
+    if blocks.chunk_bytes is None:
+        return batch, kv_heads
+    tile = min(blocks.query_block, seq) * min(blocks.key_block, seq)
+    fit = max(1, blocks.chunk_bytes // (4 * tile * (heads // kv_heads)))
+    if fit < kv_heads:
+        return 1, _divisor(kv_heads, fit)
+    return _divisor(batch, fit // kv_heads), kv_heads
+
+
+def _divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= most)
+
+
+def _over_chunks(
+    blocks: Blockwise,
+    chunk: Callable[..., Arrays],
+    *,
+    written: Arrays,
+    read: Arrays,
+    ahead: Arrays,
+) -> Arrays:
+    """`chunk(ahead, *written, *read)` for every chunk, its results put over `written`.
+
+    Arrays are [batch, seq] or [batch, seq, heads or kv_heads, ..]; `ahead` are those that enter
+    elementwise work, see `fetching_scan`.
+    """
+    batch, seq, heads = written[0].shape[:3]
+    kv_heads = min(x.shape[2] for x in (*written, *read))
+    rows, part = chunk_shape(blocks, batch=batch, seq=seq, heads=heads, kv_heads=kv_heads)
+    across = kv_heads // part
+    count = batch // rows * across
+    if count == 1:
+        return chunk(ahead, *written, *read)
+
+    def corner(x: jax.Array, i: jax.Array) -> list[Any]:
+        head = i % across * (x.shape[2] // across) if x.ndim > 2 else 0
+        return [i // across * rows, 0, head, 0][: x.ndim]
+
+    def take(x: jax.Array, i: jax.Array) -> jax.Array:
+        split = (x.shape[2] // across, *x.shape[3:]) if x.ndim > 2 else ()
+        return lax.dynamic_slice(x, corner(x, i), (rows, seq, *split))
+
+    def body(written: Arrays, i: jax.Array, ahead: Arrays) -> Arrays:
+        results = chunk(ahead, *(take(x, i) for x in (*written, *read)))
+        pairs = zip(written, results, strict=True)
+        return tuple(lax.dynamic_update_slice(x, y, corner(x, i)) for x, y in pairs)
+
+    fetch = lambda i: tuple(take(x, i) for x in ahead)  # noqa: E731
+    return fetching_scan(body, written, fetch, jnp.arange(count))
+
+
+def _fold_queries(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[rows, seq, heads, d] -> [rows * kv_heads, group, seq, d]; batched matmuls want it so."""
+    rows, seq, heads, size = x.shape
+    return x.swapaxes(1, 2).reshape(rows * kv_heads, heads // kv_heads, seq, size)
+
+
+def _fold_keys(x: jax.Array) -> jax.Array:
+    """[rows, seq, kv_heads, d] -> [rows * kv_heads, seq, d]."""
+    rows, seq, heads, size = x.shape
+    return x.swapaxes(1, 2).reshape(rows * heads, seq, size)
+
+
+def _unfold(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inverse of both, to `shape` [rows, seq, heads, ..]."""
+    rows, seq, heads, *rest = shape
+    return x.reshape(rows, heads, seq, *rest).swapaxes(1, 2)

@@ -1,0 +1,259 @@
+"""Attention over all visible tiles of one chunk: which tiles there are, and the loops over them.
+
+q is [n, group, seq, head_dim], k and v [n, seq, head_dim], n = rows * kv_heads. A few tiles are
+written out, cut to the mask; many are a scan over equal tiles, ordered by query block. Either way
+tiles that the mask hides whole are not in the list, which is made when the program is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.collectives.named import vary
+from jaxtrain.nn.online_softmax import (
+    MASKED,
+    Partial,
+    Queries,
+    Scoring,
+    backward_tile,
+    forward_tile,
+    merge,
+    normalise,
+)
+
+UNROLLED_TILES = 8
+"""Up to so many tiles are written out: more would cost compile time for no speed."""
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Tiling(NamedTuple):
+    """Tiles of query_block x key_block over [seq, seq]; `segments` [rows, seq] or None."""
+
+    query_block: int
+    key_block: int
+    seq: int
+    scoring: Scoring
+    segments: Any
+
+    def trimmed(self) -> list[tuple[range, list[range]]]:
+        """Query blocks, each with the runs of keys it sees, cut to the mask."""
+        found, size = [], self.key_block
+        for start in range(0, self.seq, self.query_block):
+            queries = range(start, min(start + self.query_block, self.seq))
+            keys = self.scoring.mask.keys(queries, self.seq)
+            found.append((queries, [keys[i : i + size] for i in range(0, len(keys), size)]))
+        return found
+
+    def unrolled(self) -> bool:
+        return sum(len(runs) for _, runs in self.trimmed()) <= UNROLLED_TILES
+
+    def equal(self) -> list[tuple[int, int]]:
+        """Starts (query, key) of the visible tiles of a regular grid, query blocks in order."""
+        starts = []
+        for a in range(0, self.seq, self.query_block):
+            queries = range(a, min(a + self.query_block, self.seq))
+            for b in range(0, self.seq, self.key_block):
+                keys = range(b, min(b + self.key_block, self.seq))
+                if self.scoring.mask.tile(queries, keys)[0]:
+                    starts.append((a, b))
+        return starts
+
+    def segments_of(self, a: Any, queries: int, b: Any, keys: int) -> tuple[jax.Array, ...]:
+        """Segments of the queries [rows, queries] and keys [rows, keys] of a tile, if any."""
+        if self.segments is None:
+            return ()
+        return _take(self.segments, a, queries), _take(self.segments, b, keys)
+
+    def visible(self, at_q: Any, at_k: Any, segments: tuple[jax.Array, ...]) -> Any:
+        """[1 or rows, queries, keys] for positions `at_q`, `at_k` and their segments."""
+        # Padded keys lie behind all real queries; only a causal mask hides them by itself.
+        seen = self.scoring.mask.visible(at_q[:, None], at_k[None]) & (at_k < self.seq)[None]
+        if not segments:
+            return seen[None]
+        of_q, of_k = segments
+        return seen[None] & (of_q[:, :, None] == of_k[:, None, :])
+
+    def visible_in(self, queries: range, keys: range) -> Any:
+        """The same for a tile that is written out; None when all of it is seen."""
+        if self.segments is None and self.scoring.mask.tile(queries, keys)[1]:
+            return None
+        segments = self.segments_of(queries.start, len(queries), keys.start, len(keys))
+        return self.visible(np.array(queries), np.array(keys), segments)
+
+    def padded(self) -> Tiling:
+        """With segments for whole blocks of queries and of keys."""
+        if self.segments is None:
+            return self
+        longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
+        return self._replace(segments=_pad(self.segments, longest, 1))
+
+
+def forward(
+    tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """o [n, group, seq, head_dim] and log-sum-exp [n, group, seq, 1], fp32."""
+    if not tiling.unrolled():
+        return _forward_scan(tiling, q, k, v)
+    outs = []
+    for queries, runs in tiling.trimmed():
+        rows, parts = _rows(q, queries.start, len(queries)), []
+        for run in runs:
+            tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
+            visible = tiling.visible_in(queries, run)
+            parts.append(forward_tile(rows, *tile, visible, tiling.scoring))
+        found = normalise(reduce(merge, parts))
+        outs.append([x.reshape(*q.shape[:2], len(queries), -1) for x in found])
+    o, lse = (jnp.concatenate(x, axis=2) for x in zip(*outs, strict=True))
+    return o, lse
+
+
+def backward(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) -> Arrays:
+    """dq [n, group, seq, head_dim], dk and dv [n, head_dim, seq], fp32."""
+    if not tiling.unrolled():
+        return _backward_scan(tiling, rows, k, v)
+    dqs, dks, dvs = [], [], []
+    for queries, runs in tiling.trimmed():
+        mine, found = Queries(*(_rows(x, queries.start, len(queries)) for x in rows)), []
+        for run in runs:
+            tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
+            visible = tiling.visible_in(queries, run)
+            dq, dk, dv = backward_tile(mine, *tile, visible, tiling.scoring)
+            around = ((0, 0), (0, 0), (run.start, tiling.seq - run.stop))
+            found.append(dq)
+            dks.append(jnp.pad(dk, around))
+            dvs.append(jnp.pad(dv, around))
+        dqs.append(reduce(jnp.add, found).reshape(*rows.q.shape[:2], len(queries), -1))
+    return jnp.concatenate(dqs, axis=2), reduce(jnp.add, dks), reduce(jnp.add, dvs)
+
+
+def _forward_scan(
+    tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    size_q, size_k = tiling.query_block, tiling.key_block
+    tiling, q = tiling.padded(), _pad(q, size_q, 2)
+    k, v = _pad(k, size_k, 1), _pad(v, size_k, 1)
+    rows = _rows(q, 0, size_q)
+    empty = Partial(
+        full(rows.shape, 0.0, q),
+        full((*rows.shape[:2], 1), MASKED, q),
+        full((*rows.shape[:2], 1), 0.0, q),
+    )
+
+    def fetch(at: jax.Array) -> Any:
+        return tiling.segments_of(at[0], size_q, at[1], size_k)
+
+    def body(carry: Any, at: jax.Array, segments: Any) -> Any:
+        o, lse, found = carry
+        a, b, first = at
+        found = Partial(*(jnp.where(first == 1, x, y) for x, y in zip(empty, found, strict=True)))
+        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), segments)
+        tile = _take(k, b, size_k), _take(v, b, size_k)
+        new = forward_tile(_rows(q, a, size_q), *tile, visible, tiling.scoring)
+        found = merge(found, new)
+        # Written in every turn; the last one of a query block is the one that stays.
+        done, total = normalise(found)
+        return _put(o, done, a), _put(lse, total, a), found
+
+    carry = q.astype(jnp.float32), full((*q.shape[:3], 1), 0.0, q), empty
+    o, lse, _ = fetching_scan(body, carry, fetch, _turns(tiling))
+    return o[:, :, : tiling.seq], lse[:, :, : tiling.seq]
+
+
+def _backward_scan(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) -> Arrays:
+    size_q, size_k, seq = tiling.query_block, tiling.key_block, tiling.seq
+    # A padded query has an infinite sum of exponentials: no weight on any key.
+    pads = (0.0, 0.0, -MASKED, 0.0)
+    rows = Queries(*(_pad(x, size_q, 2, pad) for x, pad in zip(rows, pads, strict=True)))
+    tiling, k, v = tiling.padded(), _pad(k, size_k, 1), _pad(v, size_k, 1)
+
+    def fetch(at: jax.Array) -> Any:
+        mine = tuple(_rows(x, at[0], size_q) for x in (rows.lse, rows.delta))
+        return mine, tiling.segments_of(at[0], size_q, at[1], size_k)
+
+    def body(carry: Any, at: jax.Array, ahead: Any) -> Any:
+        dq, dk, dv, found = carry
+        (a, b, first), ((lse, delta), segments) = at, ahead
+        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), segments)
+        mine = Queries(_rows(rows.q, a, size_q), _rows(rows.do, a, size_q), lse, delta)
+        tile = _take(k, b, size_k), _take(v, b, size_k)
+        new, *parts = backward_tile(mine, *tile, visible, tiling.scoring)
+        found = jnp.where(first == 1, 0.0, found) + new
+        dk, dv = (_add(x, part, b) for x, part in zip((dk, dv), parts, strict=True))
+        return _put(dq, found, a), dk, dv, found
+
+    n, keys, d = k.shape
+    like, found = rows.q, _rows(rows.q, 0, size_q)
+    sums = [full((n, d, keys), 0.0, like) for _ in range(2)]
+    carry = like.astype(jnp.float32), *sums, full(found.shape, 0.0, like)
+    dq, dk, dv, _ = fetching_scan(body, carry, fetch, _turns(tiling))
+    return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq]
+
+
+def _turns(tiling: Tiling) -> jax.Array:
+    """[tiles, 3]: query start, key start, and 1 at the first tile of each query block."""
+    starts = np.array(tiling.equal(), np.int32)
+    first = np.diff(starts[:, 0], prepend=-1) != 0
+    return jnp.asarray(np.column_stack([starts, first]))
+
+
+def fetching_scan(
+    body: Callable[[Any, Any, Any], Any], carry: Any, fetch: Callable[[Any], Any], turns: jax.Array
+) -> Any:
+    """carry = body(carry, turn, fetch(turn)) for each of `turns`; fetched one turn early.
+
+    XLA:CPU fuses a slice at a computed place into the elementwise work that reads it, which then
+    works out the place again for every element: 9 times slower. What a loop carries is stored.
+    """
+
+    def step(both: Any, turn: Any) -> tuple[Any, None]:
+        (carry, fetched), (now, later) = both, turn
+        return (body(carry, now, fetched), fetch(later)), None
+
+    both = carry, fetch(turns[0])
+    (carry, _), _ = lax.scan(step, both, (turns, jnp.roll(turns, -1, axis=0)))
+    return carry
+
+
+def full(shape: tuple[int, ...], value: float, like: jax.Array) -> jax.Array:
+    """fp32, varying over the mesh axes that `like` does: a constant varies over none, and a loop
+    must carry one type."""
+    axes = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
+    return vary(jnp.full(shape, value, jnp.float32), axes)
+
+
+def _take(x: jax.Array, start: Any, size: int, dim: int = 1) -> jax.Array:
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=dim)
+    return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+
+
+def _add(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+    """`part` added to the keys of x [n, head_dim, keys] from `start` on."""
+    total = _take(x, start, part.shape[2], dim=2) + part
+    return lax.dynamic_update_slice_in_dim(x, total, start, axis=2)
+
+
+def _rows(x: jax.Array, start: Any, size: int) -> jax.Array:
+    """[n, group, seq, d] -> [n, group * size, d]."""
+    return _take(x, start, size, dim=2).reshape(x.shape[0], -1, x.shape[3])
+
+
+def _put(x: jax.Array, rows: jax.Array, start: Any) -> jax.Array:
+    """Inverse of `_rows`, into `x`."""
+    rows = rows.reshape(*x.shape[:2], -1, x.shape[3])
+    return lax.dynamic_update_slice_in_dim(x, rows, start, axis=2)
+
+
+def _pad(x: jax.Array, block: int, dim: int, value: float = 0) -> jax.Array:
+    """`dim` lengthened to a multiple of `block`."""
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, -x.shape[dim] % block)
+    return jnp.pad(x, widths, constant_values=value)

@@ -1,0 +1,252 @@
+"""An experiment on a mesh before a device is touched: every shape, every split, every mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxtrain.experiment import Execution, Experiment
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.sharding import (
+    Dims,
+    Leaf,
+    activation_dims,
+    dims,
+    named_sharding,
+    partition_spec,
+    place,
+)
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.attention import PlatformKernel
+from jaxtrain.nn.module import Split, build, take_apart
+from jaxtrain.nn.param import named_key
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.distributed import whole_matrices
+from jaxtrain.optim.muon import Muon
+from jaxtrain.train.state import TrainState, state_splits
+from jaxtrain.train.violations import (
+    batch_sizes,
+    chosen_mode,
+    field_violations,
+    listed,
+    mesh_violations,
+    model_violations,
+)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An experiment that fits a mesh. `sizes`: mesh axes of size > 1, in mesh order."""
+
+    experiment: Experiment
+    spec: MeshSpec
+    sizes: Mapping[str, int]
+    mode: str
+    loop: LayerLoop
+    split: Split
+    places: Mapping[str, Leaf]
+    transform: optax.GradientTransformation
+    abstract: TrainState
+    splits: TrainState
+    fields: Mapping[str, tuple[tuple[int, ...], Any]]
+    """What a batch holds: name -> (shape of one row, dtype)."""
+
+    @property
+    def built_in(self) -> bool:
+        return isinstance(self.experiment.model, DecoderConfig)
+
+    @property
+    def tensor(self) -> tuple[str, ...]:
+        """Mesh axes over which the model's heads, hidden units and vocabulary are split."""
+        rules = self.experiment.sharding.activations
+        return activation_dims(("heads",), rules, sizes=self.sizes)[0]
+
+    @property
+    def largest_batch(self) -> int:
+        return batch_sizes(self.experiment.batch)[-1]
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense peak of one device in the compute dtype, FLOP/s."""
+        return self.spec.chip.peak_flops(jnp.dtype(self.experiment.precision.compute).name)
+
+    @property
+    def check_vma(self) -> bool:
+        """Off on TPU unless asked for: Pallas kernels, splash attention among them, refuse it."""
+        asked = self.experiment.execution.check_vma
+        return platform_of(self.spec) != "tpu" if asked is None else asked
+
+    @property
+    def batch_splits(self) -> dict[str, Dims]:
+        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context."""
+        rules = self.experiment.sharding.activations
+        names = (None, "batch", "seq", None, None, None)
+        return {
+            name: activation_dims(names[: len(shape) + 2], rules, sizes=self.sizes)
+            for name, (shape, _) in self.fields.items()
+        }
+
+    @property
+    def batch_specs(self) -> dict[str, Any]:
+        return {name: partition_spec(split) for name, split in self.batch_splits.items()}
+
+    def batch_shardings(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+        return {name: named_sharding(mesh, split) for name, split in self.batch_splits.items()}
+
+    def abstract_batch(self, batch: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a batch of `batch` rows (None: the largest)."""
+        micro = self.experiment.microbatches
+        lead = (micro, (batch or self.largest_batch) // micro)
+        return {
+            name: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+            for name, (shape, dtype) in self.fields.items()
+        }
+
+    def constrain(self, leaves: Any, mesh: jax.sharding.Mesh, to: str) -> Any:
+        """State that leaves named as parameters rest as table `to` says; nothing on one device."""
+        if not self.sizes:
+            return leaves
+        splits = {k: getattr(self.places[k], to) for k in leaves}
+        return {
+            k: jax.lax.with_sharding_constraint(v, named_sharding(mesh, splits[k]))
+            for k, v in leaves.items()
+        }
+
+    def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
+        """The optimizer with its own collectives where it has any: Muon, in explicit mode."""
+        e = self.experiment
+        if not (isinstance(e.optimizer, Muon) and self.mode == "explicit" and self.sizes):
+            return self.transform
+        table = e.sharding.optimizer_table
+        distribute = whole_matrices(
+            mesh, lambda names: dims(names, table, sizes=self.sizes), self.sizes
+        )
+        return e.optimizer.build(
+            self.split.axes, steps=e.steps, batch=self.largest_batch, distribute=distribute
+        )
+
+    def next_scale(self, state: Any, finite: jax.Array) -> Any:
+        """The loss scale's state after a step; () without one."""
+        scale = self.experiment.precision.loss_scale
+        return () if scale is None else scale.update(state, finite)
+
+    def with_matmul_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` traced at the experiment's matmul precision, whatever the platform's."""
+
+        def run(*args: Any) -> Any:
+            with jax.default_matmul_precision(self.experiment.precision.matmul):
+                return function(*args)
+
+        return run
+
+
+def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Assembly:
+    """The assembly. Raises ValueError with every violation of experiment and mesh together.
+
+    `fields`: what a batch of the opened data holds; None takes `TextData`'s.
+    """
+    sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
+    if experiment.execution.attention is None and isinstance(experiment.model, DecoderConfig):
+        chosen = replace(experiment.execution, attention=PlatformKernel(platform_of(spec)))
+        experiment = replace(experiment, execution=chosen)
+    violations = field_violations(experiment)
+    mode = chosen_mode(experiment, violations)
+    unbuildable = model_violations(experiment)
+    violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
+    if unbuildable:
+        raise ValueError(listed(violations, spec))
+    split = take_apart(_abstract_model(experiment))
+    places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
+    violations += unplaced
+    if violations:
+        raise ValueError(listed(violations, spec))
+    sizes_of_batch = batch_sizes(experiment.batch)
+    transform = experiment.optimizer.build(
+        split.axes, steps=experiment.steps, batch=sizes_of_batch[-1]
+    )
+    abstract = jax.eval_shape(lambda: initial_state(experiment, transform))
+    return Assembly(
+        experiment=experiment,
+        spec=spec,
+        sizes=sizes,
+        mode=mode,
+        loop=_loop(experiment.execution, spec),
+        split=split,
+        places=places,
+        transform=transform,
+        abstract=abstract,
+        splits=state_splits(abstract, places, experiment.sharding, sizes),
+        fields=token_fields(experiment.data) if fields is None else fields,
+    )
+
+
+def platform_of(spec: MeshSpec) -> str:
+    """JAX's name of the platform the mesh runs on."""
+    return "cpu" if spec.simulated else spec.chip.platform
+
+
+def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """What a batch of packed text holds; segments and positions where documents are isolated."""
+    names = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    if data.isolate_documents:
+        names |= {"segments": np.int32, "positions": np.int32}
+    fields: dict[str, tuple[tuple[int, ...], Any]] = {
+        name: ((data.seq,), dtype) for name, dtype in names.items()
+    }
+    fields["rows"] = ((), np.int32)
+    return fields
+
+
+def initial_state(experiment: Experiment, transform: optax.GradientTransformation) -> TrainState:
+    """The state before the first step; a function of the seed only."""
+    split = take_apart(make_model(experiment))
+    dtype = experiment.precision.params
+    params = {k: v.astype(dtype) for k, v in split.params.items()}
+    scale = experiment.precision.loss_scale
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=transform.init(params),
+        rest=split.rest,
+        ema=dict(params) if experiment.ema_decay is not None else {},
+        loss_scale=() if scale is None else scale.init(),
+        skipped=jnp.zeros((), jnp.int32),
+    )
+
+
+def make_model(experiment: Experiment) -> nnx.Module:
+    """The module with its initial parameters."""
+    key = named_key(jax.random.key(experiment.seed), "model")
+    model = experiment.model
+    if isinstance(model, DecoderConfig):
+        return build(lambda key: model.build(key, kernel=experiment.execution.attention), key)
+    make = getattr(model, "build", model)
+    return build(lambda key: make(nnx.Rngs(key)), key)
+
+
+def _abstract_model(experiment: Experiment) -> nnx.Module:
+    return nnx.eval_shape(lambda: make_model(experiment))
+
+
+def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
+    """The platform's default: unrolled on CPU, where a scanned loop costs 1.3x."""
+    if execution.loop is not None:
+        return execution.loop
+    on_cpu = platform_of(spec) == "cpu"
+    return LayerLoop(unroll=on_cpu, remat="none" if on_cpu else "dots_and_attention")
+
+
+def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
+    """The mesh without its axes of size 1: an operation over those is the identity, and on one
+    device the program is plain code."""
+    names = tuple(sizes) or ("data",)
+    shape = tuple(sizes.values()) or (1,)
+    devices = np.asarray(mesh.devices).reshape(shape)
+    return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))

@@ -1,0 +1,63 @@
+"""From rows of a dataset to global arrays on a mesh; each process reads just its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.data import BatchRamp, Dataset, rows_of_step
+
+Batch = dict[str, np.ndarray]
+
+
+def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """What a batch holds: name -> (shape of one row, dtype), from one row read.
+
+    Without isolated documents segment ids and positions are dropped: they would say nothing, and
+    attention without segment ids is cheaper.
+    """
+    row = dataset.rows(np.arange(1))
+    if not getattr(data, "isolate_documents", True):
+        row = {k: v for k, v in row.items() if k not in ("segments", "positions")}
+    fields = {name: (v.shape[1:], v.dtype) for name, v in row.items()}
+    return fields | {"rows": ((), np.dtype(np.int32))}
+
+
+class PlacedRows:
+    """A dataset whose rows arrive as global arrays [microbatches, rows, ...] on the mesh.
+
+    Microbatch m is a run of consecutive rows, the same on every mesh. `rows` holds each row's
+    number within its batch: with it dropout masks do not depend on the mesh.
+    """
+
+    def __init__(self, dataset: Dataset, shardings: Mapping[str, Any], microbatches: int) -> None:
+        self._dataset, self._shardings, self._micro = dataset, dict(shardings), microbatches
+
+    def rows(self, numbers: np.ndarray) -> dict[str, jax.Array]:
+        """The batch of these global row numbers; only this process's rows are read."""
+        shape = (self._micro, len(numbers) // self._micro)
+        mine = np.zeros(shape, bool)
+        where = self._shardings["rows"].addressable_devices_indices_map(shape)
+        for index in where.values():
+            mine[index] = True
+        chosen = np.flatnonzero(mine)
+        read = {**self._dataset.rows(numbers[chosen]), "rows": chosen.astype(np.int32)}
+        at = (np.cumsum(mine) - 1).reshape(shape)
+
+        def array(name: str, sharding: Any) -> jax.Array:
+            values = read[name]
+
+            def part(index: Any) -> np.ndarray:
+                return values[at[index[:2]]][(slice(None), slice(None), *index[2:])]
+
+            return jax.make_array_from_callback((*shape, *values.shape[1:]), sharding, part)
+
+        return {name: array(name, sharding) for name, sharding in self._shardings.items()}
+
+
+def numbered(batch: int | BatchRamp) -> Callable[[int], np.ndarray]:
+    """step -> the global numbers of its rows."""
+    return lambda step: rows_of_step(batch, step)

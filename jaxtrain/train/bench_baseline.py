@@ -1,0 +1,154 @@
+"""The plain loop a step is measured against, given an experiment's sizes.
+
+`plain_loop.py` knows one model. An experiment is compared with what that model would be at the
+experiment's sizes, field by field, so that a field added later is refused until the loop has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data import BigramChain
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.sharding import fsdp, tensor
+from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.norm import RMSNorm
+from jaxtrain.nn.rotary import Rope
+from jaxtrain.optim.optimizer import AdamW, everything
+
+BASELINE = Path("baselines") / "plain_loop.py"
+FREE = ("steps", "seed", "precision", "execution", "evaluation", "checkpoints", "logging", "sample")
+"""Fields of an experiment that a benchmark sets itself or that change nothing in a step."""
+
+
+def find_baseline(experiment: str | Path) -> Path:
+    """baselines/plain_loop.py beside the experiment file, or in this checkout's experiments/."""
+    checkout = Path(__file__).parents[2] / "experiments"
+    places = [Path(experiment).parent / BASELINE, checkout / BASELINE]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ValueError(
+        f"there is no plain loop to measure against at {' or '.join(map(str, places))}; put the "
+        f"experiment into experiments/ of a checkout, or copy {BASELINE} beside it"
+    )
+
+
+def plain_arguments(experiment: Experiment, spec: MeshSpec) -> list[str]:
+    """The loop's command line for this model on this mesh, without --dtype.
+
+    Raises ValueError with every feature that the loop lacks.
+    """
+    model, head = experiment.model, "the plain loop of `bench step` lacks what this run asks for:"
+    if not isinstance(model, DecoderConfig) or not isinstance(experiment.data, BigramChain):
+        raise ValueError(
+            f"{head} it trains a DecoderConfig on a BigramChain, and this experiment has "
+            f"{type(model).__name__} on {type(experiment.data).__name__}; see "
+            f"experiments/bench_6m.py for one that it runs"
+        )
+    lacking = list(_differences(experiment, _plain(experiment), ""))
+    lacking += _mesh_violations(experiment, spec)
+    if not isinstance(experiment.batch, int):
+        lacking.append(f"batch={experiment.batch}; the loop has one size, a whole number")
+    if lacking:
+        lines = "\n".join(f"  - {line}" for line in lacking)
+        raise ValueError(f"{head}\n{lines}\nsee experiments/bench_6m.py for one that it runs")
+    block = model.blocks[0]
+    sizes = {
+        "layers": model.layers,
+        "embed": model.embed,
+        "heads": block.attention.heads,
+        "hidden": block.mlp.hidden,
+        "vocab": model.vocab,
+        "seq": experiment.data.seq,
+        "batch": experiment.batch,
+    }
+    given = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    return ["--case", _case(spec), *given]
+
+
+def _plain(experiment: Experiment) -> Experiment:
+    """What the loop runs at the sizes of `experiment`, in our words."""
+    model, norm = experiment.model, RMSNorm(eps=1e-5)
+    first = model.blocks[0]
+    # Spelled out or left to the default, as many kv_heads as heads are the same model.
+    kv_heads = first.attention.kv_heads and first.attention.heads
+    head_dim = first.attention.head_dim and model.embed // first.attention.heads
+    attention = AttentionConfig(first.attention.heads, kv_heads, head_dim, rope=Rope(1e4))
+    block = BlockConfig(attention, MlpConfig(first.mlp.hidden), norm)
+    plain = DecoderConfig(
+        vocab=model.padded_vocab,
+        embed=model.embed,
+        layers=model.layers,
+        period=(block,) * len(model.period),
+        norm=norm,
+        init=model.init,
+        vocab_multiple=model.vocab_multiple,
+        chunk_tokens=model.chunk_tokens,
+    )
+    optimizer = AdamW(1e-3, weight_decay=0.1, b1=0.9, b2=0.95, eps=1e-8, decay=everything)
+    return replace(
+        experiment,
+        model=plain,
+        data=BigramChain(vocab=model.vocab, seq=experiment.data.seq),
+        optimizer=optimizer,
+        microbatches=1,
+        sharding=fsdp() | tensor(),
+        clip_norm=1.0,
+        ema_decay=None,
+    )
+
+
+def _differences(found: Any, plain: Any, path: str) -> Iterator[str]:
+    """`path=value` of each field in which `found` is not what the loop has."""
+    if is_dataclass(found) and type(found) is type(plain):
+        for each in fields(found):
+            if path or each.name not in FREE:
+                below = f"{path}.{each.name}".lstrip(".")
+                yield from _differences(getattr(found, each.name), getattr(plain, each.name), below)
+    elif isinstance(found, tuple) and isinstance(plain, tuple) and len(found) == len(plain):
+        for at, pair in enumerate(zip(found, plain, strict=True)):
+            yield from _differences(*pair, f"{path}[{at}]")
+    elif found != plain:
+        yield f"{path}={_shown(found)}; the loop has {_shown(plain)}"
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _mesh_violations(experiment: Experiment, spec: MeshSpec) -> list[str]:
+    """Mesh axes the loop does not know, and sizes it would have to pad."""
+    found = [
+        f"{spec.where}: mesh axis {axis}={size}; the loop splits over fsdp and tensor only"
+        for axis, size in spec.shape.items()
+        if size > 1 and axis not in ("fsdp", "tensor")
+    ]
+    model, block = experiment.model, experiment.model.blocks[0]
+    sizes = {
+        "fsdp": {"embed": model.embed, "vocab": model.vocab, "batch": experiment.batch},
+        "tensor": {
+            "heads": block.attention.heads,
+            "hidden": block.mlp.hidden,
+            "vocab": model.vocab,
+        },
+    }
+    for axis, dims in sizes.items():
+        n = spec.size(axis)
+        found += [
+            f"{name}={size} does not split over {axis}={n}; use {-(-size // n) * n}"
+            for name, size in dims.items()
+            if isinstance(size, int) and size % n
+        ]
+    return found
+
+
+def _case(spec: MeshSpec) -> str:
+    """`one`, `fsdp8`, `tp2fsdp4`, as the loop names the cuts."""
+    names = {"tp": spec.size("tensor"), "fsdp": spec.size("fsdp")}
+    return "".join(f"{name}{size}" for name, size in names.items() if size > 1) or "one"

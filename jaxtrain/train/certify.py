@@ -1,0 +1,305 @@
+"""The certificate: the same experiment gives the same run on every mesh.
+
+For each layout: initial parameters equal to the bit, losses of five steps within 1e-5 (relative),
+gradients within 1e-5 (max|a-b| / max|b| per leaf), the gradient norm within 1e-5, all against one
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.experiment import Execution, Experiment, load_experiment
+from jaxtrain.mesh.mesh import mesh_from_axes
+from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.precision import Precision, bf16, fp32
+from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.batches import PlacedRows, fields_of, numbered
+from jaxtrain.train.layouts import covering_array, factorisation_count, factorisations
+from jaxtrain.train.session import initialise
+from jaxtrain.train.shrink import shrink
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import make_train_step
+
+STEPS = 5
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
+"""Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
+
+
+class Layout(NamedTuple):
+    """A mesh and every other choice that must not change the run."""
+
+    axes: tuple[tuple[str, int], ...]
+    mode: str = "explicit"
+    sharding: str = "fsdp"
+    microbatches: int = 2
+    packing: bool = True
+    loop: str = "unrolled, remat none"
+    dropout: float = 0.0
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
+        rest = (f"{name}={value}" for name, value in self._asdict().items() if name != "axes")
+        return f"{sizes}: {' '.join(rest)}"
+
+    def reference(self) -> Layout:
+        """The one-device run it must equal."""
+        plain = Layout((("data", 1),))
+        kept = {name: getattr(self, name) for name in SEMANTIC}
+        return plain._replace(**kept)
+
+
+SEMANTIC = ("microbatches", "packing", "dropout", "precision")
+"""Fields that change what is computed; the others may not."""
+
+SHARDING: dict[str, ShardingRules] = {
+    "fsdp": fsdp() | tensor(),
+    "zero1": zero1() | tensor(),
+    "zero2": zero2() | tensor(),
+    "data parallel": data_parallel() | tensor(),
+    "fsdp, reduced once": (fsdp() | tensor()).whole_until_update(),
+}
+LOOPS: dict[str, LayerLoop] = {
+    "unrolled, remat none": LayerLoop(unroll=True, remat="none"),
+    "scanned, prefetch, remat full": LayerLoop(unroll=False, remat="full"),
+    "scanned, prefetch, kept weights": LayerLoop(
+        unroll=False, remat="dots", reshard_after_forward=False
+    ),
+    "scanned, remat dots_and_attention": LayerLoop(
+        unroll=False, remat="dots_and_attention", prefetch=False
+    ),
+}
+PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
+MESHES = (
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 4},
+    {"data": 2, "tensor": 4},
+)
+
+
+class Difference(NamedTuple):
+    """How far a layout is from its one-device run; `error` is set when it did not run."""
+
+    layout: Layout
+    loss_rel: float
+    grad_rel: float
+    norm_rel: float
+    init_equal: bool
+    worst_leaf: str
+    error: str = ""
+
+    def __str__(self) -> str:
+        verdict = "ok    " if self.passed else "FAILED"
+        if self.error:
+            return f"{verdict} {self.layout}: {self.error}"
+        init = "equal" if self.init_equal else "DIFFERS"
+        return (
+            f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
+            f"norm {self.norm_rel:.1e} init {init}  {self.layout}"
+        )
+
+    @property
+    def passed(self) -> bool:
+        bound = BOUNDS[jnp.dtype(PRECISIONS[self.layout.precision].compute).name]
+        worst = max(self.loss_rel, self.grad_rel, self.norm_rel)
+        return not self.error and self.init_equal and bool(worst <= bound)
+
+
+@dataclass
+class Certificate:
+    """differences in the order run; `closed_count` layouts were due."""
+
+    closed_count: int
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Difference]:
+        return [d for d in self.differences if not d.passed]
+
+    def worst(self, what: str, dtype: str = "fp32") -> float:
+        """The largest `loss_rel` or `grad_rel` among layouts of that precision."""
+        found = [getattr(d, what) for d in self.differences if d.layout.precision == dtype]
+        return max(found, default=0.0)
+
+    def summary(self) -> str:
+        return (
+            f"{len(self.differences)} layouts run of {self.closed_count} due, "
+            f"{len(self.failed)} failed; worst fp32 loss {self.worst('loss_rel'):.1e}, gradient "
+            f"{self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}); worst bf16 gradient "
+            f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e})"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layouts": len(self.differences),
+            "failed": len(self.failed),
+            "worst_loss_rel": self.worst("loss_rel"),
+            "worst_grad_rel": self.worst("grad_rel"),
+        }
+
+
+def layouts(devices: int, which: str) -> tuple[list[Layout], int]:
+    """The layouts of `quick` or `all`, and their closed count.
+
+    quick: the pairwise covering array. all: also every factorisation of `devices`, devices / 2, ..
+    1 in both modes. Raises ValueError on another word.
+    """
+    if which not in ("quick", "all"):
+        raise ValueError(f"layouts={which!r}; use 'quick' or 'all'")
+    fitting = [m for m in MESHES if int(np.prod(list(m.values()))) == devices]
+    pairwise = [Layout(**row) for row in covering_array(_options(devices, fitting))]
+    if which == "quick":
+        return pairwise, len(pairwise)
+    sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
+    every = [
+        Layout(tuple(axes.items()), mode=mode)
+        for n in sizes
+        for axes in factorisations(n)
+        for mode in ("explicit", "gspmd")
+    ]
+    count = 2 * sum(factorisation_count(n, 3) for n in sizes) + len(pairwise)
+    return every + pairwise, count
+
+
+def _options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
+    meshes = meshes or factorisations(devices)
+    return {
+        "axes": [tuple(m.items()) for m in meshes],
+        "sharding": list(SHARDING),
+        "mode": ["explicit", "gspmd"],
+        "loop": list(LOOPS),
+        "packing": [True, False],
+        "microbatches": [2, 1],
+        "dropout": [0.0, 0.1],
+        "precision": list(PRECISIONS),
+    }
+
+
+def certify(
+    experiment: Experiment | str | Path,
+    *,
+    devices: int = 8,
+    which: str = "quick",
+    full: bool = False,
+    stop_at_failure: bool = False,
+) -> Iterator[tuple[Difference, Certificate]]:
+    """Each layout's difference as it is found, and the certificate so far.
+
+    Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for a model
+    that is not built in: layouts of others are GSPMD's, whose arithmetic is XLA's to keep.
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    if not isinstance(experiment.model, DecoderConfig):
+        raise ValueError("certify compares layouts of built-in models; this experiment has its own")
+    if not full:
+        experiment = shrink(experiment, devices=devices)
+    due, count = layouts(devices, which)
+    certificate, references = Certificate(count), {}
+    for layout in due:
+        reference = layout.reference()
+        if reference not in references:
+            references[reference] = _run(experiment, reference)
+        difference = _compared(experiment, layout, references[reference])
+        certificate.differences.append(difference)
+        yield difference, certificate
+        if stop_at_failure and not difference.passed:
+            return
+    assert len(certificate.differences) == count, "a layout was skipped"
+
+
+class _Outcome(NamedTuple):
+    init: dict[str, np.ndarray]
+    losses: np.ndarray
+    norms: np.ndarray
+    grads: dict[str, np.ndarray]
+
+
+def _compared(experiment: Experiment, layout: Layout, reference: _Outcome) -> Difference:
+    try:
+        outcome = _run(experiment, layout)
+    except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return Difference(layout, np.inf, np.inf, np.inf, False, "", text)
+    equal = all(np.array_equal(reference.init[k], v) for k, v in outcome.init.items())
+    errors = {k: _relative(g, reference.grads[k]) for k, g in outcome.grads.items()}
+    leaf = max(errors, key=lambda k: np.nan_to_num(errors[k], nan=np.inf))
+    return Difference(
+        layout,
+        _relative(outcome.losses, reference.losses, each=True),
+        errors[leaf],
+        _relative(outcome.norms, reference.norms, each=True),
+        equal,
+        leaf,
+    )
+
+
+def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False) -> float:
+    """max|a-b| / max|b|, or max(|a-b| / |b|) where `each`. nan counts as a difference."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    scale = np.abs(b) if each else np.max(np.abs(b))
+    worst = float(np.max(np.abs(a - b) / np.maximum(scale, 1e-30)))
+    return np.inf if np.isnan(worst) else worst
+
+
+def arranged(experiment: Experiment, layout: Layout) -> Experiment:
+    """The experiment as this layout runs it."""
+    e, d = experiment, layout.dropout
+    model = replace(
+        e.model, dropout=d, period=tuple(replace(block, dropout=d) for block in e.model.period)
+    )
+    return replace(
+        e,
+        model=model,
+        data=replace(e.data, isolate_documents=layout.packing),
+        microbatches=layout.microbatches,
+        precision=PRECISIONS[layout.precision],
+        sharding=SHARDING[layout.sharding],
+        execution=Execution(layout.mode, LOOPS[layout.loop], e.execution.attention),
+    )
+
+
+def _run(experiment: Experiment, layout: Layout) -> _Outcome:
+    """STEPS steps on the layout; gradients are those of the first."""
+    e = arranged(experiment, layout)
+    dataset = e.data.open("train", seed=e.seed, cache_dir=Path())
+    assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
+    count = int(np.prod([n for _, n in layout.axes]))
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[:count]).reshape([n for _, n in layout.axes]),
+        [a for a, _ in layout.axes],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(layout.axes),
+    )
+    mesh = active_mesh(mesh, assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    state = initialise(assembly, where)
+    init = jax.tree.map(np.asarray, state.params)
+    placed = PlacedRows(dataset, assembly.batch_shardings(mesh), e.microbatches)
+    rows = numbered(e.batch)
+    step = jax.jit(
+        make_train_step(assembly, mesh, keep_gradients=True),
+        in_shardings=(where, assembly.batch_shardings(mesh)),
+    )
+    found, grads = [], {}
+    for at in range(STEPS):
+        state, metrics = step(state, placed.rows(rows(at)))
+        kept = metrics.pop("gradients")
+        if at == 0:
+            grads = jax.tree.map(np.asarray, kept)
+        found.append({k: float(v) for k, v in metrics.items()})
+    losses = np.array([m["loss"] for m in found])
+    return _Outcome(init, losses, np.array([m["grad_norm"] for m in found]), grads)

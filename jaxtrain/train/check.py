@@ -1,0 +1,117 @@
+"""An experiment on a mesh, told without a device: where each leaf lives and what it weighs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.mesh.sharding import Axes, Dims, Leaf
+from jaxtrain.train.assembly import Assembly, assemble
+from jaxtrain.train.state import bytes_per_device
+from jaxtrain.train.step import make_loss
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """parameters: all of them, the padded rows of the vocabulary not counted.
+
+    bytes_per_device: params, optimizer, other state (a model's own, average, step, scale), batch;
+    and total, which is the compiled step's argument bytes.
+    """
+
+    assembly: Assembly
+    parameters: int
+    bytes_per_device: dict[str, int]
+
+    def table(self) -> str:
+        """Each parameter: path, shape, how it rests, its bytes on one device; and how its optimizer
+        state rests where that is another way (ZeRO-1, ZeRO-2)."""
+        places = self.assembly.places.values()
+        header = ["leaf", "shape", "split over", "bytes per device"]
+        rows = [[p.path, _shape(p), _split(p.axes, p.params), self._bytes(p)] for p in places]
+        if any(p.params != p.optimizer for p in places):
+            header.insert(3, "optimizer state over")
+            for row, p in zip(rows, places, strict=True):
+                row.insert(3, _split(p.axes, p.optimizer))
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        return "\n".join(_line(row, widths) for row in [header, *rows])
+
+    def _bytes(self, place: Leaf) -> str:
+        itemsize = self.assembly.abstract.params[place.path].dtype.itemsize
+        return f"{place.local_size(self.assembly.sizes) * itemsize:,}"
+
+    def summary(self) -> str:
+        """Two lines: the parameters and the mesh; the bytes on each device."""
+        spec = self.assembly.spec
+        sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
+        parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
+        return (
+            f"{self.parameters:,} parameters on {spec.where} ({sizes}, {self.assembly.mode})\n"
+            f"bytes per device: {parts}"
+        )
+
+
+def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
+    """What the experiment is on this mesh; needs no device of it, nor the data.
+
+    Raises ValueError with every violation at once.
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    assembly = assemble(experiment, load_mesh(mesh))
+    if not assembly.built_in:
+        _trace_loss(assembly)
+    state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes
+
+    def weigh(*names: str) -> int:
+        parts = [(getattr(state, n), getattr(splits, n)) for n in names]
+        return sum(bytes_per_device(tree, split, sizes) for tree, split in parts)
+
+    weights = {
+        "params": weigh("params"),
+        "optimizer": weigh("optimizer"),
+        "other": weigh("rest", "ema", "step", "loss_scale", "skipped"),
+        "batch": bytes_per_device(assembly.abstract_batch(), assembly.batch_splits, sizes),
+    }
+    weights["total"] = sum(weights.values())
+    real_rows = experiment.model.vocab if assembly.built_in else None
+    counted = sum(_count(place, real_rows) for place in assembly.places.values())
+    return CheckReport(assembly, counted, weights)
+
+
+def _trace_loss(assembly: Assembly) -> None:
+    """A user's own loss, traced on one microbatch: what is wrong with its answer is told here."""
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for name, leaf in assembly.abstract_batch().items()
+    }
+    params, rest = assembly.abstract.params, assembly.abstract.rest
+    loss = assembly.with_matmul_precision(make_loss(assembly, None))
+    jax.eval_shape(loss, params, rest, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
+
+
+def _count(leaf: Leaf, vocab: int | None) -> int:
+    named = zip(leaf.axes, leaf.shape, strict=True)
+    return math.prod(vocab if axis == "vocab" and vocab else size for axis, size in named)
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    """Words to the left, the number in the last column to the right."""
+    cells = [cell.ljust(w) for cell, w in zip(row[:-1], widths[:-1], strict=True)]
+    return "  ".join([*cells, row[-1].rjust(widths[-1])])
+
+
+def _shape(leaf: Leaf) -> str:
+    named = zip(leaf.axes, leaf.shape, strict=True)
+    return "[" + ", ".join(f"{axis or '-'} {size}" for axis, size in named) + "]"
+
+
+def _split(axes: Axes, split: Dims) -> str:
+    parts = [f"{axis}: {'*'.join(d)}" for axis, d in zip(axes, split, strict=True) if d]
+    return ", ".join(parts) or "whole"

@@ -1,0 +1,275 @@
+"""The training loop: batch, step, metrics one step late, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
+from jaxtrain.data import TextData, reference_bits
+from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
+from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter
+from jaxtrain.telemetry.profiler import Profiler
+from jaxtrain.telemetry.progress import Progress
+from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.train.generate import generate
+from jaxtrain.train.rates import Rates
+from jaxtrain.train.session import Session, open_session
+
+CACHE_DIR = Path("~/.cache/jaxtrain")
+
+
+@dataclass
+class Result:
+    """What a run gives back. `stopped`: it was asked to stop before its last step, and saved."""
+
+    experiment: Experiment
+    steps: int
+    run_dir: Path | None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    sample: str | None = None
+    stopped: bool = False
+    session: Session | None = None
+
+    @property
+    def loss(self) -> float:
+        return self.history[-1]["loss"] if self.history else float("nan")
+
+
+def train(
+    experiment: Experiment | str | Path,
+    mesh: MeshSpec | str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    steps: int | None = None,
+    settings: list[str] | None = None,
+    cache_dir: str | Path = CACHE_DIR,
+    stream: TextIO | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Train, or go on with what is in `run_dir`.
+
+    steps: stop after so many steps in all, whatever the experiment says (its schedules keep their
+    length). settings: `path=value` overrides. should_stop is asked after every step; when it says
+    so, or on KeyboardInterrupt, the state is saved first (KeyboardInterrupt is then raised again).
+    run_dir=None keeps everything in memory.
+
+    Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
+    do not fit together; CheckpointError when a save or restore fails.
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    experiment = with_fields(experiment, settings or [])
+    spec = load_mesh(mesh)
+    run = Path(run_dir) if run_dir is not None else None
+    config = {"experiment": config_of(experiment)}
+    if run is not None:
+        refuse_other_experiment(run, config, ignore=RESUMABLE)
+    policy = experiment.checkpoints
+    saves = CheckpointManager(run / "checkpoints", policy) if run and policy else None
+    cache = Path(cache_dir).expanduser()
+    session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves)
+    first = jax.process_index() == 0
+    if run is not None and first:
+        write_config(run, config)
+    output = (stream or sys.stdout) if first else io.StringIO()
+    loop = _Loop(session, run, saves, cache, output, should_stop)
+    try:
+        return loop.run(min(steps or experiment.steps, experiment.steps))
+    finally:
+        loop.close()
+
+
+RESUMABLE = (
+    "experiment.logging",
+    "experiment.evaluation",
+    "experiment.checkpoints",
+    "experiment.sample",
+    "experiment.execution",
+)
+"""Fields a resumed run may change: none of them changes what is learned."""
+
+
+class _Loop:
+    def __init__(
+        self,
+        session: Session,
+        run_dir: Path | None,
+        saves: CheckpointManager | None,
+        cache_dir: Path,
+        stream: TextIO,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        e = session.experiment
+        self.session, self.saves, self.should_stop = session, saves, should_stop
+        self.result = Result(e, session.start, run_dir, session=session)
+        self.cache_dir, self.stream = cache_dir, stream
+        self.evaluate = Evaluator(session.assembly, session.mesh, cache_dir=cache_dir)
+        self.delayed = DelayedMetrics()
+        self.rates = Rates(session.assembly)
+        self.profiler = Profiler(e.logging.profile, run_dir or Path("."))
+        self.writer: MetricsWriter | None = None
+        if run_dir is not None:
+            self.writer = MetricsWriter(
+                run_dir,
+                start=session.start + 1,
+                tensorboard=e.logging.tensorboard,
+                process=jax.process_index(),
+            )
+        self.pending_evaluation: dict[int, dict[str, float]] = {}
+
+    def run(self, steps: int) -> Result:
+        session, e = self.session, self.session.experiment
+        self.progress = Progress(steps, session.start, self.stream, e.logging.every)
+        self.progress.message(self.headline(steps))
+        try:
+            self.loop(steps)
+        except KeyboardInterrupt:
+            self.interrupted()
+            raise
+        if not self.result.stopped:
+            self.finish()
+        return self.result
+
+    def headline(self, steps: int) -> str:
+        session = self.session
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(session.state.params))
+        sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
+        begin = f"resuming at step {session.start}, " if session.start else ""
+        return (
+            f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
+            f"{steps} steps, compiled in {session.compile_s:.1f}s"
+        )
+
+    def loop(self, steps: int) -> None:
+        session, e = self.session, self.session.experiment
+        metrics: dict[str, Any] = {}
+        for step in range(session.start, steps):
+            at, batch = session.loader.next()
+            assert at == step, f"the loader gave the batch of step {at} for step {step}"
+            self.profiler.before(step, metrics)
+            metrics = session.step(batch)
+            self.profiler.after(step, metrics)
+            done = self.result.steps = step + 1
+            self.log(self.delayed.push(done, metrics))
+            if e.evaluation and (done % e.evaluation.every == 0 or done == steps):
+                self.run_evaluation(done)
+            if self.saves and (self.saves.should_save(done) or done == steps):
+                self.save()
+            if self.should_stop() and done < steps:
+                self.save()
+                self.result.stopped = True
+                break
+        self.log(self.delayed.flush())
+
+    def run_evaluation(self, step: int) -> None:
+        """Evaluate with the clock stopped; the values join the metrics of `step`."""
+        evaluation = self.experiment.evaluation
+        assert evaluation is not None
+        self.log(self.delayed.flush(), hold=True)
+        with self.rates.paused():
+            values = self.evaluate(self.session.state, batches=evaluation.batches)
+        self.result.evaluation = values
+        text = " ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.progress.message(f"step {step} {text}")
+        held, self.held = self.held, None
+        if held is not None:
+            self.write(held[0], {**held[1], **values})
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.session.experiment
+
+    held: tuple[int, dict[str, Any]] | None = None
+
+    def log(self, found: tuple[int, dict[str, Any]] | None, *, hold: bool = False) -> None:
+        """Metrics of a step that is finished, to the history, the screen and, when due, files."""
+        if found is None:
+            return
+        step, values = found
+        values = {**values, **self.rates.of(step)}
+        self.result.history.append({"step": step, **values})
+        self.progress.update(step, values)
+        if hold:
+            self.held = (step, values)
+        elif step % self.experiment.logging.every == 0 or step == self.session.start + 1:
+            self.write(step, values)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.write(step, values)
+
+    def save(self) -> None:
+        if self.saves is None:
+            return
+        self.saves.wait()  # what is in flight may be this very step
+        if self.saves.latest() == self.result.steps:
+            return
+        with self.rates.paused():
+            self.saves.save(self.result.steps, self.session.state, {"step": self.result.steps})
+
+    def interrupted(self) -> None:
+        """Save what is whole: the state after the last finished step."""
+        if self.saves is None:
+            self.progress.message("interrupted; nothing is kept without a run directory")
+            return
+        if not self.session.alive():
+            latest = self.saves.latest()
+            self.progress.message(f"interrupted within a step; the newest save is {latest}")
+            return
+        self.log(self.delayed.flush())
+        self.result.steps = int(self.session.state.step)
+        self.save()
+        self.saves.wait()
+        self.progress.message(f"interrupted; saved step {self.result.steps}")
+
+    def finish(self) -> None:
+        """The last words: what was reached against reference compressors, and a sample."""
+        e, say = self.experiment, self.progress.message
+        if self.saves is not None:
+            self.saves.wait()
+        reached = self.result.evaluation.get("bits_per_byte")
+        if reached is not None and isinstance(e.data, TextData):
+            bits = reference_bits(e.data)
+            self.result.evaluation |= bits
+            unigram, bigram = bits["unigram_bits_per_byte"], bits["bigram_bits_per_byte"]
+            say(
+                f"held-out {reached:.3f} bits per byte = {reached / unigram:.0%} of the unigram "
+                f"entropy {unigram:.3f}; an interpolated bigram model reaches {bigram:.3f}"
+            )
+        if e.sample is not None and self.session.assembly.built_in:
+            self.result.sample = self.sampled()
+            say(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}")
+            say(self.result.sample)
+
+    def sampled(self) -> str:
+        sample, dataset = self.experiment.sample, self.session.dataset
+        assert sample is not None
+        ids = generate(
+            self.session.assembly,
+            self.session.state.ema or self.session.state.params,
+            dataset.encode(sample.prompt),
+            tokens=sample.tokens,
+            temperature=sample.temperature,
+            seed=self.experiment.seed,
+        )
+        return sample.prompt + dataset.decode(ids)
+
+    def close(self) -> None:
+        self.profiler.close()
+        if hasattr(self, "progress"):
+            self.progress.close()
+        self.session.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.saves is not None:
+            self.saves.close()

@@ -1,0 +1,75 @@
+"""The loss of a user's own nnx.Module: its state threaded through, its answers checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.module import put_together, take_apart
+
+Arrays = dict[str, Any]
+
+
+def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arrays]]:
+    """(params, rest, microbatch, key or None) -> (loss sum, count, rest after).
+
+    Parameters are cast to `compute`, their gradients come back in the parameters' own dtype; all
+    other state (BatchStat, RngState, ...) keeps its own. The module runs as it was built; with
+    key=None (held-out data) it is a copy after `eval()`, so that BatchNorm reads its running
+    averages and Dropout drops nothing. Law: the loss is a function of the four arguments.
+
+    Raises ValueError for a loss that is not two scalars, and for state that appears, vanishes or
+    changes its shape.
+    """
+
+    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
+        used = {name: value.astype(compute) for name, value in params.items()}
+        model = put_together(static, {**used, **rest})
+        if key is None:
+            model.eval()
+        total, count = _sums(model, model.loss(batch, key=key))
+        after = take_apart(model).rest
+        _refuse_other_state(rest, after)
+        return total, count, after
+
+    return loss
+
+
+def _sums(model: Any, found: Any) -> tuple[jax.Array, jax.Array]:
+    """The loss sum and count in fp32."""
+    name = type(model).__name__
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(
+            f"{name}.loss returned {type(found).__name__}; return (sum, count): the loss summed "
+            f"over what it counts, and the count it is divided by at the end of the step"
+        )
+    shapes = [jnp.shape(value) for value in found]
+    if shapes != [(), ()]:
+        raise ValueError(
+            f"{name}.loss returned shapes {shapes[0]} and {shapes[1]}; return two scalars, "
+            f"sums over the rows of the batch"
+        )
+    total, count = (jnp.asarray(value, jnp.float32) for value in found)
+    return total, count
+
+
+def _refuse_other_state(before: Arrays, after: Arrays) -> None:
+    """A step returns the state it was given, or it could not be repeated."""
+    kinds = [{k: (jnp.shape(v), v.dtype) for k, v in state.items()} for state in (before, after)]
+    violations = []
+    for name in sorted({*before, *after}):
+        old, new = (kind.get(name) for kind in kinds)
+        if old is None:
+            violations.append(f"state {name} appears in loss(); create it when the module is built")
+        elif new is None:
+            violations.append(f"state {name} is gone after loss(); keep it")
+        elif old != new:
+            violations.append(
+                f"state {name} was {old[1]}{list(old[0])} and is {new[1]}{list(new[0])} after "
+                f"loss(); keep its shape and dtype"
+            )
+    if violations:
+        raise ValueError("\n".join(violations))

@@ -1,0 +1,120 @@
+"""A run made ready: data opened, program compiled, state on its devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.data import Loader
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble, initial_state
+from jaxtrain.train.batches import PlacedRows, fields_of, numbered
+from jaxtrain.train.state import TrainState, shardings
+from jaxtrain.train.step import compile_step
+
+
+@dataclass
+class Session:
+    """What a training loop works with. `state` is replaced at every step (its buffers are donated).
+
+    `compiled` holds one program for each batch size met so far.
+    """
+
+    assembly: Assembly
+    mesh: jax.sharding.Mesh
+    shardings: TrainState
+    dataset: Any
+    state: TrainState
+    start: int
+    loader: Loader
+    compile_s: float
+    compiled: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.assembly.experiment
+
+    def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Dispatch one step on the next state; returns its metrics, not waited for."""
+        micro, rows = batch["rows"].shape
+        program = self.compiled.get(micro * rows)
+        if program is None:
+            program = compile_step(self.assembly, self.mesh, self.shardings, batch)
+            self.compiled[micro * rows] = program
+        self.state, metrics = program(self.state, batch)
+        return metrics
+
+    def alive(self) -> bool:
+        """Whether the state can be read: a step that was cut off has donated it."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+def open_session(
+    experiment: Experiment,
+    spec: MeshSpec,
+    *,
+    cache_dir: Path,
+    checkpoints: CheckpointManager | None = None,
+) -> Session:
+    """Raises ValueError for whatever does not fit, before anything is compiled or written."""
+    dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
+    _check_vocabulary(experiment, dataset)
+    assembly = assemble(experiment, spec, fields_of(dataset, experiment.data))
+    mesh = active_mesh(make_mesh(spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    start = (checkpoints.latest() or 0) if checkpoints else 0
+    if checkpoints is not None and start == 0:
+        checkpoints.check_space(assembly.abstract)
+    began = time.perf_counter()
+    # XLA compiles outside Python's lock: the step's program and the initial state's at once.
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_step, assembly, mesh, where)
+        state = _first_state(assembly, where, checkpoints, start)
+        program = compiling.result()
+    compile_s = time.perf_counter() - began
+    placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
+    loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
+    session = Session(assembly, mesh, where, dataset, state, start, loader, compile_s)
+    session.compiled[assembly.largest_batch] = program
+    return session
+
+
+def _first_state(
+    assembly: Assembly, where: TrainState, checkpoints: CheckpointManager | None, start: int
+) -> TrainState:
+    """Restored, or born sharded: initialised under jit, each device making its part."""
+    if checkpoints is not None and start:
+        template = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            assembly.abstract,
+            where,
+        )
+        return checkpoints.restore(start, template)[0]
+    return initialise(assembly, where)
+
+
+def initialise(assembly: Assembly, where: TrainState) -> TrainState:
+    """The initial state on its devices; the same bits on every mesh."""
+    make: Callable[[], TrainState] = partial(initial_state, assembly.experiment, assembly.transform)
+    return jax.jit(make, out_shardings=where)()
+
+
+def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
+    vocab = getattr(experiment.model, "vocab", None)
+    if vocab is not None and dataset.vocab > vocab:
+        raise ValueError(
+            f"the data has token ids up to {dataset.vocab - 1} and model.vocab={vocab}; use "
+            f"vocab={dataset.vocab} or another tokenizer"
+        )

@@ -1,0 +1,61 @@
+"""An experiment made small enough to run on every layout of a laptop, with the same features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxtrain.data import BigramChain
+from jaxtrain.experiment import Experiment
+from jaxtrain.models.block import BlockConfig
+
+EMBED, HIDDEN, HEAD_DIM, VOCAB, SEQ = 64, 192, 8, 250, 16
+
+
+def shrink(experiment: Experiment, *, devices: int) -> Experiment:
+    """Two periods (two to four layers), narrow, a few heads for every device; 16 tokens a row of a
+    bigram chain in place of the corpus; a constant learning rate. Features stay: norms, biases,
+    windows, grouped queries, tying, scales, the optimizer.
+    """
+    model = experiment.model
+    narrow = {block: _block(block, devices) for block in model.blocks}
+    period = tuple(narrow[b] for b in model.period)
+    prefix, suffix = (tuple(narrow[b] for b in part) for part in (model.prefix, model.suffix))
+    periods = 1 if len(period) > 2 else 2
+    small = replace(
+        model,
+        vocab=VOCAB,
+        embed=EMBED,
+        layers=len(prefix) + len(suffix) + periods * len(period),
+        period=period,
+        prefix=prefix,
+        suffix=suffix,
+        learned_positions=None if model.learned_positions is None else SEQ,
+        vocab_multiple=8 * devices,
+        chunk_tokens=32,
+    )
+    rate = getattr(experiment.optimizer, "learning_rate", None)
+    optimizer = experiment.optimizer
+    return replace(
+        experiment,
+        model=small,
+        data=BigramChain(vocab=VOCAB, seq=SEQ, isolate_documents=True),
+        optimizer=optimizer if rate is None else replace(optimizer, learning_rate=1e-3),
+        batch=2 * devices,
+        steps=1000,
+        evaluation=None,
+        sample=None,
+        checkpoints=None,
+    )
+
+
+def _block(block: BlockConfig, devices: int) -> BlockConfig:
+    a = block.attention
+    grouped = 2 if a.key_heads < a.heads else 1
+    attention = replace(
+        a,
+        heads=devices * grouped,
+        kv_heads=devices,
+        head_dim=HEAD_DIM,
+        window=None if a.window is None else SEQ // 2,
+    )
+    return replace(block, attention=attention, mlp=replace(block.mlp, hidden=HIDDEN))

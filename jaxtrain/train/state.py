@@ -1,0 +1,70 @@
+"""The train state: everything a step reads and writes, and where each leaf lives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ShardingRules, dims, named_sharding, ways
+from jaxtrain.optim.optimizer import state_axes
+
+Arrays = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
+    finite. rest: a user model's BatchStat, RngState and the like. ema: averaged weights, or {}."""
+
+    step: jax.Array
+    params: Arrays
+    optimizer: Any
+    rest: Arrays
+    ema: Arrays
+    loss_scale: Any
+    skipped: jax.Array
+
+
+def state_splits(
+    abstract: TrainState, places: Mapping[str, Leaf], rules: ShardingRules, sizes: Mapping[str, int]
+) -> TrainState:
+    """How every leaf is split: parameters and their average by the `params` table, optimizer state
+    by `optimizer` (factored moments by the axes they keep), the rest whole."""
+
+    def of_optimizer(leaf: Any, axes: Axes) -> Dims:
+        return dims(axes, rules.optimizer_table, sizes=sizes, what="optimizer state")
+
+    axes = {k: place.axes for k, place in places.items()}
+    params = {k: place.params for k, place in places.items()}
+    whole: Any = ()
+    return TrainState(
+        step=whole,
+        params=params,
+        optimizer=jax.tree.map(
+            of_optimizer, abstract.optimizer, state_axes(abstract.optimizer, axes)
+        ),
+        rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
+        ema={k: params[k] for k in abstract.ema},
+        loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
+        skipped=whole,
+    )
+
+
+def shardings(abstract: TrainState, splits: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+    """A NamedSharding for every leaf of the state."""
+    return jax.tree.map(lambda leaf, split: named_sharding(mesh, split), abstract, splits)
+
+
+def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes of the leaves of `tree` that one device holds."""
+
+    def size(leaf: Any, split: Dims) -> int:
+        parts = math.prod(ways(d, sizes) for d in split)
+        return math.prod(leaf.shape) // parts * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, splits)))

@@ -1,0 +1,194 @@
+"""The train step, and the evaluation step beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxtrain.mesh.sharding import named_sharding, partition_spec
+from jaxtrain.nn.communicator import Communicator, Explicit, Gspmd, Local
+from jaxtrain.nn.module import put_together
+from jaxtrain.nn.param import named_key
+from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
+from jaxtrain.optim.precision import select_if_finite
+from jaxtrain.optim.rate import rate_fn
+from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.gradients import Gradients, Reduction, explicit, gspmd, squared_norm
+from jaxtrain.train.own_module import own_loss
+from jaxtrain.train.state import TrainState
+
+Arrays = dict[str, Any]
+Metrics = dict[str, jax.Array]
+StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
+
+
+def make_train_step(
+    assembly: Assembly, mesh: jax.sharding.Mesh, *, keep_gradients: bool = False
+) -> StepFunction:
+    """(state, batch) -> (state, metrics), to be jitted with the state donated.
+
+    metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
+    update_norm, learning_rate, loss_scale, skipped (so far), all fp32 scalars; with
+    `keep_gradients` also the gradients before clipping.
+    """
+    e, transform = assembly.experiment, assembly.transform_on(mesh)
+    sums = make_gradients(assembly, mesh)
+    norm = partial(norms, assembly=assembly, mesh=mesh)
+    rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
+    step_key = named_key(jax.random.key(e.seed), "step")
+
+    def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
+        g = sums(state.params, state.rest, batch, jax.random.fold_in(step_key, state.step), scale)
+        count = jnp.maximum(g.count, 1.0)
+        grads = jax.tree.map(lambda x: x / (count * scale), g.grads)
+        (grad_norm,) = norm((grads,), "optimizer")
+        kept_gradients = {"gradients": grads} if keep_gradients else {}
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
+        if e.clip_norm is not None:
+            grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
+        shards = assembly.constrain(state.params, mesh, "optimizer")
+        updates, optimizer = transform.update(grads, state.optimizer, shards)
+        params = assembly.constrain(optax.apply_updates(shards, updates), mesh, "params")
+        update_norm, param_norm = *norm((updates,), "optimizer"), *norm((params,), "params")
+        ema: Arrays = {}
+        if e.ema_decay is not None:
+            ema = ema_update(state.ema, params, e.ema_decay, state.step)
+        kept = (state.params, state.optimizer, state.rest, state.ema)
+        moved = (params, optimizer, g.rest, ema)
+        params, optimizer, rest, ema = select_if_finite(finite, moved, kept)
+        after = TrainState(
+            state.step + 1, params, optimizer, rest, ema,
+            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
+        )  # fmt: skip
+        return after, dict(
+            loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
+            update_norm=update_norm, learning_rate=rate(state.step - state.skipped),
+            loss_scale=scale, skipped=after.skipped.astype(jnp.float32), **kept_gradients,
+        )  # fmt: skip
+
+    return assembly.with_matmul_precision(step)
+
+
+def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., Any]:
+    """(params, rest, microbatch, key or None) -> (loss sum, count, rest after)."""
+    static = assembly.split.static
+    if not assembly.built_in:
+        return own_loss(static, compute=assembly.experiment.precision.compute)
+
+    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
+        model = put_together(static, {**params, **rest})
+        total, count = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
+        return total, count, rest
+
+    return loss
+
+
+def make_gradients(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Gradients]:
+    """(params, rest, batch, key, scale) -> Gradients, in the assembly's mode."""
+    if assembly.mode == "explicit" and assembly.sizes:
+        comm = explicit_communicator(assembly)
+        sharded = assembly.experiment.sharding.accumulate_sharded
+        return explicit(
+            make_loss(assembly, comm if sharded else comm.whole()),
+            mesh=mesh,
+            reduction=Reduction(assembly.places, assembly.sizes, sharded),
+            batch_specs=assembly.batch_specs,
+            fetch=lambda params: comm.fetch(params, ""),
+            check_vma=assembly.check_vma,
+        )
+
+    def constrain(grads: Arrays) -> Arrays:
+        return assembly.constrain(grads, mesh, "optimizer")
+
+    return gspmd(make_loss(assembly, gspmd_communicator(assembly, mesh)), constrain=constrain)
+
+
+def explicit_communicator(assembly: Assembly) -> Explicit:
+    precision = assembly.experiment.precision
+    return Explicit(
+        precision.compute,
+        sizes=assembly.sizes,
+        places=assembly.places,
+        tensor=assembly.tensor,
+        reduce_dtype=precision.reduce,
+    )
+
+
+def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
+    """`Local` on one device: no constraints, plain code."""
+    e = assembly.experiment
+    if not assembly.sizes:
+        return Local(e.precision.compute)
+    return Gspmd(
+        e.precision.compute,
+        mesh=mesh,
+        rules=e.sharding,
+        places=assembly.places,
+    )
+
+
+def norms(
+    trees: tuple[Any, ...], table: str, *, assembly: Assembly, mesh: jax.sharding.Mesh
+) -> jax.Array:
+    """2-norms of trees that rest as `table` says."""
+    splits = {k: getattr(place, table) for k, place in assembly.places.items()}
+    counted = mesh if assembly.mode == "explicit" and assembly.sizes else None
+    return jnp.sqrt(squared_norm(trees, splits=splits, mesh=counted))
+
+
+def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """(params, rest, batch) -> (loss sum, count) of one batch [1, rows, ...], no dropout."""
+    explicit_mode = assembly.mode == "explicit" and bool(assembly.sizes)
+    comm = explicit_communicator(assembly) if explicit_mode else gspmd_communicator(assembly, mesh)
+    loss = make_loss(assembly, comm)
+
+    def on_device(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
+        return total, count
+
+    if not explicit_mode:
+        return assembly.with_matmul_precision(on_device)
+
+    def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        axes = tuple(assembly.sizes)
+        total, count = lax.psum(jnp.stack(on_device(params, rest, batch)), axes)
+        return total, count
+
+    run = jax.shard_map(
+        summed,
+        mesh=mesh,
+        in_specs=(
+            {k: partition_spec(p.params) for k, p in assembly.places.items()},
+            {},
+            assembly.batch_specs,
+        ),
+        out_specs=(partition_spec(()), partition_spec(())),
+        check_vma=False,
+    )
+    return assembly.with_matmul_precision(run)
+
+
+def compile_step(
+    assembly: Assembly, mesh: jax.sharding.Mesh, shardings: TrainState, batch: Any = None
+) -> Any:
+    """The compiled step for the shapes of `batch` (arrays or ShapeDtypeStructs), state donated."""
+    whole = named_sharding(mesh, ())
+    options: dict[str, Any] = dict(assembly.spec.compiler_options)
+    return (
+        jax.jit(
+            make_train_step(assembly, mesh),
+            donate_argnums=0,
+            in_shardings=(shardings, assembly.batch_shardings(mesh)),
+            out_shardings=(shardings, whole),
+            keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
+        )
+        .lower(assembly.abstract, batch or assembly.abstract_batch())
+        .compile(compiler_options=options or None)
+    )

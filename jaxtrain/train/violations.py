@@ -1,0 +1,162 @@
+"""What is wrong with an experiment, by itself and on a mesh: each with its remedy, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.data import BatchRamp
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.axes import BATCH_AXES
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.sharding import activation_dims, ways
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.remat import REMAT
+
+MODES = ("explicit", "gspmd")
+UNSUPPORTED_AXES = ("replica", "stage", "expert", "context")
+
+
+def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
+    """The mode that runs it; what is wrong with the one asked for joins `violations`."""
+    built_in = isinstance(experiment.model, DecoderConfig)
+    mode = experiment.execution.mode or ("explicit" if built_in else "gspmd")
+    if mode not in MODES:
+        violations.append(f"execution.mode={mode!r}; the modes are {' and '.join(MODES)}")
+    if mode == "explicit" and not built_in:
+        violations.append(
+            "execution.mode='explicit' runs built-in models only: inside it every collective is "
+            "stated by the model through its Communicator, and this model states none; use "
+            "mode='gspmd' (or None)"
+        )
+    return mode
+
+
+def field_violations(experiment: Experiment) -> list[str]:
+    """What is wrong whatever the mesh and the model's fields."""
+    e = experiment
+    found = []
+    for name in ("steps", "microbatches"):
+        if not isinstance(getattr(e, name), int) or getattr(e, name) < 1:
+            found.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
+    if e.clip_norm is not None and not e.clip_norm > 0:
+        found.append(f"clip_norm={e.clip_norm}; use a positive bound, or None for none")
+    if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
+        found.append(f"ema_decay={e.ema_decay}; use a decay in (0, 1), or None for none")
+    loop = e.execution.loop
+    if loop is not None and loop.remat not in REMAT:
+        found.append(f"remat={loop.remat!r} is unknown; the policies are {', '.join(REMAT)}")
+    for batch in batch_sizes(e.batch):
+        if not isinstance(batch, int) or batch < 1:
+            found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
+        elif e.microbatches >= 1 and batch % e.microbatches:
+            found.append(
+                f"batch={batch} is not a multiple of microbatches={e.microbatches}; use "
+                f"batch={max(batch // e.microbatches, 1) * e.microbatches}"
+            )
+    if hasattr(e.optimizer, "violations"):
+        found += e.optimizer.violations(e.steps)
+    positions, seq = getattr(e.model, "learned_positions", None), getattr(e.data, "seq", None)
+    if positions is not None and seq is not None and seq > positions:
+        found.append(
+            f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
+            f"more positions"
+        )
+    return found
+
+
+def model_violations(experiment: Experiment) -> list[str]:
+    """What keeps the model from being built, or asks of it what its kind does not do."""
+    e = experiment
+    if isinstance(e.model, DecoderConfig):
+        return [f"model: {v}" for v in e.model.violations()]
+    if not callable(getattr(e.model, "build", e.model)):
+        return ["model: give a config with build(rngs) or a module-level function of rngs"]
+    built_in_only = {
+        "execution.loop": e.execution.loop,
+        "execution.attention": e.execution.attention,
+        "sample": e.sample,
+    }
+    return [
+        f"{name} acts on built-in models only, and this model is its own; use {name}=None"
+        for name, value in built_in_only.items()
+        if value is not None
+    ]
+
+
+def mesh_violations(
+    experiment: Experiment, spec: MeshSpec, sizes: Mapping[str, int], mode: str
+) -> list[str]:
+    """What of the batch, the mesh axes and the model's fields does not fit together."""
+    found = [
+        f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
+        f"data, fsdp and tensor"
+        for axis in UNSUPPORTED_AXES
+        if axis in sizes
+    ]
+    rules = experiment.sharding.activations
+    (rows,) = activation_dims(("batch",), rules, sizes=sizes)
+    parts = ways(rows, sizes)
+    for batch in _divisible_batches(experiment):
+        per = batch // experiment.microbatches
+        if per % parts:
+            split = " x ".join(f"{a}={sizes[a]}" for a in rows)
+            nearest = -(-per // parts) * parts * experiment.microbatches
+            found.append(
+                f"batch={batch} in {experiment.microbatches} microbatches is {per} rows each, "
+                f"which do not split over {split} = {parts} ways; use batch={nearest} or change "
+                f"[axes] in {spec.where}"
+            )
+    unused = [a for a in sizes if a not in BATCH_AXES and a not in _mesh_axes(rules)]
+    found += [
+        f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
+        f"{axis}() preset or set {axis}=1 in {spec.where}"
+        for axis in unused
+        if axis not in UNSUPPORTED_AXES
+    ]
+    if isinstance(experiment.model, DecoderConfig):
+        explicit = mode == "explicit"
+        found += experiment.model.mesh_violations(experiment.sharding, sizes, explicit=explicit)
+        seq = getattr(experiment.data, "seq", None)
+        tokens = sizes.get("tensor", 1)
+        if explicit and seq is not None and not found:
+            found += _sequence_violations(experiment, seq, parts, tokens)
+    return found
+
+
+def _sequence_violations(experiment: Experiment, seq: int, parts: int, ways: int) -> list[str]:
+    found = []
+    for batch in _divisible_batches(experiment):
+        tokens = batch // experiment.microbatches // parts * seq
+        if tokens % ways:
+            found.append(
+                f"a device's microbatch of {tokens} tokens does not split over tensor={ways}; "
+                f"use a seq that is a multiple of {ways} (now {seq})"
+            )
+    return found
+
+
+def _divisible_batches(experiment: Experiment) -> list[int]:
+    """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
+    micro = experiment.microbatches
+    if not isinstance(micro, int) or micro < 1:
+        return []
+    sizes = batch_sizes(experiment.batch)
+    return [b for b in sizes if isinstance(b, int) and b >= micro and b % micro == 0]
+
+
+def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
+    """Every size the batch takes, in order."""
+    return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
+
+
+def _mesh_axes(table: Any) -> set[str]:
+    """The mesh axes a table uses."""
+    return {axis for _, mesh_axes in table for axis in mesh_axes}
+
+
+def listed(violations: list[str], spec: MeshSpec) -> str:
+    """The message of the one error that tells them all."""
+    count = len(violations)
+    head = f"{count} thing{'s' if count > 1 else ''} to mend before this can run on {spec.where}:"
+    return "\n".join([head, *(f"  - {v}" for v in violations)])

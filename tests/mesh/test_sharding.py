@@ -1,0 +1,302 @@
+"""Tables, presets and their products against PartitionSpecs written by hand, and every message."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh.axes import LOGICAL_AXES, MESH_AXES
+from jaxtrain.mesh.sharding import (
+    ShardingRules,
+    activation_dims,
+    data_parallel,
+    dims,
+    fsdp,
+    partition_spec,
+    place,
+    table,
+    tensor,
+    ways,
+    zero1,
+    zero2,
+)
+
+SIZES = {"data": 2, "fsdp": 4, "tensor": 2}
+LEAVES = {  # path -> (shape, logical axes)
+    "up": ((8, 16), ("embed", "mlp")),
+    "down": ((16, 8), ("mlp", "embed")),
+    "query": ((3, 8, 8), ("layers", "embed", "heads")),
+    "head": ((32, 8), ("vocab", "embed")),
+    "norm": ((8,), ("embed",)),
+    "bias": ((16,), ("mlp",)),
+    "stacked_norm": ((3, 8), ("layers", "embed")),
+    "positions": ((7, 8), (None, "embed")),
+}
+AXES = {path: axes for path, (_, axes) in LEAVES.items()}
+
+
+def shapes(leaves=LEAVES):
+    return {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, (shape, _) in leaves.items()}
+
+
+WHOLE = dict.fromkeys(LEAVES, P())
+FSDP = WHOLE | {
+    "up": P("fsdp", None),
+    "down": P(None, "fsdp"),
+    "query": P(None, "fsdp", None),
+    "head": P(None, "fsdp"),
+    "positions": P(None, "fsdp"),
+}
+TENSOR = WHOLE | {
+    "up": P(None, "tensor"),
+    "down": P("tensor", None),
+    "query": P(None, None, "tensor"),
+    "head": P("tensor", None),
+    "bias": P("tensor"),
+}
+BOTH = TENSOR | {
+    "up": P("fsdp", "tensor"),
+    "down": P("tensor", "fsdp"),
+    "query": P(None, "fsdp", "tensor"),
+    "head": P("tensor", "fsdp"),
+    "positions": P(None, "fsdp"),
+}
+ZERO = {k: P(*((("fsdp", "data") if a == "fsdp" else a) for a in spec)) for k, spec in FSDP.items()}
+ZERO_TENSOR = {
+    k: P(*((("fsdp", "data") if a == "fsdp" else a) for a in spec)) for k, spec in BOTH.items()
+}
+
+PRESETS = [
+    # rules, parameters at rest, optimizer state, parameters in use, accumulate_sharded
+    (data_parallel(), WHOLE, WHOLE, WHOLE, True),
+    (fsdp(), FSDP, FSDP, WHOLE, True),
+    (tensor(), TENSOR, TENSOR, TENSOR, True),
+    (fsdp() | tensor(), BOTH, BOTH, TENSOR, True),
+    (tensor() | fsdp(), BOTH, BOTH, TENSOR, True),
+    (data_parallel() | fsdp() | tensor(), BOTH, BOTH, TENSOR, True),
+    (zero1(), WHOLE, ZERO, WHOLE, False),
+    (zero2(), WHOLE, ZERO, WHOLE, True),
+    (zero1() | tensor(), TENSOR, ZERO_TENSOR, TENSOR, False),
+    (tensor() | zero2(), TENSOR, ZERO_TENSOR, TENSOR, True),
+]
+
+
+def same(found, wanted, rank):
+    """Equal up to trailing Nones, which a PartitionSpec may leave out."""
+    pad = (None,) * rank
+    return (tuple(found) + pad)[:rank] == (tuple(wanted) + pad)[:rank]
+
+
+@pytest.mark.parametrize(("rules", "rest", "optimizer", "use", "sharded"), PRESETS)
+def test_presets_place_leaves_as_written_by_hand(rules, rest, optimizer, use, sharded):
+    placed, violations = place(shapes(), AXES, rules, sizes=SIZES)
+    assert violations == []
+    assert rules.accumulate_sharded is sharded
+    for path, (shape, axes) in LEAVES.items():
+        leaf, rank = placed[path], len(shape)
+        assert (leaf.path, leaf.shape, leaf.axes, leaf.dtype) == (path, shape, axes, "float32")
+        for split, wanted in ((leaf.params, rest), (leaf.optimizer, optimizer), (leaf.in_use, use)):
+            assert same(partition_spec(split), wanted[path], rank), (path, split, wanted[path])
+
+
+@pytest.mark.parametrize(("rules", "rest"), [(row[0], row[1]) for row in PRESETS])
+def test_local_size_is_what_a_device_holds(rules, rest):
+    placed, _ = place(shapes(), AXES, rules, sizes=SIZES)
+    mesh = jax.sharding.AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"))
+    for path, (shape, _) in LEAVES.items():
+        local = jax.sharding.NamedSharding(mesh, rest[path]).shard_shape(shape)
+        assert placed[path].local_size(SIZES) == reduce(int.__mul__, local, 1), path
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 1, "tensor": 1}, {"replica": 4}])
+def test_axes_of_size_one_and_axes_absent_split_nothing(sizes):
+    placed, violations = place(shapes(), AXES, zero1() | tensor(), sizes=sizes)
+    assert violations == []
+    for leaf in placed.values():
+        assert not any((*leaf.params, *leaf.optimizer, *leaf.in_use))
+
+
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [
+        (("embed",), ((),)),
+        (("layers", "embed"), ((), ())),
+        (("experts", "layers", "embed"), ((), (), ())),
+        (("embed", "head_dim"), (("fsdp",), ())),
+        ((None, "embed"), ((), ("fsdp",))),
+    ],
+)
+def test_small_leaves_stay_whole_over_batch_axes(axes, split):
+    assert dims(axes, fsdp().params, sizes=SIZES) == split
+
+
+def test_small_leaves_are_split_over_other_axes():
+    rules = table({"mlp": ("fsdp", "tensor")})
+    assert dims(("mlp",), rules, sizes=SIZES) == (("tensor",),)
+
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [
+        (("batch", "seq", "embed"), (("data", "fsdp"), (), ())),
+        (("batch*seq", "embed"), (("data", "fsdp"), ())),
+        (("batch*seq", "mlp"), (("data", "fsdp"), ("tensor",))),
+        (("batch",), (("data", "fsdp"),)),
+        ((None, "heads"), ((), ("tensor",))),
+    ],
+)
+def test_activations(axes, wanted):
+    assert activation_dims(axes, tensor().activations, sizes=SIZES) == wanted
+
+
+def test_merged_dims_are_split_by_both_names_major_first():
+    sizes = {"data": 2, "context": 4}
+    assert activation_dims(("batch*seq",), ShardingRules().activations, sizes=sizes) == (
+        ("data", "context"),
+    )
+
+
+def test_ways_and_specs():
+    assert ways((), SIZES) == 1 and ways(("data", "fsdp"), SIZES) == 8
+    assert partition_spec(((), ("fsdp",), ("data", "tensor"))) == P(
+        None, "fsdp", ("data", "tensor")
+    )
+
+
+def test_whole_until_update_changes_the_reduction_only():
+    rules = fsdp() | tensor()
+    once = rules.whole_until_update()
+    assert not once.accumulate_sharded
+    assert (once.params, once.optimizer, once.activations) == (
+        rules.params,
+        rules.optimizer,
+        rules.activations,
+    )
+    assert (fsdp() | once).accumulate_sharded is False
+
+
+def test_the_two_vocabularies_share_no_word():
+    assert not set(MESH_AXES) & set(LOGICAL_AXES)
+
+
+# Messages: the rule, the value, the remedy.
+
+
+def test_unknown_mesh_axis():
+    with pytest.raises(
+        ValueError, match=r"rule embed -> \('fdsp',\): 'fdsp' is not a mesh axis; .*fsdp"
+    ):
+        table({"embed": "fdsp"})
+
+
+@pytest.mark.parametrize(
+    ("axis", "hint"),
+    [
+        ("embeded", "did you mean 'embed'"),
+        ("kv_head", "did you mean 'kv_heads'"),
+        ("vocabulary", "did you mean 'vocab'"),
+        ("qqqq", "add a rule for it or use None"),
+    ],
+)
+def test_unknown_logical_axis_with_the_nearest(axis, hint):
+    with pytest.raises(ValueError, match=f"w has logical axes .*{axis!r} is unknown; {hint}"):
+        dims(("mlp", axis), fsdp().params, sizes=SIZES, what="w")
+
+
+def test_a_users_own_logical_axis_needs_a_rule_and_no_more():
+    rules = table({"freckles": "tensor"})
+    assert dims(("freckles", None), rules, sizes=SIZES) == (("tensor",), ())
+
+
+def test_a_mesh_axis_used_twice_shows_both_sides():
+    rules = table({"embed": "tensor", "mlp": ("fsdp", "tensor")})
+    with pytest.raises(ValueError) as caught:
+        dims(("embed", "mlp"), rules, sizes=SIZES, what="up")
+    said = str(caught.value)
+    assert "up has logical axes ('embed', 'mlp')" in said
+    assert "(('tensor',), ('fsdp', 'tensor'))" in said
+    assert "mesh axis 'tensor' is used twice; split one of the dims over another" in said
+    # Not a fault on a mesh where that axis has size 1.
+    assert dims(("embed", "mlp"), rules, sizes={"fsdp": 4}) == ((), ("fsdp",))
+
+
+def test_presets_that_split_one_axis_differently():
+    mine = ShardingRules(params=table({"embed": "tensor"}))
+    with pytest.raises(ValueError) as caught:
+        mine | fsdp()
+    said = str(caught.value)
+    assert "'embed': over ('tensor',) and over ('fsdp', 'expert')" in said
+    assert "write one table with the axes in the order you want" in said
+    with pytest.raises(ValueError, match=r"'embed': over .*expert.* and over .*data"):
+        fsdp() | zero1()
+
+
+def violations_of(leaves, rules, sizes=SIZES):
+    return place(shapes(leaves), {k: axes for k, (_, axes) in leaves.items()}, rules, sizes=sizes)[
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "rules", "said"),
+    [
+        (
+            {"w": ((6, 5), ("embed", "mlp"))},
+            fsdp(),
+            "w: embed=6 does not split over fsdp=4 (params); use embed=4 or 8, or fsdp=2 or 3 or 6",
+        ),
+        (
+            {"w": ((4, 7), ("embed", "mlp"))},
+            tensor(),
+            "w: mlp=7 does not split over tensor=2 (params); use mlp=6 or 8, or tensor=7",
+        ),
+        (
+            {"w": ((2, 1), ("embed", "mlp"))},
+            tensor(),
+            "w: mlp=1 does not split over tensor=2 (params); use mlp=2 or 2, or tensor=1",
+        ),
+        (
+            {"w": ((12, 2), ("embed", "mlp"))},
+            zero2(),
+            "w: embed=12 does not split over fsdp=4 x data=2 (optimizer); use embed=8 or 16, or "
+            "data=2 or 3 or 4 or 6",
+        ),
+        (
+            {"w": ((8,), ("embed", "mlp"))},
+            fsdp(),
+            "w has shape (8,) and 2 logical axes ('embed', 'mlp'); name one axis for each dim",
+        ),
+        (
+            {"w": ((8, 8), ("embed", "mlp"))},
+            ShardingRules(params=table({"embed": "fsdp"}), activations=table({"embed": "tensor"})),
+            "w: embed rests split over ('fsdp',) and is used split over ('tensor',); a tensor is "
+            "gathered for use, so the second must be the beginning of the first",
+        ),
+        (
+            {"w": ((8, 8), ("embed", "mlp"))},
+            ShardingRules(params=table({"embed": "fsdp"}), optimizer=table({"embed": "data"})),
+            "w: embed rests split over ('fsdp',) and its optimizer state over ('data',); the first "
+            "must be the beginning of the second",
+        ),
+    ],
+)
+def test_each_violation_is_said_once(leaves, rules, said):
+    assert violations_of(leaves, rules) == [said]
+
+
+def test_all_violations_at_once_and_the_good_leaves_are_placed():
+    leaves = {
+        "good": ((8, 16), ("embed", "mlp")),
+        "odd": ((6, 7), ("embed", "mlp")),
+        "spelled": ((8, 8), ("embd", "mlp")),
+        "short": ((8, 8), ("embed",)),
+    }
+    axes = {k: names for k, (_, names) in leaves.items()}
+    placed, found = place(shapes(leaves), axes, fsdp() | tensor(), sizes=SIZES)
+    assert set(placed) == {"good", "odd"}
+    starts = ["odd: embed=6", "odd: mlp=7", "spelled has logical axes", "short has shape"]
+    assert [next(f for f in found if f.startswith(s)) for s in starts] == found

@@ -1,0 +1,400 @@
+"""Every kernel against the dense definition, that one against loops in float64, and what blockwise
+promises besides: linear memory, hidden tiles skipped, the types of shard_map, names for remat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import checkpoint_policies as policies
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.nn.attention import CPU_BLOCKS, Cudnn, Reference, Splash, attention, choose
+from jaxtrain.nn.blockwise import Blockwise, chunk_shape
+from jaxtrain.nn.online_softmax import AttentionMask, Scoring
+from jaxtrain.nn.tiling import Tiling
+
+
+class Case(NamedTuple):
+    causal: bool = True
+    window: int | None = None
+    segments: bool = False
+    softcap: float | None = None
+    batch: int = 2
+    seq: int = 37
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+
+    @property
+    def options(self):
+        return dict(causal=self.causal, window=self.window, softcap=self.softcap)
+
+
+CASES = [
+    Case(),
+    Case(causal=False),
+    Case(window=1),
+    Case(window=9),
+    Case(segments=True),
+    Case(segments=True, causal=False, softcap=2.0),
+    Case(segments=True, window=7, kv_heads=4, head_dim=5),
+    Case(softcap=1.5, kv_heads=1, heads=3, seq=48),
+    Case(seq=1, batch=1),
+]
+
+UNROLLED = Blockwise(query_block=16, key_block=32)
+SCANNED = Blockwise(query_block=8, key_block=6)
+CHUNKS = Blockwise(query_block=16, key_block=32, chunk_bytes=4000)
+SCANNED_CHUNKS = Blockwise(query_block=5, key_block=8, chunk_bytes=1)
+KERNELS = [UNROLLED, SCANNED, CHUNKS, SCANNED_CHUNKS]
+
+
+def draw(case, dtype=jnp.float32):
+    """q, k, v, cotangent of the output."""
+    rng = np.random.default_rng(case.seq)
+    sizes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    shapes = [(case.batch, case.seq, n, case.head_dim) for n in sizes]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def documents(case):
+    """Segments 1, 2, .. per row with padding (0) at the end; None when the case has none."""
+    if not case.segments:
+        return None
+    rng = np.random.default_rng(7)
+    found = np.sort(rng.integers(1, 4, (case.batch, case.seq)), axis=1)
+    found[:, case.seq - 4 :] = 0
+    return jnp.asarray(found, jnp.int32)
+
+
+def value_and_grads(kernel, case, arrays, segments):
+    def loss(q, k, v, do):
+        o = attention(q, k, v, segments=segments, kernel=kernel, **case.options)
+        return jnp.sum((o * do).astype(jnp.float32)), o
+
+    (_, o), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+    return (o, *grads)
+
+
+@cache
+def dense(case):
+    """The reference's, compiled once for all kernels."""
+    return value_and_grads(Reference(), case, draw(case), documents(case))
+
+
+def assert_near(found, expected, bound):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.isfinite(a).all(), name
+        # All inputs are of order 1; where a query sees only itself, dq and dk are zero.
+        assert np.abs(a - b).max() <= bound * max(np.abs(b).max(), 1.0), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_is_attention_by_loops_in_float64(case):
+    q, k, v, _ = (np.asarray(x, np.float64) for x in draw(case))
+    segments = documents(case)
+    run = partial(attention, segments=segments, kernel=Reference(), **case.options)
+    found = np.asarray(jax.jit(run)(*draw(case)[:3]))
+    segments = None if segments is None else np.asarray(segments)
+    group = case.heads // case.kv_heads
+    for b, i, h in itertools.product(range(case.batch), range(case.seq), range(case.heads)):
+        seen = [
+            j
+            for j in range(case.seq)
+            if (j <= i or not case.causal)
+            and (case.window is None or i - j < case.window)
+            and (segments is None or segments[b, i] == segments[b, j])
+        ]
+        logits = k[b, seen, h // group] @ q[b, i, h] / math.sqrt(case.head_dim)
+        if case.softcap is not None:
+            logits = case.softcap * np.tanh(logits / case.softcap)
+        weights = np.exp(logits) / np.exp(logits).sum()
+        np.testing.assert_allclose(found[b, i, h], weights @ v[b, seen, h // group], atol=2e-6)
+
+
+PAIRS = [*itertools.product([UNROLLED, SCANNED], CASES)]
+PAIRS += itertools.product([CHUNKS, SCANNED_CHUNKS], [CASES[0], CASES[4], CASES[7]])
+
+
+@pytest.mark.parametrize(("kernel", "case"), PAIRS, ids=str)
+def test_blockwise_equals_the_reference_in_value_and_gradient(kernel, case):
+    found = value_and_grads(kernel, case, draw(case), documents(case))
+    assert_near(found, dense(case), 2e-6)
+
+
+def test_the_kernels_above_cover_both_loops_and_chunks():
+    seq, scoring = Case().seq, Scoring(AttentionMask(), 1.0)
+    for kernel, unrolled in zip(KERNELS, (True, False, True, False), strict=True):
+        blocks = (kernel.query_block, kernel.key_block)
+        assert Tiling(*blocks, seq, scoring, None).unrolled() == unrolled
+    shape = dict(batch=2, seq=seq, heads=4, kv_heads=2)
+    assert [chunk_shape(kernel, **shape) for kernel in KERNELS] == [(2, 2), (2, 2), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("kernel", [UNROLLED, SCANNED], ids=str)
+def test_16_bit_inputs_are_accumulated_in_fp32(kernel):
+    case = Case(seq=48, segments=True)
+    arrays, segments = draw(case, jnp.bfloat16), documents(case)
+    found = value_and_grads(kernel, case, arrays, segments)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    exact = [x.astype(jnp.float32) for x in arrays]
+    # Half a unit in the last place of the inputs' products; 16-bit sums would be off by far more.
+    assert_near(found, value_and_grads(Reference(), case, exact, segments), 2**-7)
+
+
+def test_logits_far_apart_neither_overflow_nor_lose_the_winner():
+    case = Case(seq=40, head_dim=16)
+    q, k, v, do = draw(case)
+    # Whole numbers and a scale of 1/4: the logits, up to 300, are the same to the bit.
+    arrays = (jnp.round(4 * q), jnp.round(12 * k), v, do)
+    for kernel in (UNROLLED, SCANNED):
+        found = value_and_grads(kernel, case, arrays, None)
+        assert_near(found, value_and_grads(Reference(), case, arrays, None), 1e-4)
+
+
+BANDS = [AttentionMask(), AttentionMask(causal=False), *(AttentionMask(window=w) for w in (1, 5))]
+
+
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize("blocks", [(4, 4), (8, 3), (3, 8), (16, 16)])
+def test_exactly_the_visible_tiles_are_computed(mask, blocks):
+    seq, (size_q, size_k) = 21, blocks
+    seen = np.array([[mask.visible(i, j) for j in range(seq)] for i in range(seq)], bool)
+    tiling = Tiling(size_q, size_k, seq, Scoring(mask, 1.0), None)
+    expected = [
+        (a, b)
+        for a, b in itertools.product(range(0, seq, size_q), range(0, seq, size_k))
+        if seen[a : a + size_q, b : b + size_k].any()
+    ]
+    assert tiling.equal() == expected
+    computed = np.zeros_like(seen)
+    for queries, runs in tiling.trimmed():
+        block = seen[queries.start : queries.stop]
+        keys = [j for run in runs for j in run]
+        assert keys == list(range(*np.flatnonzero(block.any(0))[[0, -1]] + [0, 1]))
+        for run in runs:
+            computed[queries.start : queries.stop, run.start : run.stop] = True
+            whole = block[:, run.start : run.stop].all()
+            assert (tiling.visible_in(queries, run) is None) == whole
+    assert (computed >= seen).all()
+
+
+def temp_bytes(kernel, seq):
+    shape = jax.ShapeDtypeStruct((1, seq, 2, 8), jnp.float32)
+
+    def loss(q, k, v):
+        return attention(q, k, v, kernel=kernel).sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1, 2)))
+    return step.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("kernel", [CPU_BLOCKS, Blockwise()], ids=str)
+def test_memory_is_linear_in_seq(kernel):
+    small, large = temp_bytes(kernel, 2048), temp_bytes(kernel, 4096)
+    assert large <= 2.2 * small
+    assert large < 4096 * 4096 * 4  # not even one head's scores
+
+
+def test_memory_of_the_reference_is_not_so_the_test_above_can_fail():
+    assert temp_bytes(Reference(), 512) >= 3.5 * temp_bytes(Reference(), 256)
+
+
+def test_the_default_blocks_hold_no_seq_by_seq_array_at_short_seq_either():
+    seq = 512
+    text = str(jax.make_jaxpr(jax.grad(lambda q: attention(q, q, q, kernel=Blockwise()).sum()))(
+        jnp.zeros((2, seq, 2, 8))
+    ))  # fmt: skip
+    assert f"{seq},{seq}" not in text
+
+
+AXES = ("batch_axis", "head_axis")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kernel", [CHUNKS, SCANNED], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_a_manual_shard_map_over_batch_and_heads_changes_nothing(mesh, kernel, check, kv_heads):
+    """With one key head k and v vary over fewer mesh axes than q; their gradients are summed."""
+    case = Case(batch=4, seq=24, heads=8, kv_heads=kv_heads, segments=True)
+    arrays, segments = draw(case), documents(case)
+    heads = P("batch_axis", None, "head_axis")
+    keys = heads if kv_heads > 1 else P("batch_axis")
+
+    def sharded(q, k, v, segments, scoring):
+        return jax.shard_map(
+            lambda *x: kernel(*x, scoring),
+            mesh=mesh,
+            in_specs=(heads, keys, keys, P("batch_axis")),
+            out_specs=heads,
+            check_vma=check,
+        )(q, k, v, segments)
+
+    assert_near(value_and_grads(sharded, case, arrays, segments), dense(case), 2e-6)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kernel", [CHUNKS, SCANNED], ids=str)
+def test_gradients_are_taken_inside_a_shard_map_in_a_scan_over_layers(mesh, kernel, check):
+    case = Case(batch=2, seq=24, heads=8, kv_heads=4)
+    q, k, v, do = draw(case)
+    layers = jnp.asarray([0.5, 1.0, 2.0])
+
+    def loss(kernel, q, k, v, do):
+        @partial(jax.checkpoint, policy=policies.save_only_these_names("attention_out"))
+        def layer(x, scale):
+            return x + attention(x * scale, k, v, kernel=kernel), None
+
+        return jnp.sum(jax.lax.scan(layer, q, layers)[0] * do)
+
+    def inside(*arrays):
+        if check:
+            # A constant that the loop meets must have the type of the loop's carry.
+            arrays = [jax.lax.pcast(x, (), to="varying") for x in arrays]
+        return jax.grad(partial(loss, kernel), (0, 1, 2))(*arrays)
+
+    spec = P("batch_axis", None, "head_axis")
+    run = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)
+    found = jax.jit(run)(q, k, v, do)
+    expected = jax.jit(jax.grad(partial(loss, Reference()), (0, 1, 2)))(q, k, v, do)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_saving_the_named_residuals_spares_the_forward_pass_in_the_backward():
+    case = Case(seq=32)
+    q, k, v, _ = draw(case)
+
+    def exponentials(*names):
+        @partial(jax.checkpoint, policy=policies.save_only_these_names(*names))
+        def run(q, k, v):
+            return attention(q, k, v, kernel=UNROLLED).sum()
+
+        text = jax.jit(jax.value_and_grad(run)).lower(q, k, v).as_text()
+        return text.count("stablehlo.exponential")
+
+    # Two query blocks of one tile each: once forward, once backward, and not once more.
+    assert exponentials("attention_out", "attention_lse") == 4
+    assert exponentials("another_name") == 6
+
+
+H100, TPU = "gpu", "tpu"
+CHOICES = [
+    (dict(platform="cpu"), CPU_BLOCKS),
+    (dict(platform=H100), Cudnn()),
+    (dict(platform=H100, dtype=jnp.float32), Blockwise),
+    (dict(platform=H100, segments=True), Blockwise),
+    (dict(platform=H100, softcap=True), Blockwise),
+    (dict(platform=H100, head_dim=36), Blockwise),
+    (dict(platform=TPU, segments=True, softcap=True), Splash()),
+    (dict(platform=TPU, dtype=jnp.float32), Blockwise),
+    (dict(platform=TPU, seq=1000), Blockwise),
+    (dict(platform=TPU, checked=True), Blockwise),
+    (dict(platform="another"), Blockwise()),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), CHOICES, ids=str)
+def test_the_platform_gets_its_own_kernel_where_that_computes_what_is_asked(asked, expected):
+    usual = dict(dtype=jnp.bfloat16, seq=1024, head_dim=128, segments=False)
+    found = choose(**(usual | asked))
+    assert isinstance(found, expected) if isinstance(expected, type) else found == expected
+
+
+@pytest.mark.parametrize("case", [Case(), Case(causal=False), Case(window=9)], ids=str)
+def test_cudnn_is_asked_for_what_the_reference_computes(case, monkeypatch):
+    """There is no cuDNN here: JAX's own implementation answers in its place, same arguments."""
+    real = jax.nn.dot_product_attention
+
+    def stand_in(*args, implementation, **options):
+        assert implementation == "cudnn"
+        return real(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    arrays = draw(case, jnp.bfloat16)
+    found = value_and_grads(Cudnn(), case, arrays, None)
+    assert_near(found, value_and_grads(Reference(), case, arrays, None), 2**-6)
+
+
+REFUSED = [
+    (Cudnn(), jnp.bfloat16, dict(segments=jnp.ones((1, 8), jnp.int32)), "segments"),
+    (Cudnn(), jnp.bfloat16, dict(softcap=3.0), "softcap=3.0"),
+    (Cudnn(), jnp.float32, {}, "dtype=float32"),
+    (Splash(), jnp.bfloat16, {}, "pad to 128"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "options", "message"), REFUSED, ids=str)
+def test_a_kernel_refuses_what_it_cannot_compute(kernel, dtype, options, message):
+    x = jnp.zeros((1, 8, 2, 64), dtype)
+    with pytest.raises(ValueError, match=message):
+        attention(x, x, x, kernel=kernel, **options)
+
+
+BAD = [
+    (dict(k=(2, 8, 3, 4), v=(2, 8, 3, 4)), {}, "use kv_heads=1"),
+    (dict(k=(2, 9, 2, 4)), {}, "differ"),
+    (dict(q=(2, 8, 4)), {}, "found"),
+    ({}, dict(softcap=0.0), "softcap=0.0"),
+    ({}, dict(segments=jnp.ones((2, 7), jnp.int32)), "segments"),
+    ({}, dict(window=0), "window=0"),
+    ({}, dict(window=4, causal=False), "causal=True"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "options", "message"), BAD, ids=str)
+def test_bad_arguments_are_named(shapes, options, message):
+    usual = dict(q=(2, 8, 4, 4), k=(2, 8, 2, 4), v=(2, 8, 2, 4))
+    q, k, v = (jnp.zeros(shape) for shape in (usual | shapes).values())
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **options)
+
+
+def test_all_violations_are_told_at_once():
+    x = jnp.zeros((2, 8, 4, 4))
+    with pytest.raises(ValueError, match=r"kv_heads=3.*softcap=-1"):
+        attention(x, x[:, :, :3], x[:, :, :3], softcap=-1)
+    with pytest.raises(ValueError, match=r"query_block=0, chunk_bytes=-1"):
+        Blockwise(query_block=0, chunk_bytes=-1)
+
+
+SPLASH = [Case(), Case(causal=False, segments=True), Case(window=40, softcap=2.0, segments=True)]
+
+
+def splash_case(case):
+    return case._replace(seq=256, batch=1, heads=2, kv_heads=1, head_dim=128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [splash_case(case) for case in SPLASH], ids=str)
+def test_splash_equals_the_reference(case):
+    arrays, segments = draw(case), documents(case)
+    found = value_and_grads(Splash(block=128, interpret=True), case, arrays, segments)
+    assert_near(found, value_and_grads(Reference(), case, arrays, segments), 1e-5)
+
+
+def test_splash_lowers_for_a_tpu_that_is_not_here():
+    case = splash_case(Case(segments=True))
+    q, k, v, _ = draw(case, jnp.bfloat16)
+
+    def loss(q, k, v):
+        o = attention(q, k, v, segments=documents(case), kernel=Splash(block=128))
+        return o.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3  # forward, dq, dkv

@@ -1,0 +1,137 @@
+"""A bundle of leaves in one collective against jax.lax leaf by leaf, and its adjointness."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.collectives.named import vary
+from jaxtrain.nn.bundle import gather_bundle, scatter_bundle
+
+AXES = ("data", "fsdp")
+SIZES = {"data": 2, "fsdp": 4}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+CASES = {
+    "one leaf": ({"a": (2, 3)}, {"a": (0, ("fsdp",))}, {}),
+    "two dims": (
+        {"a": (2, 3), "b": (5, 2), "c": (2, 2, 3)},
+        {"a": (0, ("fsdp",)), "b": (1, ("fsdp",)), "c": (1, ("fsdp",))},
+        {},
+    ),
+    "two sets of axes": (
+        {"a": (2, 3), "b": (5, 2), "c": (3, 2), "d": (4,)},
+        {
+            "a": (0, ("fsdp",)),
+            "b": (1, ("data", "fsdp")),
+            "c": (0, ("fsdp",)),
+            "d": (0, ("data", "fsdp")),
+        },
+        {},
+    ),
+    "two dtypes, one whole": (
+        {"a": (2, 3), "b": (5, 2), "c": (3, 2), "d": (4, 2), "e": (7,)},
+        {"a": (0, ("fsdp",)), "b": (1, ("fsdp",)), "c": (0, ("fsdp",)), "d": (0, ("fsdp",))},
+        {"c": jnp.bfloat16, "d": jnp.bfloat16},
+    ),
+    "nothing split": ({"a": (2, 3)}, {}, {}),
+}
+
+
+def values(shapes, dtypes, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.normal(size=(2, 4, *shape)), dtypes.get(name, jnp.float32))
+        for name, shape in shapes.items()
+    }
+
+
+def whole_shapes(shapes, split):
+    out = dict(shapes)
+    for name, (dim, axes) in split.items():
+        n = int(np.prod([SIZES[a] for a in axes]))
+        shape = shapes[name]
+        out[name] = (*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+    return out
+
+
+def mapped(function, mesh, check_vma=True):
+    """function on a device's dicts; device (i, j) holds entry [i, j] of every array."""
+
+    def local(*trees):
+        out = function(*jax.tree.map(lambda a: a[0, 0], trees))
+        return jax.tree.map(lambda o: vary(o, AXES)[None, None], out)
+
+    specs = {"in_specs": P(*AXES), "out_specs": P(*AXES)}
+    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_gather_and_scatter_equal_lax_per_leaf(mesh, case, check_vma):
+    shapes, split, dtypes = CASES[case]
+    x = values(shapes, dtypes, 0)
+    y = values(whole_shapes(shapes, split), dtypes, 1)
+
+    def per_leaf(x, y):
+        gathered, scattered = dict(x), dict(y)
+        for name, (dim, axes) in split.items():
+            gathered[name] = lax.all_gather(x[name], axes, axis=dim, tiled=True)
+            scattered[name] = lax.psum_scatter(y[name], axes, scatter_dimension=dim, tiled=True)
+        return gathered, scattered
+
+    def bundled(x, y):
+        return gather_bundle(x, split), scatter_bundle(y, split)
+
+    found, wanted = mapped(bundled, mesh, check_vma)(x, y), mapped(per_leaf, mesh)(x, y)
+    for name in shapes:
+        np.testing.assert_array_equal(found[0][name], wanted[0][name], err_msg=name)
+        assert found[0][name].dtype == found[1][name].dtype == x[name].dtype
+        rtol = 1e-6 if x[name].dtype == jnp.float32 else 2e-2
+        np.testing.assert_allclose(
+            np.asarray(found[1][name], np.float32),
+            np.asarray(wanted[1][name], np.float32),
+            rtol=rtol,
+            atol=rtol,
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "dtypes" not in c])
+def test_scatter_is_the_adjoint_of_gather(mesh, case):
+    """<A x, y> = <x, A' y> summed over all devices."""
+    shapes, split, dtypes = CASES[case]
+    x = values(shapes, dtypes, 2)
+    y = values(whole_shapes(shapes, split), dtypes, 3)
+
+    def inner(x, y):
+        gathered, scattered = gather_bundle(x, split), scatter_bundle(y, split)
+        left = sum(jnp.vdot(gathered[k], y[k]) for k in x)
+        right = sum(jnp.vdot(x[k], scattered[k]) for k in x)
+        return jnp.stack([left, right])
+
+    left, right = mapped(inner, mesh)(x, y).sum((0, 1))
+    np.testing.assert_allclose(left, right, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_collective_for_each_dtype_and_set_of_axes(mesh, case):
+    shapes, split, dtypes = CASES[case]
+    groups = {(split[name][1], dtypes.get(name)) for name in split}
+    x = values(shapes, dtypes, 0)
+    y = values(whole_shapes(shapes, split), dtypes, 1)
+    gather = str(jax.make_jaxpr(mapped(lambda x: gather_bundle(x, split), mesh))(x))
+    scatter = str(jax.make_jaxpr(mapped(lambda y: scatter_bundle(y, split), mesh))(y))
+    assert len(re.findall(r"= all_gather\w*\[", gather)) == len(groups)
+    assert len(re.findall(r"= (?:reduce|psum)_scatter\w*\[", scatter)) == len(groups)
