@@ -1,0 +1,276 @@
+"""The layers and budgets of the house, read from the source with `ast`: nothing is imported.
+
+The checker returns `file:line: what is wrong`; its own tests feed it bad files.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jaxtrain"
+
+LAYERS = {
+    "mesh": 1,
+    "data": 2,
+    "telemetry": 2,
+    "collectives": 2,
+    "nn": 3,
+    "pipeline": 4,
+    "optim": 4,
+    "models": 4,
+    "checkpoint": 5,
+    "experiment": 6,
+    "train": 7,
+    "planner": 8,
+    "fault_tolerance": 8,
+    "decentralized": 8,
+    "cli": 9,
+    "__main__": 10,
+}
+"""Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc"}
+FILE_LINES, FUNCTION_LINES, DATACLASS_FIELDS = 400, 60, 16
+
+TRACER_FREE = ("telemetry/flops.py", "data/", "mesh/hardware.py", "mesh/axes.py")
+"""Files that must not import JAX when they are imported (the start of a process waits for it)."""
+
+
+def modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
+    """(path below root, tree, text) of every Python file."""
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield path.relative_to(root).as_posix(), ast.parse(text), text
+
+
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything imported, at whatever depth: in functions and
+    under TYPE_CHECKING too. `package` holds the names of the file's package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            first = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                yield node.lineno, str(first.value)
+
+
+def layer_violations(root: Path) -> list[str]:
+    """Imports that go sideways or up, and files in no layer."""
+    found = []
+    for path, tree, _ in modules(root):
+        parts = Path(path).with_suffix("").parts
+        room = parts[0]
+        if path == "__init__.py":
+            continue
+        if room not in LAYERS:
+            found.append(f"{path}:1: {room} is in no layer; add it to LAYERS and to the plan")
+            continue
+        for line, name in imports(tree, ("jaxtrain", *parts[:-1])):
+            words = name.split(".")
+            if words[0] != "jaxtrain" or len(words) < 2 or words[1] == room:
+                continue
+            if words[1] in LAYERS and LAYERS[words[1]] >= LAYERS[room]:
+                found.append(
+                    f"{path}:{line}: {room} (layer {LAYERS[room]}) imports {words[1]} "
+                    f"(layer {LAYERS[words[1]]})"
+                )
+            if words[1] not in LAYERS:
+                found.append(f"{path}:{line}: {name} is imported through jaxtrain itself")
+    return found
+
+
+def budget_violations(root: Path) -> list[str]:
+    """Files, functions and dataclasses over their limits, and rooms with names for anything."""
+    found = []
+    for path, tree, text in modules(root):
+        lines = len(text.splitlines())
+        if lines > FILE_LINES:
+            found.append(f"{path}:{FILE_LINES + 1}: {lines} lines, at most {FILE_LINES}")
+        bad = FORBIDDEN_NAMES & set(Path(path).with_suffix("").parts)
+        if bad:
+            found.append(f"{path}:1: {', '.join(bad)} says nothing of what is inside")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+            if isinstance(node, ast.ClassDef) and any(
+                "dataclass" in ast.unparse(d) for d in node.decorator_list
+            ):
+                fields = sum(isinstance(item, ast.AnnAssign) for item in node.body)
+                if fields > DATACLASS_FIELDS:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {fields} fields")
+    return found
+
+
+def partition_spec_violations(root: Path) -> list[str]:
+    """Uses of PartitionSpec (or jax.P) outside mesh/sharding.py."""
+    found = []
+    for path, tree, _ in modules(root):
+        if path == "mesh/sharding.py":
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [node.attr] if isinstance(node, ast.Attribute) else []
+            names += [node.id] if isinstance(node, ast.Name) else []
+            jax_p = (
+                isinstance(node, ast.ImportFrom)
+                and node.module in ("jax", "jax.sharding")
+                and "P" in names
+            )
+            jax_p |= isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "jax.P",
+                "jax.sharding.P",
+            )
+            if jax_p or "PartitionSpec" in names:
+                found.append(f"{path}:{node.lineno}: only mesh/sharding.py writes a PartitionSpec")
+    return found
+
+
+def at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: not inside functions or TYPE_CHECKING."""
+    queue: list[ast.AST] = [tree]
+    while queue:
+        node = queue.pop()
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            queue += node.orelse
+            continue
+        queue += ast.iter_child_nodes(node)
+
+
+def tracer_violations(root: Path) -> list[str]:
+    found = []
+    for path, tree, _ in modules(root):
+        if not path.startswith(TRACER_FREE):
+            continue
+        for node in at_import(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy = {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}
+            if heavy:
+                found.append(f"{path}:{node.lineno}: imports {', '.join(heavy)} at once")
+    return found
+
+
+CHECKS = {
+    "layers": layer_violations,
+    "budgets": budget_violations,
+    "partition_spec": partition_spec_violations,
+    "tracer_free": tracer_violations,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_house_keeps_its_plan(check):
+    assert len(list(modules(ROOT))) > 40, f"{ROOT} is not the package"
+    found = CHECKS[check](ROOT)
+    assert not found, "\n".join(found)
+
+
+def test_every_package_says_what_it_is_for():
+    for package in (p for p in ROOT.iterdir() if p.is_dir() and p.name in LAYERS):
+        tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+        assert len(ast.get_docstring(tree) or "") > 80, f"{package.name}/__init__.py"
+
+
+BAD = [
+    (
+        "layers",
+        "mesh/a.py",
+        "import os\nfrom jaxtrain.nn.loss import x\n",
+        "a.py:2: mesh (layer 1)",
+    ),
+    (
+        "layers",
+        "data/a.py",
+        "import jaxtrain.telemetry.flops\n",
+        "a.py:1: data (layer 2) imports tele",
+    ),
+    (
+        "layers",
+        "nn/a.py",
+        "def f():\n    from jaxtrain.models import block\n",
+        "a.py:2: nn (layer 3)",
+    ),
+    ("layers", "nn/a.py", "from ..train import loop\n", "a.py:1: nn (layer 3) imports train"),
+    ("layers", "nn/a.py", "from .. import optim\n", "a.py:1: nn (layer 3) imports optim"),
+    ("layers", "nn/a.py", "from jaxtrain import cli\n", "a.py:1: nn (layer 3) imports cli"),
+    (
+        "layers",
+        "nn/a.py",
+        "import importlib\nimportlib.import_module('jaxtrain.cli')\n",
+        "a.py:2: nn",
+    ),
+    (
+        "layers",
+        "optim/a.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxtrain.train import x\n",
+        "a.py:3: optim (layer 4) imports train (layer 7)",
+    ),
+    ("layers", "train/a.py", "from jaxtrain import fsdp\n", "a.py:1: jaxtrain.fsdp is imported"),
+    ("layers", "experiment.py", "from jaxtrain.train import x\n", "experiment.py:1: experiment"),
+    ("layers", "shed/a.py", "", "shed/a.py:1: shed is in no layer"),
+    ("budgets", "nn/a.py", "x = 1\n" * 401, "a.py:401: 401 lines"),
+    ("budgets", "nn/a.py", "def f():\n" + "    x = 1\n" * 60, "a.py:1: f has 61 lines"),
+    (
+        "budgets",
+        "nn/a.py",
+        "@dataclass(frozen=True)\nclass C:\n" + "".join(f"    a{i}: int\n" for i in range(17)),
+        "a.py:2: C has 17 fields",
+    ),
+    ("budgets", "nn/utils.py", "", "utils.py:1: utils says nothing"),
+    ("budgets", "core/a.py", "", "a.py:1: core says nothing"),
+    ("partition_spec", "nn/a.py", "from jax.sharding import PartitionSpec as S\n", "a.py:1: only"),
+    ("partition_spec", "nn/a.py", "import jax\nx = jax.sharding.PartitionSpec()\n", "a.py:2: only"),
+    ("partition_spec", "nn/a.py", "import jax\nx = jax.P('data')\n", "a.py:2: only"),
+    ("partition_spec", "nn/a.py", "from jax import P\n", "a.py:1: only"),
+    ("tracer_free", "data/a.py", "import jax.numpy as jnp\n", "a.py:1: imports jax"),
+    ("tracer_free", "telemetry/flops.py", "from jax import lax\n", "flops.py:1: imports jax"),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "text", "said"), BAD)
+def test_the_checker_sees_a_bad_file(tmp_path, check, path, text, said):
+    (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / path).write_text(text, encoding="utf-8")
+    found = CHECKS[check](tmp_path)
+    assert len(found) == 1 and said in found[0], found
+
+
+GOOD = [
+    ("layers", "__init__.py", "from jaxtrain.cli import main\n"),
+    ("layers", "train/a.py", "from jaxtrain.train.step import x\nfrom jaxtrain.nn import loss\n"),
+    ("layers", "cli.py", "from jaxtrain.train import loop\nimport jax\n"),
+    ("layers", "nn/a.py", "from . import loss\nfrom .loss import logits\n"),
+    ("budgets", "nn/a.py", "x = 1\n" * 400),
+    ("budgets", "nn/a.py", "class C:\n" + "".join(f"    a{i}: int\n" for i in range(17))),
+    ("partition_spec", "mesh/sharding.py", "from jax.sharding import PartitionSpec\n"),
+    ("partition_spec", "nn/a.py", "def partition_spec(P):\n    return P\n"),
+    ("tracer_free", "data/a.py", "def f():\n    import jax\n"),
+    (
+        "tracer_free",
+        "data/a.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "text"), GOOD)
+def test_the_checker_lets_a_good_file_pass(tmp_path, check, path, text):
+    (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / path).write_text(text, encoding="utf-8")
+    assert CHECKS[check](tmp_path) == []

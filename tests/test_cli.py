@@ -1,0 +1,393 @@
+"""The command line: exit codes, what it refuses and how, and that refusing writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.train import certify as certify_module
+from jaxtrain.train.session import Session
+
+ROOT = Path(__file__).parents[1]
+
+FIELDS = {
+    "heads": 4,
+    "kv_heads": 4,
+    "mlp": 16,
+    "vocab": 16,
+    "batch": 8,
+    "seq": 8,
+    "steps": 4,
+    "data": "BigramChain(vocab=16, seq={seq})",
+    "more": "",
+}
+
+EXPERIMENT = """
+import time
+from dataclasses import dataclass
+from typing import Any
+from jaxtrain import *
+
+@dataclass(frozen=True)
+class Slow:
+    '''Rows that take their time, so that a signal finds the run at work.'''
+    data: Any
+
+    def open(self, split, *, seed, cache_dir):
+        dataset = self.data.open(split, seed=seed, cache_dir=cache_dir)
+        rows = dataset.rows
+        dataset.rows = lambda indices: (time.sleep(0.01), rows(indices))[1]
+        return dataset
+
+def experiment():
+    block = BlockConfig(
+        AttentionConfig(heads={heads}, kv_heads={kv_heads}, head_dim=4), MlpConfig(hidden={mlp})
+    )
+    return Experiment(
+        model=DecoderConfig(
+            vocab={vocab}, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
+        ),
+        data={data},
+        optimizer=AdamW(1e-2),
+        steps={steps},
+        batch={batch},
+        evaluation=None,
+        logging=Logging(every=1, tensorboard=False),
+        {more}
+    )
+"""
+
+MESH = 'chip = "cpu"\ndevices = {devices}\n[axes]\n{axes}\n'
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory and home of the test's own; changes of the environment are undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def write(name: str = "small.py", **fields: Any) -> str:
+    values = {**FIELDS, **fields}
+    values["data"] = values["data"].format(**values)
+    Path(name).write_text(EXPERIMENT.format(**values))
+    return name
+
+
+def mesh(devices: int = 1, **axes: int) -> str:
+    lines = "\n".join(f"{axis} = {size}" for axis, size in (axes or {"data": 1}).items())
+    Path("mesh.toml").write_text(MESH.format(devices=devices, axes=lines))
+    return "mesh.toml"
+
+
+def losses(run: str) -> list[tuple[int, float]]:
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def test_the_flags_of_train_are_frozen() -> None:
+    """What an experiment or a mesh file can say has no flag beside it."""
+    commands = next(
+        action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    actions = commands.choices["train"]._actions
+    assert {flag for action in actions for flag in action.option_strings} == {
+        *("-h", "--help"),
+        *("--mesh", "--run-dir", "--steps", "--set", "--simulate"),
+    }
+    assert [a.dest for a in actions if not a.option_strings] == ["experiment"]
+
+
+def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", write(), "--mesh", mesh(4, fsdp=2, tensor=2)]
+    assert cli.main([*train, "--steps", "2"]) == 0
+    assert "done: 2 steps" in capsys.readouterr().out
+    assert cli.main(train) == 0
+    said = capsys.readouterr().out
+    assert "resuming at step 2" in said and "done: 4 steps" in said and "runs/small" in said
+    assert cli.main([*train, "--run-dir", "whole"]) == 0
+    assert losses("runs/small") == losses("whole")
+
+
+# Refusals
+
+
+def train_of(devices: int = 1, axes: dict[str, int] | None = None, **fields: Any) -> Callable[..., Any]:
+    return lambda: ["train", write(**fields), "--mesh", mesh(devices, **(axes or {}))]
+
+
+def train_file(text: str) -> Callable[..., Any]:
+    def arguments() -> list[str]:
+        Path("other.py").write_text(text)
+        return ["train", "other.py", "--mesh", mesh()]
+
+    return arguments
+
+
+def train_mesh(text: str) -> Callable[..., Any]:
+    def arguments() -> list[str]:
+        Path("other.toml").write_text(text)
+        return ["train", write(), "--mesh", "other.toml"]
+
+    return arguments
+
+
+def text_data(patterns: str) -> str:
+    return f"TextData(TextFiles({patterns!r}), ByteTokenizer(), seq=8)"
+
+
+def corpus(content: bytes | None) -> Callable[..., Any]:
+    def arguments() -> list[str]:
+        if content is not None:
+            Path("corpus.txt").write_bytes(content)
+        return train_of(data=text_data("corpus.txt"), vocab=257)()
+
+    return arguments
+
+
+REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
+    "unknown field": (train_of(more="bacth=8"), ("small.py", "bacth")),
+    "unknown field set": (
+        lambda: [*train_of()(), "--set", "bacth=8"],
+        ("--set bacth=8", "no field 'bacth'", "did you mean 'batch'"),
+    ),
+    "value of another kind": (
+        lambda: [*train_of()(), "--set", "batch='many'"],
+        ("batch", "'many'", "give a int"),
+    ),
+    "no experiment file": (
+        lambda: (write(), ["train", "smal.py", "--mesh", mesh()])[1],
+        ("no experiment file smal.py", "did you mean small.py"),
+    ),
+    "experiment with a syntax error": (
+        train_file("def experiment(:\n"), ("other.py does not load", "SyntaxError"),
+    ),
+    "experiment that imports what is not there": (
+        train_file("from jaxtrain import Experimant\n"), ("other.py does not load", "Experimant"),
+    ),
+    "no function experiment": (
+        train_file("x = 1\n"), ("other.py has no function experiment()", "define one"),
+    ),
+    "experiment returns something else": (
+        train_file("def experiment():\n    return 3\n"), ("returned int", "return jaxtrain.Experiment"),
+    ),
+    "a closure in a field": (
+        train_of(more="sample=lambda: 1,"), ("experiment.sample", "lambda", "top of a module"),
+    ),
+    "no mesh file": (
+        lambda: (mesh(), ["train", write(), "--mesh", "mess.toml"])[1],
+        ("mess.toml", "No such file", "mesh.toml"),
+    ),
+    "mesh not TOML": (train_mesh("axes = ["), ("other.toml is not a TOML file",)),
+    "mesh of an unknown chip": (
+        train_mesh(MESH.format(devices=1, axes="data = 1").replace('"cpu"', '"cpv"')),
+        ("other.toml", "cpv", "cpu"),
+    ),
+    "axes that do not multiply": (
+        train_of(8, {"data": 2, "fsdp": 2}),
+        ("data=2 x fsdp=2 multiply to 4", "8 devices", "set devices = 4"),
+    ),
+    "heads": (
+        train_of(4, {"tensor": 4}, heads=6, kv_heads=6),
+        ("heads=6 does not split over tensor=4", "use 4 or 8 heads"),
+    ),
+    "kv_heads": (
+        train_of(4, {"tensor": 4}, heads=4, kv_heads=2),
+        ("kv_heads=2 does not split over tensor=4", "tensor=2"),
+    ),
+    "heads over kv_heads": (
+        train_of(heads=4, kv_heads=3), ("heads=4 is not a multiple of kv_heads=3", "use kv_heads=2"),
+    ),
+    "mlp": (train_of(4, {"tensor": 4}, mlp=18), ("mlp=18", "tensor=4", "use mlp=16 or 20")),
+    "batch": (
+        train_of(8, {"data": 4, "fsdp": 2}, batch=12),
+        ("batch=12", "data=4 x fsdp=2 = 8 ways", "use batch=16"),
+    ),
+    "seq": (
+        train_of(8, {"fsdp": 4, "tensor": 2}, batch=4, seq=7),
+        ("7 tokens", "tensor=2", "multiple of 2 (now 7)"),
+    ),
+    "no corpus": (corpus(None), ("corpus.txt", "no file matches")),
+    "empty corpus": (corpus(b""), ("corpus.txt",)),
+    "corpus not UTF-8": (corpus(b"abc\xff\xfe def " * 9), ("corpus.txt", "not UTF-8 at byte 3")),
+    "a token id outside the vocabulary": (
+        train_of(vocab=12), ("token ids up to 15", "model.vocab=12", "use vocab=16"),
+    ),
+    "devices that are not here": (
+        lambda: ["train", write(), "--mesh", str(ROOT / "meshes" / "h100_8.toml")],
+        ("h100_8.toml needs 8 devices", "--simulate"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_with_code_2_and_nothing_is_written(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, wanted = REFUSED[name][0](), REFUSED[name][1]
+    monkeypatch.setattr(Session, "step", lambda *_: pytest.fail("a step was run"))
+    before = sorted(Path().rglob("*"))
+    assert cli.main(arguments) == 2
+    streams = capsys.readouterr()
+    assert streams.err.startswith("jaxtrain: ")
+    for part in wanted:
+        assert part in streams.err
+    assert "Traceback" not in streams.err
+    after = [p for p in Path().rglob("*") if "__pycache__" not in p.parts]
+    assert [p for p in sorted(after) if p not in before and p.parts[0] != "home"] == []
+
+
+def test_every_violation_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = train_of(8, {"fsdp": 2, "tensor": 4}, heads=6, kv_heads=6, mlp=18, batch=7)()
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err
+    for part in ("heads=6", "kv_heads=6", "mlp=18", "batch=7"):
+        assert part in told
+
+
+def test_the_run_directory_of_another_experiment_is_refused_and_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--mesh", mesh(), "--run-dir", "run"]
+    assert cli.main(["train", write(steps=2), *arguments]) == 0
+    kept = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")}
+    assert cli.main(["train", write(steps=2, batch=4), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert "experiment.batch was 8, now 4" in told and "new --run-dir" in told
+    assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")} == kept
+
+
+def test_a_full_disk_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
+    monkeypatch.setattr(Session, "step", lambda *_: pytest.fail("a step was run"))
+    assert cli.main(train_of()()) == 2
+    told = capsys.readouterr().err
+    assert "10 free" in told and "runs/small" in told and "--run-dir" in told
+    assert not [p for p in Path("runs").rglob("*") if p.is_file()]
+
+
+def test_a_disk_that_fills_during_the_run_ends_it_with_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.telemetry.metrics import MetricsWriter
+
+    def full(writer: Any, line: bytes) -> None:
+        raise OSError(28, "No space left on device", "runs/small/metrics.jsonl")
+
+    monkeypatch.setattr(MetricsWriter, "_append", full)
+    assert cli.main(train_of()()) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_saves_the_step_and_exits_with_75(
+    number: signal.Signals, times: int, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Once: after the step. Twice: at once. Either way the same command goes on."""
+    train, handlers = train_of()(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    take, asked = Session.step, []
+
+    def signalled(session: Session, batch: Any) -> Any:
+        metrics = take(session, batch)
+        asked.append(None)
+        if len(asked) == 2:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", signalled)
+        assert cli.main(train) == 75
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [p.name for p in Path("runs/small/checkpoints").iterdir()] == ["2"]
+    assert cli.main(train) == 0
+    said = capsys.readouterr().out
+    assert "resuming at step 2" in said and "done: 4 steps" in said
+
+
+def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
+    name = write(steps=120, data="Slow(BigramChain(vocab=16, seq={seq}))")
+    train = ["train", name, "--mesh", mesh(4, data=2, fsdp=2)]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "jaxtrain.cli", *train],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3 "):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    assert "stopping after this step" in err and "the same command goes on" in out
+    stopped = losses("runs/small")[-1][0]
+    assert 3 <= stopped < 120
+    assert cli.main(train) == 0
+    assert cli.main([*train, "--run-dir", "whole"]) == 0
+    assert [step for step, _ in losses("runs/small")] == list(range(1, 121))
+    assert losses("runs/small") == losses("whole")
+
+
+# The other commands
+
+
+def test_check_tells_where_each_leaf_lives(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh_file = mesh(8, fsdp=4, tensor=2)
+    assert cli.main(["check", write(), "--mesh", mesh_file, "--json"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)["bytes_per_device"]
+    assert found["total"] == sum(v for k, v in found.items() if k != "total")
+    # embed 8 over fsdp=4, vocabulary 16 over tensor=2, in fp32
+    assert any("embedding" in row and row.endswith(f"{16 * 8 * 4 // 8}") for row in table)
+    assert cli.main(["check", write(mlp=17, heads=6), "--mesh", mesh_file]) == 2
+    told = capsys.readouterr().err
+    assert "heads=6 is not a multiple of kv_heads=4" in told
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_certify_exits_with_1_when_a_layout_failed(
+    passed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = certify_module.Layout((("data", 8),))
+    difference = certify_module.Difference(layout, 0.0 if passed else 1.0, 0.0, 0.0, True, "a")
+
+    def certify(experiment: Any, **options: Any) -> Any:
+        assert options == {"devices": 8, "which": "all", "full": False}
+        yield difference, certify_module.Certificate(1, [difference])
+
+    monkeypatch.setattr(certify_module, "certify", certify)
+    code = cli.main(["certify", write(), "--layouts", "all", "--json"])
+    assert code == (0 if passed else 1)
+    *_, summary, last = capsys.readouterr().out.splitlines()
+    assert "1 layouts run of 1 due" in summary
+    assert json.loads(last)["failed"] == (0 if passed else 1)
+    assert {"layouts", "failed", "worst_loss_rel", "worst_grad_rel"} <= set(json.loads(last))
+
+
+def test_an_unknown_flag_is_refused_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", write(), "--batch", "8"])
+    assert stopped.value.code == 2
+    assert "--batch" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""README's commands, tables, links and excerpts are those of the tree; versions fit the project."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import jaxtrain
+from jaxtrain.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def blocks(language: str) -> list[str]:
+    """The bodies of README's fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+SET_UP = [block.strip() for block in blocks("bash") if "-m venv" in block]
+JAXTRAIN = [
+    line[line.index("jaxtrain ") :]
+    for block in blocks("bash")
+    for line in block.splitlines()
+    if "jaxtrain " in line
+]
+
+
+def table(header: str) -> list[str]:
+    """The first cells of the README table whose header begins with `header`."""
+    rows = README.split(f"| {header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [row.split("|")[1].strip() for row in rows]
+
+
+def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_two_commands_do_all_the_set_up() -> None:
+    assert len(SET_UP) == 2
+    assert all("\n" not in command for command in SET_UP)
+    assert "jaxtrain train" in SET_UP[0] and SET_UP[1].endswith("/pytest")
+
+
+@pytest.mark.parametrize("command", SET_UP, ids=["train", "test"])
+def test_ci_runs_what_readme_says(command: str) -> None:
+    assert command in CI
+
+
+@pytest.mark.parametrize("script", [*SET_UP, CI], ids=["train", "test", "ci"])
+def test_shell_parses(script: str) -> None:
+    assert subprocess.run(["bash", "-n", "-c", script], capture_output=True).returncode == 0
+
+
+def test_paths_in_ci_exist() -> None:
+    named = re.findall(r"(?:tests|experiments|meshes)/[\w/.]+", CI)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_command_table_is_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of([], capsys)
+    commands = re.findall(r"^    (\w+) ", shown, re.MULTILINE)
+    named = [re.match(r"`jaxtrain (\w+)", cell).group(1) for cell in table("Command")]  # type: ignore[union-attr]
+    assert sorted(named) == sorted(commands)
+
+
+@pytest.mark.parametrize("line", [*JAXTRAIN, *(c.strip("`") for c in table("Command"))])
+def test_command_lines_use_options_that_exist(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(line)[1:]
+    shown = help_of(words[:1], capsys)
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{option}\b", shown), f"{option} of: {line}"
+    assert [w for w in words if w.endswith((".py", ".toml")) and not (ROOT / w).exists()] == []
+
+
+LINKS = sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README)))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_link_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+def test_every_package_is_in_the_tree() -> None:
+    packages = {f"jaxtrain/{p.parent.name}" for p in (ROOT / "jaxtrain").glob("*/__init__.py")}
+    assert packages <= set(LINKS)
+
+
+def test_packages_stand_in_the_order_of_their_layers() -> None:
+    """README says that a package imports only from those below it in the table."""
+    order = re.findall(r"^\| \[jaxtrain/(\w+)", README, re.MULTILINE)
+    for path in (ROOT / "jaxtrain").glob("*/*.py"):
+        mine = path.parent.name
+        source = path.read_text(encoding="utf-8")
+        for other in re.findall(r"^\s*(?:from|import) jaxtrain\.(\w+)", source, re.MULTILINE):
+            assert other == mine or order.index(other) > order.index(mine), f"{path}: {other}"
+
+
+def test_experiment_excerpt_is_the_file() -> None:
+    excerpt = next(block for block in blocks("python") if "def experiment" in block)
+    assert excerpt in (ROOT / "experiments" / "stdlib_lm.py").read_text(encoding="utf-8")
+
+
+def test_mesh_excerpt_is_the_file() -> None:
+    (excerpt,) = blocks("toml")
+    kept = (ROOT / "meshes" / "cpu_8.toml").read_text(encoding="utf-8")
+    assert tomllib.loads(excerpt) == tomllib.loads(kept)
+
+
+def test_python_names_exist() -> None:
+    """`jaxtrain.name` in code blocks and inline, and calls such as `fsdp()` in tables."""
+    for block in blocks("python"):
+        ast.parse(block)
+    dotted = set(re.findall(r"\bjaxtrain\.([a-zA-Z_]\w*)", README)) - {"cli"}
+    called = {
+        name
+        for span in re.findall(r"`([^`\n]+)`", README)
+        for name in re.findall(r"^(?:\w+=)?([A-Za-z]\w*)\(", span)
+    } - {"batch", "loss", "build", "experiment"}
+    assert {"train", "check", "certify"} <= dotted and {"fsdp", "TextFiles"} <= called
+    assert (dotted | called) - set(jaxtrain.__all__) == set()
+
+
+def pins() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_every_dependency_is_pinned_within_its_bounds(python: str) -> None:
+    chosen: dict[str, str] = {}
+    for pin in pins():
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==" and not pin.url, pin
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            assert pin.name not in chosen, f"{pin.name} is pinned twice for {python}"
+            chosen[pin.name] = specifier.version
+    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+    for requirement in map(Requirement, needed):
+        assert requirement.specifier.contains(chosen[requirement.name]), requirement
+    assert chosen["jax"].startswith({"3.11": "0.10.", "3.12": "0.11."}[python])
+
+
+def test_extras() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert {"test", "parity", "tpu", "cuda12", "cuda13", "notebook"} <= set(extras)
+    assert not any("torch" in requirement for requirement in extras["test"])
+    named = set(re.findall(r"`?'?\.\[(\w+)\]", README))
+    assert named <= set(extras)

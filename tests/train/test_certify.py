@@ -1,0 +1,188 @@
+"""The certificate: what it passes, what it fails, and that it skips nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.train import certify
+from jaxtrain.train.certify import Difference, Layout, layouts
+from jaxtrain.train.shrink import shrink
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+PLAIN = Layout((("data", 1),)).reference()
+
+
+def report(differences: list[Difference]) -> str:
+    return "\n".join(map(str, differences))
+
+
+def chosen(every: list[Layout]) -> list[Layout]:
+    """The first fp32 layout of each loop in the explicit mode, and of the gspmd mode."""
+    first: dict[str, Layout] = {}
+    for layout in every:
+        if layout.mode == "gspmd" and layout.precision == "fp32":
+            first.setdefault("gspmd", layout)
+        elif layout.reference() == PLAIN and layout.axes != (("data", 8),):
+            first.setdefault(layout.loop, layout)
+    return list(first.values())
+
+
+def test_layouts_of_every_loop_and_mode_equal_one_device(
+    monkeypatch: pytest.MonkeyPatch, remembered: None
+) -> None:
+    some = chosen(layouts(8, "quick")[0])
+    assert [layout.mode for layout in some].count("explicit") == len(certify.LOOPS)
+    assert {layout.mode for layout in some} == {"explicit", "gspmd"}
+    monkeypatch.setattr(certify, "layouts", lambda devices, which: (some, len(some)))
+    found = [difference for difference, _ in certify.certify(EXPERIMENT)]
+    assert [d.layout for d in found] == some
+    assert all(d.passed for d in found), report(found)
+
+
+@pytest.mark.slow
+def test_quick_passes(remembered: None) -> None:
+    found = [difference for difference, _ in certify.certify(EXPERIMENT)]
+    assert [d.layout for d in found] == layouts(8, "quick")[0]
+    assert all(d.passed for d in found), report(found)
+
+
+@pytest.mark.exhaustive
+def test_all_passes(remembered: None) -> None:
+    found = [difference for difference, _ in certify.certify(EXPERIMENT, which="all")]
+    assert len(found) == layouts(8, "all")[1]
+    assert all(d.passed for d in found), report(found)
+
+
+# What the verdict rests on, with runs made up.
+
+Change = Callable[[Any, Layout], Any]
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Iterator[Any]]:
+    """certify() where every run has one outcome, but for what `change` does off the reference."""
+    rng = np.random.default_rng(0)
+    outcome = certify._Outcome(
+        init={"a": rng.normal(size=(3, 4)), "b": rng.normal(size=5)},
+        losses=np.linspace(3, 2, 5),
+        norms=np.ones(5),
+        grads={"a": rng.normal(size=(3, 4)), "b": np.zeros(5)},
+    )
+
+    def start(change: Change) -> Iterator[Any]:
+        def run(experiment: Any, layout: Layout) -> Any:
+            return outcome if layout == layout.reference() else change(outcome, layout)
+
+        monkeypatch.setattr(certify, "_run", run)
+        return certify.certify(EXPERIMENT)
+
+    return start
+
+
+def scaled(name: str, relative: float) -> Change:
+    def change(outcome: Any, layout: Layout) -> Any:
+        value = getattr(outcome, name)
+        if isinstance(value, dict):
+            return outcome._replace(**{name: {k: v * (1 + relative) for k, v in value.items()}})
+        return outcome._replace(**{name: value * (1 + relative)})
+
+    return change
+
+
+CHANGES: dict[str, tuple[Change, set[str]]] = {
+    "nothing": (lambda outcome, layout: outcome, set()),
+    "loss within the bound": (scaled("losses", 9e-6), set()),
+    "loss beyond": (scaled("losses", 1.1e-5), {"fp32"}),
+    "gradient within the bound": (scaled("grads", -9e-6), set()),
+    "gradient beyond": (scaled("grads", 1.1e-5), {"fp32"}),
+    "gradient norm beyond": (scaled("norms", -1.1e-5), {"fp32"}),
+    "gradient beyond what bf16 may": (scaled("grads", 3.1e-2), {"fp32", "bf16"}),
+    "initial parameters by the last bit": (scaled("init", 2.0**-52), {"fp32", "bf16"}),
+    "loss not a number": (scaled("losses", np.nan), {"fp32", "bf16"}),
+    "gradients not a number": (scaled("grads", np.nan), {"fp32", "bf16"}),
+    "loss infinite": (scaled("losses", np.inf), {"fp32", "bf16"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_difference_beyond_the_bound_fails_and_no_other(name: str, made_up: Any) -> None:
+    change, failing = CHANGES[name]
+    for difference, _certificate in made_up(change):
+        assert difference.passed == (difference.layout.precision not in failing), str(difference)
+    assert len(_certificate.differences) == _certificate.closed_count == len(layouts(8, "quick")[0])
+    wanted = sum(d.layout.precision in failing for d in _certificate.differences)
+    assert len(_certificate.failed) == wanted
+    assert _certificate.as_json()["layouts"] == _certificate.closed_count
+
+
+def test_one_wrong_element_of_one_leaf_is_named(made_up: Any) -> None:
+    def change(outcome: Any, layout: Layout) -> Any:
+        wrong = outcome.grads["a"].copy()
+        wrong[1, 2] += 1e-4 * np.abs(wrong).max()
+        return outcome._replace(grads={**outcome.grads, "a": wrong})
+
+    difference, _ = next(made_up(change))
+    assert difference.worst_leaf == "a"
+    assert difference.grad_rel == pytest.approx(1e-4)
+    assert not difference.passed
+    assert "(a)" in str(difference)
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError])
+def test_a_layout_that_does_not_run_has_failed_and_the_others_go_on(
+    made_up: Any, error: type[Exception]
+) -> None:
+    def change(outcome: Any, layout: Layout) -> Any:
+        if layout.sharding == "zero1":
+            raise error("no such thing\nsecond line")
+        return outcome
+
+    certificate = list(made_up(change))[-1][1]
+    assert {d.layout.sharding for d in certificate.failed} == {"zero1"}
+    assert certificate.failed[0].error == f"{error.__name__}: no such thing"
+    assert len(certificate.differences) == certificate.closed_count
+
+
+def test_stop_at_failure_stops_there(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(scaled("losses", 1.0))
+    assert len(list(certify.certify(EXPERIMENT, stop_at_failure=True))) == 1
+
+
+def test_a_skipped_layout_is_noticed(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    every, count = layouts(8, "quick")
+    monkeypatch.setattr(certify, "layouts", lambda devices, which: (every[:-1], count))
+    with pytest.raises(AssertionError, match="a layout was skipped"):
+        list(made_up(lambda outcome, layout: outcome))
+
+
+def test_a_users_own_model_is_refused(own: jaxtrain.Experiment) -> None:
+    with pytest.raises(ValueError, match="built-in models"):
+        next(certify.certify(own))
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_shrinking_keeps_the_features(decoder: jaxtrain.Experiment, devices: int) -> None:
+    block = jaxtrain.BlockConfig(
+        jaxtrain.AttentionConfig(heads=8, kv_heads=2, window=64, softcap=20.0, qkv_bias=True),
+        jaxtrain.MlpConfig(hidden=512, gated=False, bias=True),
+    )
+    wide = replace(block, attention=replace(block.attention, window=None))
+    model = replace(decoder.model, embed=512, layers=13, prefix=(block,), period=(block, wide))
+    model = replace(model, learned_positions=4096, logit_softcap=30.0)
+    small = shrink(replace(decoder, model=model), devices=devices).model
+    assert small.violations() == []
+    assert [b.attention.window is None for b in small.blocks] == [False, False, True, False, True]
+    for found in small.blocks:
+        assert found.attention.heads == 2 * found.attention.kv_heads == 2 * devices
+        assert found.attention.softcap == 20.0 and found.attention.qkv_bias
+        assert not found.mlp.gated and found.mlp.bias
+    assert small.learned_positions == 16 and small.logit_softcap == 30.0
+    assert small.padded_vocab > small.vocab, "padded rows take part"

@@ -1,0 +1,133 @@
+"""A continuation with a key-value cache is what repeated whole forward passes would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.loss import logits
+from jaxtrain.nn.module import put_together
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble
+from jaxtrain.train.generate import generate
+from jaxtrain.train.session import initialise
+from jaxtrain.train.state import shardings
+
+PROMPT, LENGTH = [3, 1, 4, 1, 5], 13
+
+
+class Model(NamedTuple):
+    assembly: Assembly
+    params: dict[str, jax.Array]
+
+    def continued(self, *, tokens: int = 8, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        return generate(
+            self.assembly, self.params, PROMPT, tokens=tokens, temperature=temperature, seed=seed
+        )
+
+
+def untrained(experiment: jaxtrain.Experiment, **axes: int) -> Model:
+    """Initial parameters, placed on the mesh."""
+    spec = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
+    assembly = assemble(experiment, spec)
+    mesh = active_mesh(make_mesh(spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    return Model(assembly, initialise(assembly, where).params)
+
+
+def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
+    """ids -> fp32 logits after them, from one pass over all of them, no cache.
+
+    Always of one length, so that it compiles once: what comes after does not reach back.
+    """
+
+    @jax.jit
+    def run(tokens: jax.Array) -> jax.Array:
+        module = put_together(model.assembly.split.static, model.params)
+        loop = LayerLoop(unroll=True, remat="none")
+        x = module.hidden({"tokens": tokens}, key=None, comm=Local(), loop=loop)
+        head = module.embedding[...] if module.config.tied else module.head[...]
+        return logits(x, head, module.head_config)
+
+    def after(ids: list[int]) -> np.ndarray:
+        padded = jnp.asarray([(ids + [0] * LENGTH)[:LENGTH]], jnp.int32)
+        return np.asarray(run(padded)[len(ids) - 1])
+
+    return after
+
+
+def sharpened(decoder: jaxtrain.Experiment, **changes: object) -> jaxtrain.Experiment:
+    """Large initial weights, so that the likeliest token is not a matter of rounding."""
+    init = jaxtrain.Initialisation(std=0.5)
+    model = replace(decoder.model, init=init, vocab_multiple=32, **changes)
+    return replace(decoder, model=model)
+
+
+def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
+    block = decoder.model.period[0]
+    windowed = replace(block, attention=replace(block.attention, window=3, kv_heads=1))
+    flat = replace(block, attention=replace(block.attention, rope=None))
+    return {
+        "one layer, tied": sharpened(decoder),
+        "stacked pairs, windows": sharpened(
+            decoder, layers=4, period=(windowed, block), tied=False
+        ),
+        "prefix, suffix, learned positions": sharpened(
+            decoder, layers=3, prefix=(windowed,), suffix=(flat,), learned_positions=24, tied=False
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["one layer, tied", "stacked pairs, windows", "prefix, suffix, learned positions"]
+)
+def test_greedy_is_argmax_over_repeated_whole_forwards(
+    name: str, decoder: jaxtrain.Experiment
+) -> None:
+    model = untrained(variants(decoder)[name])
+    found, after = model.continued(), whole_forward(model)
+    assert len(set(found)) > 1, "a constant continuation would tell little"
+    seen = list(PROMPT)
+    for token in found:
+        assert token == int(np.argmax(after(seen))), f"after {seen}"
+        seen.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_mesh_does_not_change_the_continuation(
+    decoder: jaxtrain.Experiment, temperature: float
+) -> None:
+    alone = untrained(sharpened(decoder))
+    spread = untrained(sharpened(decoder), data=2, fsdp=2, tensor=2)
+    assert alone.continued(temperature=temperature) == spread.continued(temperature=temperature)
+
+
+def test_draws_follow_the_temperature_and_the_seed(decoder: jaxtrain.Experiment) -> None:
+    model = untrained(sharpened(decoder))
+    hot = model.continued(temperature=3.0)
+    assert hot == model.continued(temperature=3.0)
+    assert hot != model.continued(temperature=3.0, seed=1)
+    assert all(0 <= i < 16 for i in hot), "a padded id was drawn"
+    assert hot[:3] == model.continued(temperature=3.0, tokens=3), "as many as are asked for"
+    assert model.continued(temperature=1e-3) == model.continued(), "cold is greedy"
+
+
+def test_what_cannot_be_generated_is_refused(decoder: jaxtrain.Experiment) -> None:
+    block = decoder.model.period[0]
+    flat = replace(block, attention=replace(block.attention, rope=None))
+    model = untrained(sharpened(decoder, period=(flat,), learned_positions=8))
+    with pytest.raises(ValueError, match="at least one"):
+        generate(model.assembly, model.params, [], tokens=1, temperature=0.0)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        model.continued(temperature=-1.0)
+    with pytest.raises(ValueError, match="8 learned positions; use at most 3 new tokens"):
+        model.continued(tokens=4)

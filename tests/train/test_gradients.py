@@ -1,0 +1,203 @@
+"""Accumulation and reductions of gradients, against one batch and a sum over device copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
+from jaxtrain.train import gradients
+from jaxtrain.train.gradients import Reduction, accumulate, gspmd, squared_norm
+
+KEY = jax.random.key(0)
+
+
+def loss(params: Any, rest: Any, batch: Any, key: Any) -> tuple[Any, Any, Any]:
+    predicted = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+    error = jnp.square(predicted - batch["y"]) * batch["weights"]
+    return jnp.sum(error), jnp.sum(batch["weights"]), {"seen": rest["seen"] + 1}
+
+
+def problem(weights: np.ndarray) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32),
+        "v": jnp.asarray(rng.normal(size=4), jnp.float32),
+    }
+    shape = weights.shape
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(*shape, 3)), jnp.float32),
+        "y": jnp.asarray(rng.normal(size=shape), jnp.float32),
+        "weights": jnp.asarray(weights, jnp.float32),
+    }
+    return params, batch
+
+
+RAGGED = {
+    "even": np.ones((4, 6)),
+    "ragged": (np.arange(6) < np.array([6, 1, 3, 2])[:, None]) * 1.0,
+    "one microbatch all padding": (np.arange(6) < np.array([4, 0, 6, 1])[:, None]) * 1.0,
+    "the first all padding": (np.arange(6) < np.array([0, 5, 2, 1])[:, None]) * 1.0,
+    "fractional weights": np.random.default_rng(1).random((4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
+    params, batch = problem(RAGGED[name])
+    found = gspmd(loss, constrain=lambda g: g)(
+        params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0)
+    )
+    whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+    def total(params: Any) -> jax.Array:
+        return loss(params, {"seen": 0}, whole, None)[0]
+
+    expected, wanted = jax.value_and_grad(total)(params)
+    np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(found.count, RAGGED[name].sum(), rtol=1e-6)
+    for leaf in wanted:
+        np.testing.assert_allclose(found.grads[leaf], wanted[leaf], rtol=2e-5, atol=1e-5)
+    assert int(found.rest["seen"]) == len(RAGGED[name]), "other state is threaded through"
+
+
+def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
+    params, batch = problem(np.ones((3, 2)))
+    keys = []
+
+    def half(params: Any, rest: Any, batch: Any, key: Any) -> Any:
+        total, count, rest = loss(params, rest, batch, key)
+        noise = jax.random.normal(key, ())
+        return total + noise * jnp.sum(params["v"]), count, {"seen": rest["seen"], "n": noise}
+
+    low = {"w": params["w"].astype(jnp.bfloat16), "v": params["v"]}
+    args = (low, {"seen": jnp.int32(0), "n": jnp.float32(0)}, batch, KEY)
+    one, eight = (
+        gspmd(half, constrain=lambda g: g)(*args, jnp.float32(scale)) for scale in (1.0, 8.0)
+    )
+    assert {g.dtype for g in one.grads.values()} == {jnp.dtype(jnp.float32)}
+    for leaf in one.grads:
+        np.testing.assert_allclose(eight.grads[leaf], 8 * one.grads[leaf], rtol=1e-2)
+    np.testing.assert_array_equal(eight.loss, one.loss)
+    for number in range(3):
+        keys.append(float(jax.random.normal(jax.random.fold_in(KEY, number), ())))
+    plain = gspmd(loss, constrain=lambda g: g)(
+        low, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0)
+    )
+    drift = np.asarray(one.grads["v"] - plain.grads["v"])
+    np.testing.assert_allclose(drift, np.full(4, sum(keys)), rtol=1e-4)
+
+
+def test_one_microbatch_needs_no_loop() -> None:
+    params, batch = problem(np.ones((1, 2)))
+
+    def run(params: Any) -> Any:
+        return accumulate(
+            loss, params, {"seen": 0}, batch, key=KEY, scale=jnp.float32(1),
+            settle=lambda g: g, types=lambda x: x,
+        )  # fmt: skip
+
+    assert "scan" not in str(jax.make_jaxpr(run)(params))
+
+
+# Reductions. A leaf's gradient lies on every device as its own contribution; what comes out must be
+# the sum of all contributions, split as the optimizer has it.
+
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+W, S = (8, 4), (6,)
+
+
+def leaf(path: str, shape: tuple[int, ...], params: Any, optimizer: Any, in_use: Any) -> Leaf:
+    return Leaf(path, shape, "float32", (None,) * len(shape), params, optimizer, in_use)
+
+
+PLACES = {
+    "whole": leaf("whole", W, ((), ()), ((), ()), ((), ())),
+    "fsdp": leaf("fsdp", W, (("fsdp",), ()), (("fsdp",), ()), ((), ())),
+    "tensor": leaf("tensor", W, ((), ("tensor",)), ((), ("tensor",)), ((), ("tensor",))),
+    "zero": leaf("zero", W, ((), ()), (("fsdp", "data"), ()), ((), ())),
+    "both": leaf(
+        "both", W, (("fsdp",), ("tensor",)), (("fsdp", "data"), ("tensor",)), ((), ("tensor",))
+    ),
+    "small": leaf("small", S, ((),), ((),), ((),)),
+}
+
+
+def eight_devices() -> Mesh:
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    return Mesh(devices, tuple(SIZES), axis_types=(AxisType.Auto,) * 3)
+
+
+def contributions(split: Any, shape: tuple[int, ...], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """([8, *local shape], the dense sum): device d's contribution covers its tile of `split`."""
+    rng = np.random.default_rng(len(name))
+    dense, local = np.zeros(shape, np.float32), []
+    names = list(SIZES)
+    for at in np.ndindex(2, 2, 2):
+        index = []
+        for n, axes in zip(shape, split, strict=True):
+            tile, ways = 0, 1
+            for axis in axes:
+                tile, ways = tile * 2 + at[names.index(axis)], ways * 2
+            index.append(slice(tile * n // ways, (tile + 1) * n // ways))
+        part = rng.integers(-8, 8, dense[tuple(index)].shape).astype(np.float32)
+        dense[tuple(index)] += part
+        local.append(part)
+    return np.stack(local), dense
+
+
+@pytest.mark.parametrize("bucket", [0, 10**9], ids=["each leaf", "one bucket"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["every microbatch", "once a step"])
+def test_reductions_give_the_dense_sum_in_the_optimizers_split(
+    sharded: bool, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "SMALL_LEAF", bucket)
+    reduction = Reduction(PLACES, SIZES, sharded)
+    # `gather`'s adjoint has already scattered what rests split, when that is per microbatch.
+    pairs = {k: contributions(reduction.begins(p), p.shape, k) for k, p in PLACES.items()}
+    mesh = eight_devices()
+    spread = PartitionSpec(tuple(SIZES))
+
+    def on_device(local: Any) -> Any:
+        mine = {k: v[0] for k, v in local.items()}
+        return reduction.finish(reduction.settle(mine))
+
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=({k: spread for k in pairs},),
+        out_specs={k: partition_spec(p.optimizer) for k, p in PLACES.items()},
+    )
+    out = jax.jit(run)({k: local for k, (local, _) in pairs.items()})
+    for name, (_, dense) in pairs.items():
+        np.testing.assert_array_equal(out[name], dense, err_msg=name)
+        wanted = named_sharding(mesh, PLACES[name].optimizer)
+        assert out[name].sharding.is_equivalent_to(wanted, dense.ndim), name
+
+
+@pytest.mark.parametrize("bucket", [True, False])
+def test_small_leaves_travel_together(bucket: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(gradients, "sum_over", lambda name, x, axes: called.append(name) or x)
+    monkeypatch.setattr(gradients, "SMALL_LEAF", 12 if bucket else 0)
+    places = {k: PLACES["small"] for k in ("a", "b", "c")}
+    grads = {k: jnp.full(S, float(i)) for i, k in enumerate(places)}
+    out = Reduction(places, SIZES, True).finish(grads)
+    assert called == (["small gradients"] if bucket else ["gradients"] * 3)
+    for name, g in grads.items():
+        np.testing.assert_array_equal(out[name], g)
+
+
+@pytest.mark.parametrize("table", ["params", "optimizer"])
+def test_squared_norm_counts_every_copy_once(table: str) -> None:
+    tree = {k: jax.random.normal(KEY, p.shape) * (i + 1) for i, (k, p) in enumerate(PLACES.items())}
+    splits = {k: getattr(p, table) for k, p in PLACES.items()}
+    twice = {k: 2 * x for k, x in tree.items()}
+    found = jax.jit(lambda *t: squared_norm(t, splits=splits, mesh=eight_devices()))(tree, twice)
+    dense = sum(float(np.sum(np.square(x))) for x in tree.values())
+    np.testing.assert_allclose(found, dense * np.array([1, 4]), rtol=1e-6)

@@ -1,0 +1,309 @@
+"""Whole runs: what a run directory holds, resuming to the bit, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.data import BatchRamp, Loader
+from jaxtrain.train.loop import Result
+
+STEPS = 6
+Train = Callable[..., Result]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Train:
+    """train() of 6 steps into a directory below tmp_path, saving at the end only."""
+
+    def run(experiment: jaxtrain.Experiment, *, name: str | None = "run", **options: Any) -> Result:
+        axes = options.pop("axes", {"fsdp": 2})
+        policy = experiment.checkpoints or jaxtrain.SavePolicy(every=1000)
+        return jaxtrain.train(
+            replace(experiment, steps=STEPS, checkpoints=policy),
+            jaxtrain.mesh_from_axes(**axes),
+            run_dir=None if name is None else tmp_path / name,
+            cache_dir=tmp_path / "cache",
+            stream=options.pop("stream", io.StringIO()),
+            **options,
+        )
+
+    return run
+
+
+def after(steps: int, then: Callable[[], Any]) -> Callable[[], bool]:
+    """should_stop that does `then` when it is asked for the `steps`-th time."""
+    asked = []
+
+    def should_stop() -> bool:
+        asked.append(None)
+        return bool(then()) if len(asked) == steps else False
+
+    return should_stop
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def losses(result: Result) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in result.history}
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(result: Result) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.session.state)]
+
+
+def assert_same_state(a: Result, b: Result) -> None:
+    for x, y in zip(state_of(a), state_of(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_run_directory_holds_what_every_tool_reads(
+    decoder: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    words = "the quick brown fox jumps over the lazy dog and runs away from it again. "
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(words[i:] * 4)
+    held = str(tmp_path / "7.txt")
+    source = jaxtrain.TextFiles(str(tmp_path / "?.txt"), held_out_patterns=held)
+    experiment = replace(
+        decoder,
+        model=replace(decoder.model, vocab=257, vocab_multiple=4),
+        data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=16),
+        evaluation=jaxtrain.Evaluation(every=3, batches=1),
+        sample=jaxtrain.Sample("the ", tokens=12, temperature=0.8),
+        logging=jaxtrain.Logging(every=2, profile=jaxtrain.Steps(1, 1)),
+        checkpoints=jaxtrain.SavePolicy(every=4, keep=2),
+    )
+    stream = io.StringIO()
+    result = trained(experiment, stream=stream)
+    run, said = tmp_path / "run", stream.getvalue()
+
+    logged = lines(run)
+    assert [line["step"] for line in logged] == [1, 2, 3, 4, 6], "first, every second, evaluated"
+    assert all({"step", "loss", "tokens_per_s", "step_s"} <= set(line) for line in logged)
+    assert all({"eval_loss", "bits_per_byte"} <= set(logged[i]) for i in (2, 4))
+    assert {"grad_norm", "param_norm", "update_norm", "learning_rate", "skipped"} <= set(logged[1])
+    for line in logged[1:]:
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 16)
+
+    config = json.loads((run / "config.json").read_text())
+    assert config["experiment"]["steps"] == STEPS
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["4", "6"]
+    assert list((run / "events").iterdir())
+    assert [p for p in (run / "profile").rglob("*") if p.is_file()], "no trace was written"
+
+    assert result.steps == STEPS and not result.stopped
+    assert [line["step"] for line in result.history] == list(range(1, STEPS + 1))
+    assert result.sample.startswith("the ") and len(result.sample.encode()) >= 4 + 12
+    assert result.sample in said
+    bits = result.evaluation
+    assert bits["bits_per_byte"] == pytest.approx(bits["eval_loss"] / np.log(2))
+    assert bits["bigram_bits_per_byte"] < bits["unigram_bits_per_byte"] < 8
+    assert "bits per byte" in said
+
+
+STOPS = {
+    "steps=N": {"steps": 3},
+    "should_stop": {"should_stop": lambda: after(3, lambda: True)},
+    "KeyboardInterrupt": {"should_stop": lambda: after(3, interrupt)},
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_stopped_run_goes_on_to_the_bit(
+    how: str, own: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    experiment = replace(own, optimizer=jaxtrain.AdamW(1e-2), ema_decay=0.9, microbatches=2)
+    whole = trained(experiment, name="whole")
+    options = {k: v() if callable(v) else v for k, v in STOPS[how].items()}
+    if how == "KeyboardInterrupt":
+        with pytest.raises(KeyboardInterrupt):
+            trained(experiment, **options)
+    else:
+        part = trained(experiment, **options)
+        assert part.stopped == (how == "should_stop")
+        assert part.steps == 3
+    stream = io.StringIO()
+    rest = trained(experiment, stream=stream)
+    assert "resuming at step 3" in stream.getvalue()
+    assert losses(rest) == {k: v for k, v in losses(whole).items() if k > 3}
+    assert_same_state(rest, whole)
+    logged = {line["step"]: line["loss"] for line in lines(tmp_path / "run")}
+    assert logged == losses(whole), "each step once, before the stop and after"
+
+
+def test_a_decoder_with_dropout_in_fp16_resumes_to_the_bit(
+    decoder: jaxtrain.Experiment, trained: Train
+) -> None:
+    experiment = replace(
+        decoder,
+        model=replace(decoder.model, dropout=0.2),
+        precision=replace(jaxtrain.fp16, loss_scale=jaxtrain.LossScale(2.0**22, window=2)),
+        microbatches=2,
+    )
+    axes = {"fsdp": 2, "tensor": 2}
+    whole = trained(experiment, name="whole", axes=axes)
+    assert max(line["skipped"] for line in whole.history) > 0, "make the scale too large at first"
+    trained(experiment, steps=3, axes=axes)
+    rest = trained(experiment, axes=axes)
+    assert losses(rest) == {k: v for k, v in losses(whole).items() if k > 3}
+    assert_same_state(rest, whole)
+
+
+def test_an_interrupt_while_waiting_for_data_loses_nothing(
+    own: jaxtrain.Experiment, trained: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(own, name="whole")
+    with monkeypatch.context() as patch:
+        given = after(4, interrupt)
+        following = Loader.next
+        patch.setattr(Loader, "next", lambda loader: (given(), following(loader))[1])
+        with pytest.raises(KeyboardInterrupt):
+            trained(own)
+    rest = trained(own)
+    assert losses(rest) == {k: v for k, v in losses(whole).items() if k > 3}
+    assert_same_state(rest, whole)
+
+
+@pytest.mark.parametrize("then", [lambda: True, interrupt], ids=["stop", "interrupt"])
+def test_stopping_at_a_step_that_was_just_saved(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path, then: Callable[[], Any]
+) -> None:
+    """The save is in flight when the second request for it comes."""
+    experiment = replace(own, checkpoints=jaxtrain.SavePolicy(every=2))
+    if then is interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            trained(experiment, should_stop=after(2, then))
+    else:
+        assert trained(experiment, should_stop=after(2, then)).stopped
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_finished_run_started_again_trains_no_more(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    first = trained(own)
+    before = lines(tmp_path / "run")
+    for steps in (None, 2):
+        again = trained(own, steps=steps)
+        assert again.steps == STEPS and again.history == [] and not again.stopped
+        assert_same_state(again, first)
+    assert lines(tmp_path / "run") == before
+
+
+def test_another_experiment_is_refused_with_the_fields_that_differ(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    trained(own, steps=1)
+    kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    other = replace(own, batch=4, optimizer=replace(own.optimizer, momentum=0.5))
+    with pytest.raises(ValueError, match="another experiment") as refused:
+        trained(other)
+    assert "experiment.batch was 8, now 4" in str(refused.value)
+    assert "experiment.optimizer.momentum was 0.0, now 0.5" in str(refused.value)
+    assert "seed" not in str(refused.value), "only what differs"
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == kept
+
+
+def test_what_is_not_learned_may_change_between_starts(
+    own: jaxtrain.Experiment, trained: Train
+) -> None:
+    trained(own, steps=2)
+    changed = replace(
+        own,
+        evaluation=jaxtrain.Evaluation(every=2, batches=1),
+        logging=jaxtrain.Logging(every=5, tensorboard=False),
+        checkpoints=jaxtrain.SavePolicy(every=3),
+        execution=jaxtrain.Execution(mode="gspmd"),
+    )
+    assert trained(changed).steps == STEPS
+
+
+def test_settings_replace_single_fields(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    result = trained(own, settings=["optimizer.learning_rate=0.25", "batch=4", "seed=7"], steps=1)
+    assert result.history[0]["learning_rate"] == 0.25
+    assert result.history[0]["weight"] == 4 * 8
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["experiment"]
+    assert (config["batch"], config["seed"]) == (4, 7)
+    assert trained(own, name="plain", steps=1).loss != result.loss
+    with pytest.raises(ValueError, match=r"no field 'learning_rat'.*did you mean 'learning_rate'"):
+        trained(own, name="typo", settings=["optimizer.learning_rat=1"])
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_batch_ramp_grows_on_time_and_resumes_inside(
+    own: jaxtrain.Experiment, trained: Train
+) -> None:
+    experiment = replace(own, batch=BatchRamp(start=2, end=6, increment=2, steps=2))
+    whole = trained(experiment, name="whole")
+    assert [line["weight"] / 8 for line in whole.history] == [2, 2, 4, 4, 6, 6]
+    trained(experiment, steps=3)
+    rest = trained(experiment)
+    assert losses(rest) == {k: v for k, v in losses(whole).items() if k > 3}
+    assert_same_state(rest, whole)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"), [("own", {"data": 4}), ("decoder", {"data": 2, "fsdp": 2, "tensor": 2})]
+)
+def test_evaluation_does_not_depend_on_the_mesh(
+    request: pytest.FixtureRequest, trained: Train, model: str, axes: dict[str, int]
+) -> None:
+    plain = request.getfixturevalue(model)
+    plain = replace(plain, data=replace(plain.data, isolate_documents=True))
+    evaluated = replace(plain, evaluation=jaxtrain.Evaluation(every=2, batches=3))
+    alone = trained(evaluated, name=None, axes={"data": 1}, steps=4)
+    spread = trained(evaluated, name=None, axes=axes, steps=4)
+    assert spread.evaluation["eval_loss"] == pytest.approx(alone.evaluation["eval_loss"], rel=1e-5)
+
+
+def test_evaluation_disturbs_nothing(own: jaxtrain.Experiment, trained: Train) -> None:
+    often = jaxtrain.Evaluation(every=2, batches=1)
+    evaluated = trained(replace(own, evaluation=often), name=None)
+    quiet = trained(own, name=None)
+    assert losses(quiet) == losses(evaluated)
+    assert_same_state(quiet, evaluated)
+    assert quiet.evaluation == {}
+
+
+def test_without_a_run_directory_nothing_is_written(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = trained(own, name=None)
+    assert result.steps == STEPS and result.run_dir is None
+    assert list(tmp_path.rglob("*")) == []
+    with pytest.raises(KeyboardInterrupt):
+        trained(own, name=None, should_stop=after(1, interrupt))
+    assert trained(own, name=None, should_stop=after(2, lambda: True)).steps == 2
+
+
+@pytest.mark.parametrize("field", ["batch", "vocab"])
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    field: str, decoder: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    wrong = {
+        "batch": (replace(decoder, batch=9), "batch=9 .* use batch=10"),
+        "vocab": (replace(decoder, model=replace(decoder.model, vocab=15)), "use vocab=16"),
+    }
+    experiment, message = wrong[field]
+    with pytest.raises(ValueError, match=message):
+        trained(experiment)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,86 @@
+"""Each registered reduction in turn is removed, and doubled: the certificate must fail each time.
+
+Types catch a forgotten reduction over axes that are absent from a leaf's spec, and nothing catches
+one too many; so this test is what says that `quick` would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax import lax
+
+from jaxtrain.collectives.named import SUM_SCATTERS, SUMS
+from jaxtrain.train import certify
+from jaxtrain.train.certify import Layout, layouts
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+
+
+def own_tile(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+
+REMOVED: dict[int, Callable[..., Any]] = {id(SUMS): lambda x, axes: x, id(SUM_SCATTERS): own_tile}
+TABLES = {**dict.fromkeys(SUMS, SUMS), **dict.fromkeys(SUM_SCATTERS, SUM_SCATTERS)}
+DEFAULT = {
+    ("gradient norm", "removed"),
+    ("vocabulary", "removed"),
+    ("small gradients", "doubled"),
+    ("weight gradients", "removed"),
+}
+"""One that types catch, one within the loss, one all-reduce too many, one reduce-scatter gone."""
+
+
+def ordered(name: str) -> tuple[list[Layout], int]:
+    """The layouts of `quick`, those that use the reduction and are cheap to run first."""
+    every, count = layouts(8, "quick")
+
+    def cost(layout: Layout) -> tuple[bool, ...]:
+        uses = {
+            "gradients": layout.sharding == "data parallel" and ("fsdp", 8) in layout.axes,
+            "optimizer gradients": layout.sharding == "fsdp, reduced once",
+        }
+        plain = layout.reference() == Layout((("data", 1),)).reference()
+        return not uses.get(name, True), layout.mode != "explicit", not plain
+
+    return sorted(every, key=cost), count
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            name, how, id=f"{name} {how}", marks=() if (name, how) in DEFAULT else pytest.mark.slow
+        )
+        for name in TABLES
+        for how in ("removed", "doubled")
+    ]
+
+
+def test_no_name_is_in_both_tables() -> None:
+    assert len(TABLES) == len(SUMS) + len(SUM_SCATTERS)
+
+
+@pytest.mark.parametrize(("name", "how"), cases())
+def test_the_certificate_sees_it(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch, remembered: None
+) -> None:
+    table = TABLES[name]
+    right, wrong = table[name], REMOVED[id(table)]
+    calls = []
+
+    def mutant(x: Any, *where: Any) -> Any:
+        calls.append(where)
+        return wrong(x, *where) if how == "removed" else 2 * right(x, *where)
+
+    monkeypatch.setitem(table, name, mutant)
+    monkeypatch.setattr(certify, "layouts", lambda devices, which: ordered(name))
+    found = [d for d, _ in certify.certify(EXPERIMENT, stop_at_failure=True)]
+    assert calls, f"no layout of quick uses the reduction {name!r}: nothing tests it"
+    assert not found[-1].passed, f"{name!r} {how}, and all {len(found)} layouts passed"
+    if found[-1].error:  # then it was the types that saw it, not a mistake of this test
+        assert "out_specs" in found[-1].error or "varying" in found[-1].error, found[-1].error
