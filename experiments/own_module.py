@@ -3,7 +3,9 @@ language model (Dauphin et al. 2017) with BatchNorm and Dropout, which jaxtrain 
 
     jaxtrain train experiments/own_module.py --mesh meshes/cpu_8.toml --simulate
 
-Two CPU cores: TIME. Held-out loss BITS.
+Time on two CPU cores: 12 minutes, measured beside other programs (five to nine for each core);
+alone perhaps 3, an estimate. Held-out loss: 1.83 nats a byte = 2.64 bits, 58% of the unigram
+entropy (an interpolated bigram model reaches 3.52 bits).
 
 What jaxtrain does for such a module: shards the parameters that name their logical axes (the others
 are whole on every device), keeps BatchNorm's averages and Dropout's keys through steps, checkpoints
@@ -56,7 +58,7 @@ class GatedLayer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # A convolution as one matmul over shifted inputs: XLA's own is 50 times slower on CPU.
+        # A convolution as one matmul over shifted inputs: XLA's own is slower on CPU.
         seq = x.shape[1]
         padded = jnp.pad(self.norm(x), ((0, 0), (self.width - 1, 0), (0, 0)))
         near = [padded[:, shift : shift + seq] for shift in range(self.width)]

@@ -101,9 +101,8 @@ def losses(run: str) -> list[tuple[int, float]]:
 
 def test_the_flags_of_train_are_frozen() -> None:
     """What an experiment or a mesh file can say has no flag beside it."""
-    commands = next(
-        action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
-    )
+    actions = cli._parser()._actions
+    commands = next(a for a in actions if isinstance(a, argparse._SubParsersAction))
     actions = commands.choices["train"]._actions
     assert {flag for action in actions for flag in action.option_strings} == {
         *("-h", "--help"),
@@ -126,7 +125,9 @@ def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> N
 # Refusals
 
 
-def train_of(devices: int = 1, axes: dict[str, int] | None = None, **fields: Any) -> Callable[..., Any]:
+def train_of(
+    devices: int = 1, axes: dict[str, int] | None = None, **fields: Any
+) -> Callable[[], list[str]]:
     return lambda: ["train", write(**fields), "--mesh", mesh(devices, **(axes or {}))]
 
 
@@ -183,7 +184,8 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
         train_file("x = 1\n"), ("other.py has no function experiment()", "define one"),
     ),
     "experiment returns something else": (
-        train_file("def experiment():\n    return 3\n"), ("returned int", "return jaxtrain.Experiment"),
+        train_file("def experiment():\n    return 3\n"),
+        ("returned int", "return jaxtrain.Experiment"),
     ),
     "a closure in a field": (
         train_of(more="sample=lambda: 1,"), ("experiment.sample", "lambda", "top of a module"),
@@ -210,7 +212,8 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
         ("kv_heads=2 does not split over tensor=4", "tensor=2"),
     ),
     "heads over kv_heads": (
-        train_of(heads=4, kv_heads=3), ("heads=4 is not a multiple of kv_heads=3", "use kv_heads=2"),
+        train_of(heads=4, kv_heads=3),
+        ("heads=4 is not a multiple of kv_heads=3", "use kv_heads=2"),
     ),
     "mlp": (train_of(4, {"tensor": 4}, mlp=18), ("mlp=18", "tensor=4", "use mlp=16 or 20")),
     "batch": (
@@ -336,7 +339,7 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("step 3 "):
+        if line.startswith("step 3/"):
             process.send_signal(signal.SIGINT)
             break
     out, err = process.communicate(timeout=120)

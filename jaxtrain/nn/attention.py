@@ -21,9 +21,11 @@ from jaxtrain.nn.online_softmax import MASKED, AttentionMask, Scoring
 AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, Any, Scoring], jax.Array]
 
 CPU_BLOCKS = Blockwise(query_block=64, key_block=512, chunk_bytes=2**20)
-"""Measured at seq 256, 8 heads of 32, batch 16: a tile of scores stays in a core's cache."""
+CPU_LONG_BLOCKS = Blockwise(query_block=128, key_block=256, chunk_bytes=2**20)
+"""Measured; for seq up to 512, and above: a tile of scores stays in a core's cache."""
 
 GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
+"""Not measured: larger tiles than elsewhere, for fewer kernels."""
 
 
 def attention(
@@ -82,7 +84,9 @@ def choose(
         if half and not segments and not softcap and not Cudnn().violations(head_dim):
             return Cudnn()
         return GPU_BLOCKS
-    return CPU_BLOCKS if platform == "cpu" else Blockwise()
+    if platform == "cpu":
+        return CPU_BLOCKS if seq <= 512 else CPU_LONG_BLOCKS
+    return Blockwise()
 
 
 @dataclass(frozen=True)

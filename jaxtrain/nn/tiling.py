@@ -86,7 +86,9 @@ class Tiling(NamedTuple):
         if self.segments is None and self.scoring.mask.tile(queries, keys)[1]:
             return None
         segments = self.segments_of(queries.start, len(queries), keys.start, len(keys))
-        return self.visible(np.array(queries), np.array(keys), segments)
+        # Compared where it is used: on CPU a stored mask of bytes is slower to read than to make.
+        at_q, at_k = (x.start + jnp.arange(len(x)) for x in (queries, keys))
+        return self.visible(at_q, at_k, segments)
 
     def padded(self) -> Tiling:
         """With segments for whole blocks of queries and of keys."""

@@ -74,6 +74,8 @@ def train(
     config = {"experiment": config_of(experiment)}
     if run is not None:
         refuse_other_experiment(run, config, ignore=RESUMABLE)
+    elif experiment.logging.profile is not None:
+        raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     policy = experiment.checkpoints
     saves = CheckpointManager(run / "checkpoints", policy) if run and policy else None
     cache = Path(cache_dir).expanduser()
@@ -224,7 +226,7 @@ class _Loop:
             return
         if not self.session.alive():
             latest = self.saves.latest()
-            self.progress.message(f"interrupted within a step; the newest save is {latest}")
+            self.progress.message(f"the last step failed; the newest save is {latest}")
             return
         self.log(self.delayed.flush())
         self.result.steps = int(self.session.state.step)

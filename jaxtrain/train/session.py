@@ -38,13 +38,21 @@ class Session:
     loader: Loader
     compile_s: float
     compiled: dict[int, Any] = field(default_factory=dict)
+    dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
     def experiment(self) -> Experiment:
         return self.assembly.experiment
 
     def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Dispatch one step on the next state; returns its metrics, not waited for."""
+        """Dispatch one step on the next state; returns its metrics, not waited for.
+
+        In a thread: a KeyboardInterrupt strikes in the main one, and so never between the donation
+        of the old state and the arrival of the new.
+        """
+        return self.dispatcher.submit(self._dispatch, batch).result()
+
+    def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         micro, rows = batch["rows"].shape
         program = self.compiled.get(micro * rows)
         if program is None:
@@ -54,11 +62,14 @@ class Session:
         return metrics
 
     def alive(self) -> bool:
-        """Whether the state can be read: a step that was cut off has donated it."""
+        """Whether the state can be read: a step that failed has donated it. Waits for a step that
+        an interrupt left on its way."""
+        self.dispatcher.submit(int).result()
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
     def close(self) -> None:
         self.loader.close()
+        self.dispatcher.shutdown()
 
 
 def open_session(

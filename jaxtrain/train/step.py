@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
+from jaxtrain.collectives.named import sum_over
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Explicit, Gspmd, Local
 from jaxtrain.nn.module import put_together
@@ -158,7 +158,7 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
 
     def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         axes = tuple(assembly.sizes)
-        total, count = lax.psum(jnp.stack(on_device(params, rest, batch)), axes)
+        total, count = sum_over("loss", jnp.stack(on_device(params, rest, batch)), axes)
         return total, count
 
     run = jax.shard_map(

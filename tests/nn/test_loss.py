@@ -48,7 +48,7 @@ CONFIGS = [
     HeadConfig(25, scale=0.5, softcap=2.0),
     HeadConfig(1, softcap=2.0),
 ]
-CASES = [(c, n) for c in CONFIGS for n in (2048, 13)] + [(CONFIGS[4], 1)]
+CASES = [*((c, 13) for c in CONFIGS), (CONFIGS[0], 2048), (CONFIGS[4], 2048), (CONFIGS[4], 1)]
 
 
 @pytest.mark.parametrize(("config", "chunk_tokens"), CASES, ids=str)

@@ -126,7 +126,7 @@ def test_values_and_gradients_equal_a_python_loop(loop, oracle):
     assert_same(value_and_grads(lambda p, x: ours(p, x, loop), 3), oracle[3])
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", LOOPS, ids=name_of)
 def test_one_and_two_layers(loop, layers, oracle):
     assert_same(value_and_grads(lambda p, x: ours(p, x, loop), layers), oracle[layers])
@@ -259,7 +259,7 @@ def test_sharded_over_eight_devices(loop, check_vma):
     assert_same({"y": y, "x": dx, **grads}, {"y": wanted, "x": oracle[1], **oracle[0]})
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("prefetch", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_grows_by_shards_and_inputs_not_by_gathered_weights(prefetch):
     """Temporary memory at two depths, from the compiler: the layers between them add their saved
     inputs and the shards of their gradients; weights, two layers' at most."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.data import BatchRamp, Loader
+from jaxtrain.train import session
 from jaxtrain.train.loop import Result
 
 STEPS = 6
@@ -178,6 +182,32 @@ def test_an_interrupt_while_waiting_for_data_loses_nothing(
     rest = trained(own)
     assert losses(rest) == {k: v for k, v in losses(whole).items() if k > 3}
     assert_same_state(rest, whole)
+
+
+def test_a_signal_within_a_step_waits_for_it(
+    own: jaxtrain.Experiment, trained: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old state is donated, and the new one is not there yet."""
+    whole = trained(own, name="whole")
+    compile_step = session.compile_step
+
+    def signalled(*args: Any) -> Callable[..., Any]:
+        program = compile_step(*args)
+        send = after(3, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))
+
+        def run(state: Any, batch: Any) -> Any:
+            out = program(state, batch)
+            send()
+            return out
+
+        return run
+
+    stream = io.StringIO()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(session, "compile_step", signalled)
+        trained(own, stream=stream)
+    assert "saved step 3" in stream.getvalue()
+    assert_same_state(trained(own), whole)
 
 
 @pytest.mark.parametrize("then", [lambda: True, interrupt], ids=["stop", "interrupt"])

@@ -1,0 +1,93 @@
+"""A decoder transformer in plain jax.numpy: the oracle of `test_decoder.py`.
+
+Every layer in natural order, whole matrices, seq x seq scores, all logits at once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.module import under
+from jaxtrain.nn.norm import LayerNorm
+
+
+def normalise(config, p, x):
+    if isinstance(config, LayerNorm):
+        x = x - x.mean(-1, keepdims=True)
+    y = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + config.eps)
+    scale = p["scale"] + 1 if getattr(config, "unit_offset", False) else p["scale"]
+    y = y * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return y + p["bias"].reshape((1,) * (x.ndim - 1) + (-1,)) if "bias" in p else y
+
+
+def rope(x, positions, theta):
+    """Pairs (i, i + head_dim / 2) as complex numbers, turned by position * frequency."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None] * theta ** (-jnp.arange(half) / half).reshape(1, 1, -1)
+    z = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)[:, :, None]
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def dense_attention(c, embed, p, x, batch):
+    rows, seq, _ = x.shape
+    project = lambda name: x @ p[name] + p.get(f"{name}_bias", jnp.zeros(1)).reshape(1, 1, -1)  # noqa: E731
+    q, k, v = (project(n).reshape(rows, seq, -1, c.size(embed)) for n in ("query", "key", "value"))
+    if c.qk_norm is not None:
+        q = normalise(c.qk_norm, under(p, "query_norm."), q)
+        k = normalise(c.qk_norm, under(p, "key_norm."), k)
+    if c.rope is not None:
+        q, k = (rope(a, batch["positions"], c.rope.theta) for a in (q, k))
+    at, segments = jnp.arange(seq), batch["segments"]
+    seen = (at[:, None] >= at[None]) & (at[:, None] - at[None] < (c.window or seq))
+    seen = (seen[None] & (segments[:, :, None] == segments[:, None]))[:, None]
+    k, v = (jnp.repeat(a, c.heads // c.key_heads, axis=2) for a in (k, v))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (
+        c.size(embed) ** -0.5 if c.scale is None else c.scale
+    )
+    s = s if c.softcap is None else c.softcap * jnp.tanh(s / c.softcap)
+    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1), v)
+    out = o.reshape(rows, seq, -1) @ p["out"]
+    return out + p.get("out_bias", jnp.zeros(1)).reshape(1, 1, -1)
+
+
+def dense_mlp(c, p, x):
+    add = lambda name, y: y + p.get(name, jnp.zeros(1)).reshape(1, 1, -1)  # noqa: E731
+    up = add("up_bias", x @ p["up"])
+    h = c.activation(add("gate_bias", x @ p["gate"])) * up if c.gated else c.activation(up)
+    return add("down_bias", h @ p["down"])
+
+
+def natural_layers(config, params):
+    """Each layer's parameters in the order in which they are applied."""
+    layers = [under(params, f"prefix.{i}.") for i in range(len(config.prefix))]
+    for number in range(config.periods):
+        for i in range(len(config.period)):
+            layers.append({k: v[number] for k, v in under(params, f"period.{i}.").items()})
+    return layers + [under(params, f"suffix.{i}.") for i in range(len(config.suffix))]
+
+
+def dense_logits(config, params, batch):
+    x = params["embedding"][batch["tokens"]] * config.embedding_scale
+    if config.learned_positions is not None:
+        x = x + params["positions"][batch["positions"]]
+    for c, p in zip(config.blocks, natural_layers(config, params), strict=True):
+        h = normalise(c.norm, under(p, "attention_norm."), x)
+        h = dense_attention(c.attention, config.embed, under(p, "attention."), h, batch)
+        x = x + c.residual_scale * h
+        h = normalise(c.norm, under(p, "mlp_norm."), x)
+        x = x + c.residual_scale * dense_mlp(c.mlp, under(p, "mlp."), h)
+    x = normalise(config.norm, under(params, "norm."), x)
+    head = params["embedding" if config.tied else "head"][: config.vocab]
+    z = x @ head.T * config.logit_scale
+    return (
+        z
+        if config.logit_softcap is None
+        else config.logit_softcap * jnp.tanh(z / config.logit_softcap)
+    )
+
+
+def dense_loss(config, params, batch):
+    log_p = jax.nn.log_softmax(dense_logits(config, params, batch), -1)
+    chosen = jnp.take_along_axis(log_p, batch["targets"][:, :, None], -1)[:, :, 0]
+    return -jnp.sum(chosen * batch["weights"])

@@ -1,0 +1,213 @@
+"""Shapes, counts, initial values and refusals of decoders: nothing is trained here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from dense_decoder import natural_layers
+from flax import nnx
+
+from jaxtrain.mesh.sharding import ShardingRules, fsdp, table, tensor
+from jaxtrain.models.block import (
+    AttentionConfig,
+    BlockConfig,
+    MlpConfig,
+    gelu_tanh,
+)
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.module import build, take_apart
+from jaxtrain.nn.norm import LayerNorm, RMSNorm
+from jaxtrain.nn.param import Initialisation
+
+ROWS, SEQ, VOCAB = 2, 8, 13
+NORM = RMSNorm()
+BIASED = {"qkv_bias": True, "out_bias": True}
+
+
+def decoder(*period, layers=2, **fields):
+    return DecoderConfig(
+        **{"vocab": VOCAB, "embed": 8, "layers": layers, "period": period, "vocab_multiple": 8,
+           "chunk_tokens": 8, **fields}
+    )  # fmt: skip
+
+
+def block(heads=4, hidden=12, *, mlp=None, norm=NORM, residual_scale=1.0, dropout=0.0, **fields):
+    mlp = mlp or MlpConfig(hidden)
+    return BlockConfig(AttentionConfig(heads, **fields), mlp, norm, residual_scale, dropout)
+
+
+def abstract(config):
+    return take_apart(nnx.eval_shape(lambda: build(config.build, jax.random.key(0))))
+
+
+def initial(config, seed=0):
+    """Parameters as training starts with them."""
+    return jax.jit(lambda key: take_apart(build(config.build, key)).params)(jax.random.key(seed))
+
+
+def attention(heads, kv_heads=None, **fields):
+    return AttentionConfig(heads, kv_heads, **fields)
+
+
+GPT2 = DecoderConfig(
+    vocab=50257, embed=768, layers=12, norm=LayerNorm(), learned_positions=1024, tied=True,
+    period=(BlockConfig(attention(12, rope=None, **BIASED),
+                        MlpConfig(3072, gelu_tanh, gated=False, bias=True), LayerNorm()),),
+)  # fmt: skip
+
+
+def gated(vocab, embed, layers, hidden, attention, **fields):
+    return DecoderConfig(
+        vocab, embed, layers, (BlockConfig(attention, MlpConfig(hidden)),), **fields
+    )
+
+
+KNOWN = [
+    ("gpt2", GPT2, 124_439_808),
+    ("llama-3-8b", gated(128256, 4096, 32, 14336, attention(32, 8)), 8_030_261_248),
+    ("llama-2-7b", gated(32000, 4096, 32, 11008, attention(32)), 6_738_415_616),
+    ("mistral-7b", gated(32000, 4096, 32, 14336, attention(32, 8, window=4096)), 7_241_732_096),
+    (
+        "qwen2-0.5b",
+        gated(151936, 896, 24, 4864, attention(14, 2, qkv_bias=True), tied=True),
+        494_032_768,
+    ),
+    (
+        "qwen3-0.6b",
+        gated(151936, 1024, 28, 3072, attention(16, 8, head_dim=128, qk_norm=RMSNorm()), tied=True),
+        596_049_920,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "count"), KNOWN, ids=[k[0] for k in KNOWN])
+def test_parameter_counts_of_published_models(name, config, count):
+    config = replace(config, vocab_multiple=1)
+    split = abstract(config)
+    assert sum(int(np.prod(p.shape)) for p in split.params.values()) == count
+    assert split.rest == {}
+    for path, leaf in split.params.items():
+        assert len(split.axes[path]) == len(leaf.shape), path
+        assert (split.axes[path][0] == "layers") == path.startswith("period."), path
+
+
+def test_initial_values_follow_the_rule_and_names():
+    config = decoder(block(heads=8, hidden=256, qkv_bias=True), layers=4, embed=128, vocab=250,
+                     init=Initialisation(std=0.05))  # fmt: skip
+    params = initial(config, 3)
+    std = {k: float(v.std()) for k, v in params.items()}
+    for name in ("attention.query", "attention.value", "mlp.gate", "mlp.up"):
+        np.testing.assert_allclose(std[f"period.0.{name}"], 0.05, rtol=0.03)
+    for name in ("attention.out", "mlp.down"):  # they write to the residual stream
+        np.testing.assert_allclose(std[f"period.0.{name}"], 0.05 / 8**0.5, rtol=0.03)
+    np.testing.assert_allclose(std["embedding"], 0.05 * (250 / 256) ** 0.5, rtol=0.03)
+    assert not np.any(np.asarray(params["embedding"])[250:])
+    matrices = {k: np.asarray(v) for k, v in params.items() if v.ndim == 3}
+    flat = [layer.reshape(-1)[:512] for m in matrices.values() for layer in m]
+    correlation = np.corrcoef(np.stack(flat)) - np.eye(len(flat))
+    assert np.abs(correlation).max() < 0.3, "two matrices were drawn alike"
+    # Layer i is drawn from its number: a deeper model begins with the same layers, but for scale.
+    deeper = initial(replace(config, layers=16), 3)
+    name = "period.0.attention.query"
+    np.testing.assert_array_equal(deeper[name][:4], params[name])
+    # and how the layers are cut into prefix, period and suffix does not matter.
+    (b,) = config.period
+    cut = replace(config, prefix=(b,), suffix=(b,))
+    again = initial(cut, 3)
+    for ours, theirs in zip(
+        natural_layers(config, params), natural_layers(cut, again), strict=True
+    ):
+        for path in ours:
+            np.testing.assert_array_equal(ours[path], theirs[path], err_msg=path)
+
+
+def test_std_by_fan_in():
+    config = decoder(block(heads=8, hidden=256), embed=128, layers=1,
+                     init=Initialisation(std=None, scale_residual=False))  # fmt: skip
+    params = initial(config)
+    for name, fan_in in (("attention.out", 128), ("mlp.up", 128), ("mlp.down", 256)):
+        np.testing.assert_allclose(params[f"period.0.{name}"].std(), fan_in**-0.5, rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (decoder(block(), layers=0), ["layers=0 is not prefix + suffix (0) plus a multiple of the "
+                                      "period (1 blocks); use layers=1 or 2"]),
+        (decoder(block(), block(), layers=6, prefix=(block(),)),
+         ["layers=6 is not prefix + suffix (1) plus a multiple of the period (2 blocks); use "
+          "layers=5 or 7"]),
+        (decoder(layers=2), ["layers=2 is not prefix + suffix (0) plus a multiple of the period "
+                             "(0 blocks); use layers=2 or 3"]),
+        (decoder(block(), vocab=0, chunk_tokens=0, vocab_multiple=-1),
+         ["vocab=0; use at least 1", "vocab_multiple=-1; use at least 1",
+          "chunk_tokens=0; use at least 1"]),
+        (decoder(block(heads=3), embed=8),
+         ["block 0: embed=8 is not a multiple of heads=3; set head_dim or use embed=6"]),
+        (decoder(block(kv_heads=3)),
+         ["block 0: heads=4 is not a multiple of kv_heads=3; use kv_heads=2"]),
+        (decoder(block(head_dim=3)), ["block 0: head_dim=3 is odd; RoPE rotates pairs"]),
+        (decoder(block(), block(dropout=1.0), dropout=-0.1),
+         ["block 1: dropout=1.0; use a share in [0, 1)", "dropout=-0.1; use a share in [0, 1)"]),
+        (decoder(block(rope=None)),
+         ["some block has no rope and there are no learned positions; set either"]),
+        (decoder(block(heads=0), block(kv_heads=0), block(hidden=0), block(window=0), layers=5,
+                 learned_positions=0, suffix=(block(head_dim=0, softcap=-1.0),), logit_softcap=0.0),
+         ["learned_positions=0; use a positive one, or None for none",
+          "logit_softcap=0.0; use a positive one, or None for none",
+          "block 0: heads=0, kv_heads=0; use at least 1", "block 1: kv_heads=0; use at least 1",
+          "block 2: mlp.hidden=0; use at least 1",
+          "block 3: window=0; use a positive one, or None",
+          "block 4: head_dim=0; use a positive one, or None",
+          "block 4: softcap=-1.0; use a positive one, or None"]),
+    ],
+)  # fmt: skip
+def test_violations(config, said):
+    assert config.violations() == said
+
+
+@pytest.mark.parametrize(
+    ("config", "rules", "sizes", "explicit", "said"),
+    [
+        (decoder(block(heads=4, kv_heads=2)), tensor(), {"tensor": 2, "fsdp": 4}, True, []),
+        (decoder(block(heads=6, head_dim=2)), tensor(), {"tensor": 4}, True,
+         ["heads=6 does not split over tensor=4; use 4 or 8 heads, or tensor=2 or 3 or 6",
+          "kv_heads=6 does not split over tensor=4; use 4 or 8 kv_heads, or tensor=2 or 3 or 6"]),
+        (decoder(block(heads=8, kv_heads=1, head_dim=2)), tensor(), {"tensor": 2}, True,
+         ["kv_heads=1 does not split over tensor=2; use 2 kv_heads, or tensor=1"]),
+        (decoder(block(heads=6, head_dim=2)), fsdp(), {"fsdp": 4}, True, []),
+    ],
+)  # fmt: skip
+def test_mesh_violations(config, rules, sizes, explicit, said):
+    assert config.mesh_violations(rules, sizes, explicit=explicit) == said
+
+
+def test_explicit_mode_wants_one_split():
+    mixed = ShardingRules(
+        activations=table({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"})
+    )
+    config, sizes = decoder(block()), {"tensor": 2}
+    (said,) = config.mesh_violations(mixed, sizes, explicit=True)
+    assert "'vocab': ()" in said and "use the tensor() preset, or execution.mode='gspmd'" in said
+    assert config.mesh_violations(mixed, sizes, explicit=False) == []
+
+
+def test_flops_count_every_matmul_parameter_once_a_token():
+    """2 FLOPs a parameter and token; of the tables the head's real rows only."""
+    varied = decoder(
+        block(kv_heads=2, hidden=16), block(head_dim=6, mlp=MlpConfig(10, gated=False)),
+        layers=7, prefix=(block(hidden=4),), suffix=(block(heads=2, head_dim=2), block(window=4)),
+    )  # fmt: skip
+    names = ("query", "key", "value", "out", "gate", "up", "down")
+    for config in (varied, *(config for _, config, _ in KNOWN)):
+        params = abstract(config).params
+        matrices = sum(
+            int(np.prod(p.shape))
+            for k, p in params.items()
+            if len(p.shape) > 1 and k.split(".")[-1] in names
+        )
+        flops = config.flops(seq=SEQ, sequences=ROWS)
+        assert flops.matmul == 2 * ROWS * SEQ * (matrices + config.vocab * config.embed)

@@ -1,0 +1,128 @@
+"""Several processes: the same losses as one, each reading its own rows, on one run directory."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BATCH, STEPS = 8, 4
+
+WORKER = """
+import json, os, sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+processes, index, port, steps, run, out = sys.argv[1:]
+processes, index, steps = int(processes), int(index), int(steps)
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=index)
+import jaxtrain
+
+read = []
+
+
+@dataclass(frozen=True)
+class Counted:
+    chain: Any
+
+    def open(self, split, *, seed, cache_dir):
+        dataset = self.chain.open(split, seed=seed, cache_dir=cache_dir)
+        rows = dataset.rows
+
+        def counted(indices):
+            read.append([int(i) for i in indices])
+            return rows(indices)
+
+        dataset.rows = counted
+        return dataset
+
+
+block = jaxtrain.BlockConfig(
+    jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
+)
+experiment = jaxtrain.Experiment(
+    model=jaxtrain.DecoderConfig(
+        vocab=16, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
+    ),
+    data=Counted(jaxtrain.BigramChain(vocab=16, seq=8, isolate_documents=True)),
+    optimizer=jaxtrain.AdamW(1e-2),
+    steps=STEPS,
+    batch=BATCH,
+    evaluation=jaxtrain.Evaluation(every=2, batches=1),
+    checkpoints=jaxtrain.SavePolicy(every=100),
+    logging=jaxtrain.Logging(every=1, tensorboard=False),
+)
+result = jaxtrain.train(
+    experiment,
+    jaxtrain.mesh_from_axes(data=2, fsdp=2),
+    run_dir=run,
+    steps=steps,
+    cache_dir=Path(out).parent / f"cache{index}",
+)
+found = {
+    "losses": [line["loss"] for line in result.history],
+    "evaluation": result.evaluation["eval_loss"],
+    "read": read,
+}
+Path(out).write_text(json.dumps(found))
+""".replace("STEPS", str(STEPS)).replace("BATCH", str(BATCH))
+
+
+def run(folder: Path, name: str, *, processes: int, steps: int = STEPS) -> list[dict[str, Any]]:
+    """What each process reports; `name` is the run directory they share."""
+    (folder / "worker.py").write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outs = [folder / f"{name}-{processes}-{steps}-{index}.json" for index in range(processes)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "worker.py", *map(str, (processes, index, port, steps)), name, out],
+            cwd=folder,
+            env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, out in enumerate(outs)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:  # one that waits for a dead peer would wait for ever
+            process.kill()
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_hand_over(tmp_path: Path) -> None:
+    (one,) = run(tmp_path, "one", processes=1)
+    two = run(tmp_path, "two", processes=2, steps=2)
+    assert two[0]["losses"] == two[1]["losses"]
+    assert two[0]["losses"] == pytest.approx(one["losses"][:2], rel=1e-6)
+    assert two[0]["evaluation"] == two[1]["evaluation"]
+
+    # What two processes saved, one goes on with.
+    (rest,) = run(tmp_path, "two", processes=1)
+    assert rest["losses"] == pytest.approx(one["losses"][2:], rel=1e-6)
+    assert rest["evaluation"] == pytest.approx(one["evaluation"], rel=1e-6)
+    logged = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in logged] == [1, 2, 3, 4], "one process writes"
+
+    # Half of the rows of every batch each, and all of them together.
+    for number, rows in enumerate(zip(two[0]["read"][1:3], two[1]["read"][1:3], strict=True)):
+        assert sorted(map(len, rows)) == [BATCH // 2, BATCH // 2]
+        assert sorted([*rows[0], *rows[1]]) == list(range(number * BATCH, (number + 1) * BATCH))
