@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints. Everything it does is a function elsewhere.
 
-Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM).
+Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM);
+130 interrupted with nothing saved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FAILED, REFUSED, PREEMPTED = 1, 2, 75
+FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"jaxtrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        return PREEMPTED
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +89,7 @@ def _mesh(options: Any, *, simulate: bool) -> Any:
 
 def _train(options: Any) -> int:
     spec = _mesh(options, simulate=options.simulate)
+    from jaxtrain.checkpoint import committed_steps
     from jaxtrain.train.loop import train
 
     run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
@@ -109,9 +111,16 @@ def _train(options: Any) -> int:
             settings=options.settings,
             should_stop=lambda: bool(asked),
         )
+    except KeyboardInterrupt:
+        return PREEMPTED if committed_steps(run_dir / "checkpoints") else INTERRUPTED
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if result.stopped and result.saved is None:
+        print(
+            f"stopped at step {result.steps}; nothing is saved: the experiment has no checkpoints"
+        )
+        return INTERRUPTED
     if result.stopped:
         print(f"stopped; step {result.steps} is saved in {run_dir}; the same command goes on")
         return PREEMPTED
@@ -162,11 +171,17 @@ def _bench(options: Any) -> int:
 
 
 def _tokenize(options: Any) -> int:
-    from jaxtrain.data import progress_bar, tokenize
+    from jaxtrain.data import Mixture, TextData, TokenFiles, progress_bar, tokenize
     from jaxtrain.experiment import load_experiment
-    from jaxtrain.train.loop import CACHE_DIR
+    from jaxtrain.train.session import CACHE_DIR
 
     data = load_experiment(options.experiment).data
+    if not isinstance(data, TextData) or isinstance(data.source, (Mixture, TokenFiles)):
+        found = type(getattr(data, "source", data)).__name__
+        raise ValueError(
+            f"tokenize reads the text of one source; {options.experiment} has {found}: write an "
+            f"experiment whose data is TextData of that source alone"
+        )
     vocabulary = data.vocabulary(CACHE_DIR.expanduser())
     for split in ("train", "held_out"):
         with progress_bar() as progress:

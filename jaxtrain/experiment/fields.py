@@ -63,7 +63,9 @@ class Experiment:
       `loss(batch, *, key)` returns (sum, count).
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
     batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
-    clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights.
+    clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
+      (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
+      evaluation, sample and nothing else then use.
     """
 
     model: Any

@@ -8,9 +8,12 @@ import difflib
 import importlib.util
 import math
 import sys
+import traceback
 import types
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.experiment.fields import Experiment
 
@@ -31,21 +34,29 @@ def load_experiment(path: str | Path) -> Experiment:
     sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever a user's file raises is told as its own mistake
+        raise ValueError(f"{path} does not load: {_told(error, path)}") from error
     make = getattr(module, "experiment", None)
     if not callable(make):
         raise ValueError(f"{path} has no function experiment(); define one that returns Experiment")
     try:
         experiment = make()
-    except TypeError as error:
-        raise ValueError(f"{path}: experiment() failed: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{path}: experiment() failed: {_told(error, path)}") from error
     if not isinstance(experiment, Experiment):
         raise ValueError(
             f"{path}: experiment() returned {type(experiment).__name__}; return jaxtrain.Experiment"
         )
     config_of(experiment)
     return experiment
+
+
+def _told(error: Exception, path: Path) -> str:
+    """The error, and the line of the file it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    at = f"line {lines[-1]}: " if lines else ""
+    return f"{at}{type(error).__name__}: {error}"
 
 
 def config_of(value: Any) -> Any:
@@ -85,8 +96,8 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
                 f"write a function at the top of a module"
             )
         return _name(value)
-    if isinstance(value, type) or hasattr(value, "dtype") or hasattr(value, "name"):
-        return str(getattr(value, "name", value))
+    if isinstance(value, (type, np.dtype)):
+        return np.dtype(value).name
     violations.append(
         f"{path} is {type(value).__name__}; a field is a scalar, a tuple, a frozen dataclass or a "
         f"module-level function"

@@ -202,7 +202,7 @@ def place(
 ) -> tuple[dict[str, Leaf], list[str]]:
     """The place of every leaf, and every violation found (empty when all is well)."""
     placed: dict[str, Leaf] = {}
-    violations: list[str] = []
+    violations = _unused_rules(rules, {name for names in axes.values() for name in names})
     for path, leaf in leaves.items():
         try:
             names = axes[path]
@@ -221,6 +221,18 @@ def place(
         violations += _violations(place, sizes)
         placed[path] = place
     return placed, violations
+
+
+def _unused_rules(rules: ShardingRules, used: set[str | None]) -> list[str]:
+    """Entries for a logical axis that no leaf has and nobody knows: a typo would be silent."""
+    entries = {**dict(rules.params), **dict(rules.optimizer_table), **dict(rules.activations)}
+    found = []
+    for name in entries:
+        if name not in LOGICAL_AXES and name not in used:
+            near = difflib.get_close_matches(name, [*LOGICAL_AXES, *filter(None, used)], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove the entry"
+            found.append(f"the sharding rules split {name!r}, an axis that no leaf has; {hint}")
+    return found
 
 
 def _violations(leaf: Leaf, sizes: Mapping[str, int]) -> list[str]:

@@ -96,7 +96,7 @@ class Cache(NamedTuple):
 class Context(NamedTuple):
     """What all blocks of a forward pass share; arrays only, none differentiated.
 
-    positions [rows, seq]; segments [rows, seq] or None; ropes: (cos, sin) for each distinct Rope;
+    positions [rows, seq]; segments [rows, seq] or None; ropes: (cos, sin) of each of `Place.ropes`;
     keys: dropout's, None in evaluation; index: tokens already in the caches (generation).
     """
 
@@ -113,8 +113,8 @@ class Place(NamedTuple):
     embed: int
     layers: int
     init: Initialisation
-    ropes: tuple[Rope, ...]
-    """The distinct rotary embeddings of the model, in the order of `Context.ropes`."""
+    ropes: tuple[tuple[Rope, int], ...]
+    """The distinct (rotary embedding, head_dim) of the model, in the order of `Context.ropes`."""
     kernel: Any
     """Attention kernel, None lets the platform choose."""
 
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
         if config.qk_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if config.rope is not None:
-            cos, sin = context.ropes[self.place.ropes.index(config.rope)]
+            cos, sin = context.ropes[self.place.ropes.index((config.rope, shape[-1]))]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return [q, k, v]
 

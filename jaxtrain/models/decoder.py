@@ -74,9 +74,10 @@ class DecoderConfig:
         return (*self.prefix, *(self.period * self.periods), *self.suffix)
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        found = dict.fromkeys(b.attention.rope for b in self.blocks)
-        return tuple(rope for rope in found if rope is not None)
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The distinct rotary embeddings, each with the head_dim it turns."""
+        found = dict.fromkeys((b.attention.rope, b.attention.size(self.embed)) for b in self.blocks)
+        return tuple((rope, size) for rope, size in found if rope is not None)
 
     def violations(self) -> list[str]:
         """What is wrong with the fields, each with its remedy; empty when all is well."""
@@ -194,8 +195,7 @@ class Decoder(nnx.Module):
             keys = DropoutKeys(
                 key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(at.reshape(-1))
             )
-        sizes = {b.attention.rope: b.attention.size(self.config.embed) for b in self.config.blocks}
-        ropes = tuple(tables(rope, positions, sizes[rope]) for rope in self.config.ropes)
+        ropes = tuple(tables(rope, positions, size) for rope, size in self.config.ropes)
         return Context(positions, batch.get("segments"), ropes, keys)
 
     def _embed(self, ids: jax.Array, context: Context, comm: Communicator) -> jax.Array:

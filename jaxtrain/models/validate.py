@@ -23,7 +23,7 @@ def violations(config: DecoderConfig) -> list[str]:
         )
         return found
     for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens"):
-        if getattr(config, name) < 1:
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
             found.append(f"{name}={getattr(config, name)}; use at least 1")
     for name in ("learned_positions", "logit_softcap"):
         value = getattr(config, name)
@@ -83,7 +83,12 @@ def mesh_violations(
                     f"{' or '.join(map(str, near))} {name}, or "
                     f"{split[name][-1]}={' or '.join(fits) or 1}"
                 )
-    if explicit and len(set(split.values())) > 1:
+    if split["heads"] != split["kv_heads"]:
+        found.append(
+            f"the activations table splits heads over {split['heads']} and kv_heads over "
+            f"{split['kv_heads']}: a query head would meet another group's keys; split both alike"
+        )
+    elif explicit and len(set(split.values())) > 1:
         found.append(
             f"the explicit mode splits heads, kv_heads, mlp and vocab over the same mesh axes; the "
             f"activations table has {split}; use the tensor() preset, or execution.mode='gspmd'"

@@ -124,13 +124,14 @@ def _loop(step: Any, carry: Any, parts: Any) -> Any:
 
 def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
     comm, n, dtype = static.comm, static.chunks, head.dtype
+    lift = _lift(dtype)
     x = comm.all_tokens(x)
 
     def step(carry: Any, at: Any) -> tuple[Any, jax.Array]:
         total, dhead = carry
         x, targets, weights = at
         loss, dz = _chunk(static, x, head, targets, weights)
-        dz = dz.astype(dtype)
+        dz = (dz * lift).astype(dtype)
         dx = lax.dot_general(dz, head, (((1,), (0,)), ((), ())))
         dhead = dhead + lax.dot_general(
             dz, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -148,7 +149,14 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
 
 def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
     dx, dhead, like, weights = residuals
+    g = g / _lift(like.dtype)
     return (dx * g).astype(dx.dtype), (dhead * g).astype(like.dtype), None, weights * 0.0
+
+
+def _lift(dtype: Any) -> float:
+    """Logit gradients are probabilities, most of them below fp16's smallest number: in fp16 they
+    are kept this much larger until the loss scale is known."""
+    return 1024.0 if dtype == jnp.float16 else 1.0
 
 
 _cross_entropy.defvjp(_forward, _backward)

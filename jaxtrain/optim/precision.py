@@ -66,7 +66,8 @@ class Precision:
     """dtypes of a run.
 
     params: master weights and optimizer state. compute: activations, and weights as they are
-    gathered. reduce: gradients as they are summed over devices and microbatches.
+    gathered. reduce: weight gradients as they are reduce-scattered over fsdp in the explicit mode;
+    all other sums, over microbatches and over data, are fp32.
     matmul: `jax.default_matmul_precision` of the program; accelerators take "default" to mean TF32
     or bfloat16 passes, "highest" is true fp32.
     """
@@ -88,7 +89,7 @@ class Precision:
             violations.append(
                 f"matmul={self.matmul!r} is unknown; use {', '.join(MATMUL_PRECISIONS)}"
             )
-        if not violations and self.compute == jnp.float16 and self.loss_scale is None:
+        if not violations and jnp.dtype(self.compute) == jnp.float16 and self.loss_scale is None:
             violations.append(
                 "compute=float16 loses gradients below 6e-8; use loss_scale=LossScale(), or "
                 "compute=jnp.bfloat16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,6 +109,12 @@ class Assembly:
             name: jax.ShapeDtypeStruct((*lead, *shape), dtype)
             for name, (shape, dtype) in self.fields.items()
         }
+
+    @staticmethod
+    def tokens_power_of_two(batch: dict[str, Any]) -> float:
+        """About the tokens of a batch: dividing by a power of two changes no bit."""
+        first = batch.get("targets", batch["rows"])
+        return 2.0 ** round(math.log2(first.size))
 
     def constrain(self, leaves: Any, mesh: jax.sharding.Mesh, to: str) -> Any:
         """State that leaves named as parameters rest as table `to` says; nothing on one device."""

@@ -47,8 +47,7 @@ def _main() -> int:
         parser.add_argument(name)
     options = parser.parse_args()
     # What `jaxtrain train` imports, as its own first step would have to.
-    from jaxtrain.train.loop import CACHE_DIR
-    from jaxtrain.train.session import open_session
+    from jaxtrain.train.session import CACHE_DIR, open_session
 
     spec = pickle.loads(base64.b64decode(options.spec))
     experiment = load_experiment(options.experiment)

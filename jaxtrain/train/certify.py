@@ -25,7 +25,7 @@ from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.layouts import covering_array, factorisation_count, factorisations
-from jaxtrain.train.session import initialise
+from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.shrink import shrink
 from jaxtrain.train.state import shardings
 from jaxtrain.train.step import make_train_step
@@ -240,9 +240,7 @@ def _compared(experiment: Experiment, layout: Layout, reference: _Outcome) -> Di
     # A gradient that is zero in exact arithmetic (a key bias without RoPE: softmax ignores it) has
     # only rounding to compare: no leaf is measured on a finer scale than this share of the largest.
     floor = SMALLEST_SCALE * max(np.max(np.abs(g)) for g in reference.grads.values())
-    errors = {
-        k: _relative(g, reference.grads[k], floor=floor) for k, g in outcome.grads.items()
-    }
+    errors = {k: _relative(g, reference.grads[k], floor=floor) for k, g in outcome.grads.items()}
     leaf = max(errors, key=lambda k: np.nan_to_num(errors[k], nan=np.inf))
     return Difference(
         layout,
@@ -254,9 +252,7 @@ def _compared(experiment: Experiment, layout: Layout, reference: _Outcome) -> Di
     )
 
 
-def _relative(
-    a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float = 1e-30
-) -> float:
+def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float = 1e-30) -> float:
     """max|a-b| / max|b|, or max(|a-b| / |b|) where `each`. nan counts as a difference."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     scale = np.abs(b) if each else np.max(np.abs(b))
@@ -284,7 +280,7 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
 def _run(experiment: Experiment, layout: Layout) -> _Outcome:
     """STEPS steps on the layout; gradients are those of the first."""
     e = arranged(experiment, layout)
-    dataset = e.data.open("train", seed=e.seed, cache_dir=Path())
+    dataset = e.data.open("train", seed=e.seed, cache_dir=CACHE_DIR.expanduser())
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
     count = int(np.prod([n for _, n in layout.axes]))
     mesh = jax.sharding.Mesh(

@@ -12,6 +12,8 @@ from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf
 from jaxtrain.train.assembly import Assembly, assemble
+from jaxtrain.train.batches import fields_of
+from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import make_loss
 
@@ -63,7 +65,11 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    assembly = assemble(experiment, load_mesh(mesh))
+    spec, data, fields = load_mesh(mesh), experiment.data, None
+    if not (hasattr(data, "seq") and hasattr(data, "isolate_documents")):
+        opened = data.open("train", seed=experiment.seed, cache_dir=CACHE_DIR.expanduser())
+        fields = fields_of(opened, data)
+    assembly = assemble(experiment, spec, fields)
     if not assembly.built_in:
         _trace_loss(assembly)
     state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes

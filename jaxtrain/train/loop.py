@@ -16,20 +16,19 @@ from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter
+from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
 from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.generate import generate
 from jaxtrain.train.rates import Rates
-from jaxtrain.train.session import Session, open_session
-
-CACHE_DIR = Path("~/.cache/jaxtrain")
+from jaxtrain.train.session import CACHE_DIR, Session, open_session
 
 
 @dataclass
 class Result:
-    """What a run gives back. `stopped`: it was asked to stop before its last step, and saved."""
+    """What a run gives back. `stopped`: it was asked to stop before its last step. `saved`: the
+    step it can go on from, None when nothing was saved."""
 
     experiment: Experiment
     steps: int
@@ -38,6 +37,7 @@ class Result:
     evaluation: dict[str, float] = field(default_factory=dict)
     sample: str | None = None
     stopped: bool = False
+    saved: int | None = None
     session: Session | None = None
 
     @property
@@ -71,6 +71,9 @@ def train(
     experiment = with_fields(experiment, settings or [])
     spec = load_mesh(mesh)
     run = Path(run_dir) if run_dir is not None else None
+    last = experiment.steps if steps is None else min(steps, experiment.steps)
+    if last < 1:
+        raise ValueError(f"steps={steps}; a run takes at least 1 step")
     config = {"experiment": config_of(experiment)}
     if run is not None:
         refuse_other_experiment(run, config, ignore=RESUMABLE)
@@ -86,7 +89,7 @@ def train(
     output = (stream or sys.stdout) if first else io.StringIO()
     loop = _Loop(session, run, saves, cache, output, should_stop)
     try:
-        return loop.run(min(steps or experiment.steps, experiment.steps))
+        return loop.run(last)
     finally:
         loop.close()
 
@@ -139,8 +142,18 @@ class _Loop:
             self.interrupted()
             raise
         if not self.result.stopped:
+            if session.start >= steps:
+                self.already_done()
             self.finish()
         return self.result
+
+    def already_done(self) -> None:
+        """The last step was saved before: tell what the run reached, and evaluate again."""
+        self.progress.message(f"all {self.session.start} steps are done")
+        run_dir = self.result.run_dir
+        self.result.history = read_metrics(run_dir) if run_dir is not None else []
+        if self.experiment.evaluation is not None:
+            self.run_evaluation(self.session.start)
 
     def headline(self, steps: int) -> str:
         session = self.session
@@ -213,16 +226,17 @@ class _Loop:
     def save(self) -> None:
         if self.saves is None:
             return
-        self.saves.wait()  # what is in flight may be this very step
-        if self.saves.latest() == self.result.steps:
-            return
         with self.rates.paused():
-            self.saves.save(self.result.steps, self.session.state, {"step": self.result.steps})
+            self.saves.wait()  # what is in flight may be this very step
+            if self.saves.latest() != self.result.steps:
+                metadata = {"step": self.result.steps, "data": self.session.dataset.digest}
+                self.saves.save(self.result.steps, self.session.state, metadata)
+        self.result.saved = self.result.steps
 
     def interrupted(self) -> None:
         """Save what is whole: the state after the last finished step."""
         if self.saves is None:
-            self.progress.message("interrupted; nothing is kept without a run directory")
+            self.progress.message("interrupted; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
             latest = self.saves.latest()

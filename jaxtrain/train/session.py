@@ -21,6 +21,9 @@ from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
+CACHE_DIR = Path("~/.cache/jaxtrain")
+"""Where tokenised corpora and packing indexes are kept; may be deleted at any time."""
+
 
 @dataclass
 class Session:
@@ -86,8 +89,9 @@ def open_session(
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.latest() or 0) if checkpoints else 0
-    if checkpoints is not None and start == 0:
+    if checkpoints is not None:
         checkpoints.check_space(assembly.abstract)
+        _check_corpus(checkpoints, start, dataset)
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
@@ -100,6 +104,16 @@ def open_session(
     session = Session(assembly, mesh, where, dataset, state, start, loader, compile_s)
     session.compiled[assembly.largest_batch] = program
     return session
+
+
+def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> None:
+    stored = checkpoints.metadata(start).get("data") if start else None
+    if stored is not None and stored != dataset.digest:
+        raise ValueError(
+            f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
+            f"corpus (digest {stored[:12]}, now {dataset.digest[:12]}): its rows would not be the "
+            f"ones that come next; bring the corpus back, or start a new run with another --run-dir"
+        )
 
 
 def _first_state(

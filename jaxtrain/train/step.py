@@ -45,9 +45,11 @@ def make_train_step(
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
-        g = sums(state.params, state.rest, batch, jax.random.fold_in(step_key, state.step), scale)
-        count = jnp.maximum(g.count, 1.0)
-        grads = jax.tree.map(lambda x: x / (count * scale), g.grads)
+        # The loss is a sum over tokens; a loss scale is meant for their mean.
+        seed = scale / assembly.tokens_power_of_two(batch)
+        g = sums(state.params, state.rest, batch, jax.random.fold_in(step_key, state.step), seed)
+        count = jnp.where(g.count > 0, g.count, 1.0)
+        grads = jax.tree.map(lambda x: x / (count * seed), g.grads)
         (grad_norm,) = norm((grads,), "optimizer")
         kept_gradients = {"gradients": grads} if keep_gradients else {}
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
@@ -55,11 +57,12 @@ def make_train_step(
             grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         shards = assembly.constrain(state.params, mesh, "optimizer")
         updates, optimizer = transform.update(grads, state.optimizer, shards)
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), optimizer, state.optimizer)
         params = assembly.constrain(optax.apply_updates(shards, updates), mesh, "params")
         update_norm, param_norm = *norm((updates,), "optimizer"), *norm((params,), "params")
         ema: Arrays = {}
         if e.ema_decay is not None:
-            ema = ema_update(state.ema, params, e.ema_decay, state.step)
+            ema = ema_update(state.ema, params, e.ema_decay, state.step, warmup=True)
         kept = (state.params, state.optimizer, state.rest, state.ema)
         moved = (params, optimizer, g.rest, ema)
         params, optimizer, rest, ema = select_if_finite(finite, moved, kept)

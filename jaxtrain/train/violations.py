@@ -39,10 +39,10 @@ def field_violations(experiment: Experiment) -> list[str]:
     for name in ("steps", "microbatches"):
         if not isinstance(getattr(e, name), int) or getattr(e, name) < 1:
             found.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
-    if e.clip_norm is not None and not e.clip_norm > 0:
-        found.append(f"clip_norm={e.clip_norm}; use a positive bound, or None for none")
-    if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
-        found.append(f"ema_decay={e.ema_decay}; use a decay in (0, 1), or None for none")
+    if e.clip_norm is not None and not (_number(e.clip_norm) and e.clip_norm > 0):
+        found.append(f"clip_norm={e.clip_norm!r}; use a positive bound, or None for none")
+    if e.ema_decay is not None and not (_number(e.ema_decay) and 0.0 < e.ema_decay < 1.0):
+        found.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
     loop = e.execution.loop
     if loop is not None and loop.remat not in REMAT:
         found.append(f"remat={loop.remat!r} is unknown; the policies are {', '.join(REMAT)}")
@@ -63,6 +63,10 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"more positions"
         )
     return found
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def model_violations(experiment: Experiment) -> list[str]:
@@ -95,7 +99,12 @@ def mesh_violations(
         if axis in sizes
     ]
     rules = experiment.sharding.activations
-    (rows,) = activation_dims(("batch",), rules, sizes=sizes)
+    rows, seq_axes = activation_dims(("batch", "seq"), rules, sizes=sizes)
+    if seq_axes and not set(seq_axes) <= set(UNSUPPORTED_AXES):
+        found.append(
+            f"the activations table splits seq over {seq_axes}, and attention would see only its "
+            f"own piece; split batch, heads or mlp over them"
+        )
     parts = ways(rows, sizes)
     for batch in _divisible_batches(experiment):
         per = batch // experiment.microbatches

@@ -198,8 +198,8 @@ def test_llama_presets_turn_as_published(
 ) -> None:
     """Frequencies count no parameters, so a wrong one would not show above."""
     model = jaxtrain.load_experiment(EXPERIMENTS / f"{file}.py").model
-    (rope,) = model.ropes
-    assert rope == Rope(theta, scaling)
+    ((rope, size),) = model.ropes
+    assert rope == Rope(theta, scaling) and size == head_dim
     assert {b.attention.size(model.embed) for b in model.blocks} == {head_dim}
     found = rope.frequencies(head_dim)
     plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
