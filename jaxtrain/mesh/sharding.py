@@ -167,10 +167,6 @@ def named_sharding(mesh: jax.sharding.Mesh, split: Dims) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(split))
 
 
-def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
-
-
 def ways(dim: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     """Into how many parts a dim is split."""
     return math.prod(sizes[a] for a in dim)

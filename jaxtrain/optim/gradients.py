@@ -8,16 +8,6 @@ import jax
 import jax.numpy as jnp
 
 
-def global_norm(tree: Any) -> jax.Array:
-    """The 2-norm of all numbers of a tree as one vector, summed in fp32; 0 for an empty tree.
-
-    Under jit over sharded leaves XLA adds one all-reduce of a scalar for each differently sharded
-    leaf; inside a shard_map it is the norm of the local shards only.
-    """
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
-
-
 def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     """`grads` scaled to a global norm of at most `max_norm` (Pascanu et al. 2013, alg. 1).
 

@@ -40,7 +40,6 @@ __all__ = [
     "hidden_matrices",
     "matrices",
     "state_axes",
-    "update_count",
 ]
 
 
@@ -94,14 +93,3 @@ def _kept(names: Axes, field: str) -> Axes:
     dims = leaf_dims(names)
     gone = {"rows": dims.columns, "columns": dims.rows}.get(field, ())
     return tuple(name for dim, name in enumerate(names) if dim not in gone)
-
-
-def update_count(state: Any) -> jax.Array:
-    """How many updates an optimizer state has made: the step its learning rate is read at.
-
-    It is the training step less the steps that were skipped. Raises ValueError without a count.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if getattr(path[-1], "name", None) == "count":
-            return leaf
-    raise ValueError("the optimizer state has no field `count`; keep one in the transformation")

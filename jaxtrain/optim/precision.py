@@ -113,8 +113,3 @@ def select_if_finite(finite: jax.Array, new: Any, old: Any) -> Any:
     A `where` and not a branch, so that no collective ever stands in a branch.
     """
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-
-def count_skipped(skipped: jax.Array, finite: jax.Array) -> jax.Array:
-    """The number of skipped steps after one more step (int32 scalar)."""
-    return skipped + jnp.where(finite, 0, 1).astype(skipped.dtype)

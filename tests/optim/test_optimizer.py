@@ -26,7 +26,6 @@ from jaxtrain.optim.optimizer import (
     everything,
     hidden_matrices,
     state_axes,
-    update_count,
 )
 from jaxtrain.optim.rate import ScaledRate, linear_scaling
 from jaxtrain.optim.schedule import WarmupCosine
@@ -218,10 +217,9 @@ VARIANTS = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in
 def test_stacked_update_equals_the_unstacked_one(case: str) -> None:
     ours, reference = CASES[case]
     params, grads = random_tree(0), [random_tree(seed) for seed in (1, 2, 3)]
-    found, state = run(ours.build(AXES, steps=STEPS, batch=8), params, grads)
+    found, _ = run(ours.build(AXES, steps=STEPS, batch=8), params, grads)
     expected, _ = run(reference, unstack(params), [unstack(g) for g in grads])
     assert_close(unstack(found), expected, atol=2e-5 if case.startswith("muon") else 2e-6)
-    assert int(update_count(state)) == len(grads)
 
 
 OPTIMIZERS = {
