@@ -26,8 +26,8 @@ def experiment() -> Experiment:
             vocab=257, embed=192, layers=4, period=(block,), tied=True, vocab_multiple=64
         ),
         data=TextData(StdlibSource(), ByteTokenizer(), seq=256),
-        optimizer=AdamW(WarmupCosine(4e-3, warmup=50), weight_decay=0.1),
-        steps=500,
+        optimizer=AdamW(WarmupCosine(4e-3, warmup=40), weight_decay=0.1),
+        steps=380,
         batch=16,
         evaluation=Evaluation(every=100, batches=8),
         sample=Sample("def ", tokens=200, temperature=0.8),
