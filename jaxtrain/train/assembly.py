@@ -60,6 +60,11 @@ class Assembly:
     """What a batch holds: name -> (shape of one row, dtype)."""
 
     @property
+    def explicit(self) -> bool:
+        """Whether the step is a shard_map of ours: on one device there is nothing to map over."""
+        return self.mode == "explicit" and bool(self.sizes)
+
+    @property
     def built_in(self) -> bool:
         return isinstance(self.experiment.model, DecoderConfig)
 
@@ -129,7 +134,7 @@ class Assembly:
     def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
         """The optimizer with its own collectives where it has any: Muon, in explicit mode."""
         e = self.experiment
-        if not (isinstance(e.optimizer, Muon) and self.mode == "explicit" and self.sizes):
+        if not (isinstance(e.optimizer, Muon) and self.explicit):
             return self.transform
         table = e.sharding.optimizer_table
         distribute = whole_matrices(

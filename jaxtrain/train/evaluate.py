@@ -36,7 +36,7 @@ class Evaluator:
         params = state.ema or state.params
         parts = [self._step(params, state.rest, self._rows.rows(b)) for b in self._batches]
         total, count = (sum(map(float, column)) for column in zip(*parts, strict=True))
-        values = {"eval_loss": total / max(count, 1.0)}
+        values = {"eval_loss": total / count if count > 0 else 0.0}
         if self._bytes:
             values["bits_per_byte"] = total / math.log(2) / self._bytes
         return values

@@ -117,7 +117,7 @@ class _Loop:
         e = session.experiment
         self.session, self.saves, self.should_stop = session, saves, should_stop
         self.result = Result(e, session.start, run_dir, session=session)
-        self.cache_dir, self.stream = cache_dir, stream
+        self.stream = stream
         self.evaluate = Evaluator(session.assembly, session.mesh, cache_dir=cache_dir)
         self.delayed = DelayedMetrics()
         self.rates = Rates(session.assembly)

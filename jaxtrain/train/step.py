@@ -95,7 +95,7 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., An
 
 def make_gradients(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Gradients]:
     """(params, rest, batch, key, scale) -> Gradients, in the assembly's mode."""
-    if assembly.mode == "explicit" and assembly.sizes:
+    if assembly.explicit:
         comm = explicit_communicator(assembly)
         sharded = assembly.experiment.sharding.accumulate_sharded
         return explicit(
@@ -142,21 +142,24 @@ def norms(
 ) -> jax.Array:
     """2-norms of trees that rest as `table` says."""
     splits = {k: getattr(place, table) for k, place in assembly.places.items()}
-    counted = mesh if assembly.mode == "explicit" and assembly.sizes else None
+    counted = mesh if assembly.explicit else None
     return jnp.sqrt(squared_norm(trees, splits=splits, mesh=counted))
 
 
 def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
     """(params, rest, batch) -> (loss sum, count) of one batch [1, rows, ...], no dropout."""
-    explicit_mode = assembly.mode == "explicit" and bool(assembly.sizes)
-    comm = explicit_communicator(assembly) if explicit_mode else gspmd_communicator(assembly, mesh)
+    comm: Communicator
+    if assembly.explicit:
+        comm = explicit_communicator(assembly)
+    else:
+        comm = gspmd_communicator(assembly, mesh)
     loss = make_loss(assembly, comm)
 
     def on_device(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
         return total, count
 
-    if not explicit_mode:
+    if not assembly.explicit:
         return assembly.with_matmul_precision(on_device)
 
     def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ TPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[
 num_partitions=8
 
 FileNames
-1 "/home/me/model.py"
+1 "model.py"
 
 %begin (p.0: bf16[4,128]) -> (bf16[4,128], bf16[4,512], u32[]) {
   %p.0 = bf16[4,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
