@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
+STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     options = _parser().parse_args(arguments)
+    options.own_process = arguments is None
     try:
         return options.run(options)
     except ValueError as error:
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("experiment")
     bench.add_argument("--mesh", default="meshes/cpu_1.toml")
     bench.add_argument("--steps", type=int, default=10)
+    bench.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
     bench.add_argument("--json", action="store_true")
 
     tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
@@ -76,19 +79,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh(options: Any, *, simulate: bool) -> Any:
-    """The mesh spec, JAX told of fake devices before it starts."""
-    from jaxtrain.mesh.mesh import load_mesh, simulation_flags
+def _mesh(options: Any) -> Any:
+    from jaxtrain.mesh.mesh import load_mesh
 
     spec = load_mesh(options.mesh)
-    spec = spec.simulate() if simulate else spec
-    if spec.simulated:
-        os.environ.update(simulation_flags(spec, os.environ))
-    return spec
+    return spec.simulate() if options.simulate else spec
+
+
+def _set_simulation_flags(options: Any, spec: Any) -> None:
+    """Tells JAX of fake devices before it starts. The C library reads its variable only when a
+    process starts: the command starts again, once, as the same process."""
+    from jaxtrain.mesh.simulation import simulation_flags
+
+    before = os.environ.get("GLIBC_TUNABLES")
+    os.environ.update(simulation_flags(spec, os.environ))
+    late = before != os.environ["GLIBC_TUNABLES"] and sys.platform == "linux"
+    if options.own_process and late and not os.environ.get(STARTED_AGAIN):
+        os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _train(options: Any) -> int:
-    spec = _mesh(options, simulate=options.simulate)
+    spec = _mesh(options)
+    if spec.simulated:
+        _set_simulation_flags(options, spec)
     from jaxtrain.checkpoint import committed_steps
     from jaxtrain.train.loop import train
 
@@ -140,10 +154,9 @@ def _check(options: Any) -> int:
 
 
 def _certify(options: Any) -> int:
-    from jaxtrain.mesh.mesh import mesh_from_axes, simulation_flags
+    from jaxtrain.mesh.mesh import mesh_from_axes
 
-    spec = mesh_from_axes(data=options.devices)
-    os.environ.update(simulation_flags(spec, os.environ))
+    _set_simulation_flags(options, mesh_from_axes(data=options.devices))
     from jaxtrain.train.certify import certify
 
     certificate = None
@@ -160,10 +173,9 @@ def _certify(options: Any) -> int:
 
 
 def _bench(options: Any) -> int:
-    spec = _mesh(options, simulate=False)
     from jaxtrain.train.bench import bench_step
 
-    found = bench_step(options.experiment, spec, steps=options.steps)
+    found = bench_step(options.experiment, _mesh(options), steps=options.steps)
     print(found.table())
     if options.json:
         print(json.dumps(found.as_json()))

@@ -353,6 +353,23 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
     assert losses("runs/small") == losses("whole")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GLIBC_TUNABLES is Linux's")
+def test_a_simulated_run_starts_its_process_again_with_huge_pages() -> None:
+    """The C library reads its settings at a process's start: /proc has what it was started with."""
+    more = "print(open('/proc/self/environ').read(), os.getpid(), os.environ['XLA_FLAGS'])"
+    name = Path(write(steps=1))
+    name.write_text(name.read_text().replace("import time", f"import os, time\n{more}", 1))
+    clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-m", "jaxtrain.cli", "train", str(name), "--mesh", mesh(2, data=2)]
+    process = subprocess.Popen(
+        command, env=clean | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in out
+    assert f" {process.pid} " in out, "one process, for those who send it signals"
+
+
 # The other commands
 
 

@@ -33,10 +33,7 @@ SCOPES = ("host", "slice", "cluster", "wan")
 """Where a link runs: between devices of a host, of a slice (a TPU torus or a multi-host NVLink
 domain), between hosts or slices of one site, between sites."""
 
-MOST_SIMULATED_DEVICES = 2048
-"""XLA:CPU creates more devices in one process but refuses to run a computation over them."""
-
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ class MeshSpec:
         return replace(self, axes=sizes)
 
     def simulate(self) -> MeshSpec:
-        """The same mesh on fake CPU devices (see `simulation_flags`)."""
+        """The same mesh on fake CPU devices (see `simulation.simulation_flags`)."""
         return replace(self, simulated=True)
 
 
@@ -282,29 +279,6 @@ def _layout_problems(chip: Chip, devices: int, per_host: int, topology: Any) -> 
 # Devices
 
 
-def simulation_flags(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that runs `spec` on fake CPU devices.
-
-    JAX reads JAX_PLATFORMS when it is imported and XLA_FLAGS when it first looks for devices. A
-    device count that is already in XLA_FLAGS is kept if large enough; ValueError if it is not.
-    """
-    if spec.devices > MOST_SIMULATED_DEVICES:
-        raise ValueError(
-            f"{spec.where} has {spec.devices} devices, and one CPU process can simulate "
-            f"{MOST_SIMULATED_DEVICES}; use fewer devices"
-        )
-    flags = environ.get("XLA_FLAGS", "")
-    given = re.findall(rf"{_COUNT_FLAG}=(\d+)", flags)
-    if given and int(given[-1]) < spec.devices:
-        raise ValueError(
-            f"{spec.where} needs {spec.devices} devices, but XLA_FLAGS has "
-            f"{_COUNT_FLAG}={given[-1]}; set it to {spec.devices} or more, or remove it"
-        )
-    if not given:
-        flags = f"{flags} {_COUNT_FLAG}={spec.devices}".strip()
-    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-
-
 def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `spec` with all seven mesh axes, each of type Auto, on this machine's devices.
 
@@ -376,7 +350,7 @@ def _usable(spec: MeshSpec, devices: Sequence[Any]) -> Sequence[Any]:
         raise ValueError(
             f"{where} needs {spec.devices} cpu devices; this process has {has}. Their number is "
             f'fixed when JAX starts: before that, jax.config.update("jax_num_cpu_devices", '
-            f"{spec.devices}), or set XLA_FLAGS={_COUNT_FLAG}={spec.devices}"
+            f"{spec.devices}), or set XLA_FLAGS={DEVICE_COUNT_FLAG}={spec.devices}"
         )
     if platform != wanted or present < spec.devices:
         here = "meshes/cpu_1.toml" if platform == "cpu" else "a mesh file of the devices here"

@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.experiment import Experiment, load_experiment
-from jaxtrain.mesh.mesh import MeshSpec, simulation_flags
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.simulation import simulation_flags
 from jaxtrain.train.bench_baseline import find_baseline, plain_arguments
 from jaxtrain.train.bench_worker import PRECISIONS, arguments_of
 
 MODES = ("explicit", "gspmd")
 WARMUP = 3
 """Untimed steps after the first."""
+LOOP, SAME_ENVIRONMENT = "plain loop", "plain loop in our environment"
+
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""Python's arguments, and the environment."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +51,35 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way to run the experiment, beside the plain loop in the same precision."""
+    """One way to run the experiment, beside the plain loop in the same precision.
+
+    baseline: the loop as its user starts it. same_environment: the loop in our process environment,
+    huge pages for the heap of a simulated mesh included; `baseline` where the two are one.
+    """
 
     mode: str
     precision: str
     ours: Measurement
     baseline: Measurement
+    same_environment: Measurement
 
     @property
     def ratio(self) -> float:
         """Our seconds a step over the loop's: below 1 is faster."""
         return self.ours.step_s / self.baseline.step_s
 
+    @property
+    def ratio_same_environment(self) -> float:
+        """The same, the loop in our environment."""
+        return self.ours.step_s / self.same_environment.step_s
+
     def as_json(self) -> dict[str, Any]:
         name = {"mode": self.mode, "precision": self.precision}
-        against = {"baseline_step_s": self.baseline.step_s, "ratio": self.ratio}
+        against = {
+            "baseline_step_s": self.baseline.step_s,
+            "ratio": self.ratio,
+            "ratio_same_environment": self.ratio_same_environment,
+        }
         return {**name, **asdict(self.ours), **against}
 
 
@@ -77,20 +96,30 @@ class BenchReport:
         the experiment's own variant; the same of all under `variants`, the loop's in `baselines`.
         """
         own = next(c for c in self.comparisons if (c.mode, c.precision) == self.own)
-        baselines = {c.precision: asdict(c.baseline) for c in self.comparisons}
-        variants = [c.as_json() for c in self.comparisons]
-        return {**own.as_json(), "mesh": self.mesh, "baselines": baselines, "variants": variants}
+        return {
+            **own.as_json(),
+            "mesh": self.mesh,
+            "baselines": {c.precision: asdict(c.baseline) for c in self.comparisons},
+            "baselines_same_environment": {
+                c.precision: asdict(c.same_environment) for c in self.comparisons
+            },
+            "variants": [c.as_json() for c in self.comparisons],
+        }
 
     def table(self) -> str:
         """A line for each variant and loop; * marks the experiment's own."""
         head = (
-            f"{self.mesh:<18} {'step s':>9} {'ratio':>6} {'compile s':>9} {'first s':>8} "
+            f"{self.mesh:<20} {'step s':>9} {'ratio':>6} {'compile s':>9} {'first s':>8} "
             f"{'peak MiB':>9} {'program MiB':>11} {'loss':>7}"
         )
         lines = [head]
         for precision in dict.fromkeys(c.precision for c in self.comparisons):
             mine = [c for c in self.comparisons if c.precision == precision]
-            lines.append(_line(f"plain loop {precision}", mine[0].baseline, 1.0))
+            loop, same = mine[0].baseline, mine[0].same_environment
+            lines.append(_line(f"plain loop {precision}", loop, 1.0))
+            if same is not loop:
+                ratio = same.step_s / loop.step_s
+                lines.append(_line(" in our environment", same, ratio))
             for c in mine:
                 mark = " *" if (c.mode, c.precision) == self.own else ""
                 lines.append(_line(f"{c.mode} {precision}{mark}", c.ours, c.ratio))
@@ -100,7 +129,7 @@ class BenchReport:
 def _line(name: str, m: Measurement, ratio: float) -> str:
     program = "-" if m.program_bytes is None else f"{m.program_bytes / 2**20:.0f}"
     return (
-        f"{name:<18} {m.step_s:>9.4f} {ratio:>6.3f} {m.compile_s:>9.2f} {m.first_step_s:>8.2f} "
+        f"{name:<20} {m.step_s:>9.4f} {ratio:>6.3f} {m.compile_s:>9.2f} {m.first_step_s:>8.2f} "
         f"{m.peak_bytes / 2**20:>9.0f} {program:>11} {m.loss:>7.4f}"
     )
 
@@ -115,26 +144,32 @@ def bench_step(
 ) -> BenchReport:
     """Measure an experiment file on a mesh: each execution mode in each precision.
 
-    steps: timed steps of each, after `WARMUP` others. baseline: the loop's script, None for
-    `baselines/plain_loop.py` beside the experiment. The loop gets the experiment's sizes and mesh,
-    not the mesh's compiler options: those are a part of what is measured.
+    steps: timed steps of each, after `WARMUP` others, every one after an untimed step. baseline:
+    the loop's script, None for `baselines/plain_loop.py` beside the experiment. The loop gets the
+    experiment's sizes and mesh, not the mesh's compiler options nor huge pages: those are a
+    part of what is measured. On a simulated mesh the loop also runs in our environment.
 
     Raises ValueError for an experiment that does not fit the mesh, or that asks for what the plain
     loop lacks, each with all violations; RuntimeError, with its last words, when a process fails.
-    Costs three processes for each precision, alive at once: on one accelerator they must fit
-    together.
+    Costs three or four processes for each precision, alive at once: one accelerator must hold
+    them together.
     """
     loaded = load_experiment(experiment)
     own = _own(loaded, steps, precisions)
     loop = [str(baseline or find_baseline(experiment)), *plain_arguments(loaded, spec), "--turns"]
-    env, comparisons = environment(spec, os.environ), []
+    ours, plain = environment(spec, os.environ), plain_environment(spec, os.environ)
+    comparisons = []
     for precision in precisions:
-        commands = {
-            mode: arguments_of(experiment, spec, mode=mode, precision=precision) for mode in MODES
+        commands: dict[str, Command] = {
+            mode: (arguments_of(experiment, spec, mode=mode, precision=precision), ours)
+            for mode in MODES
         }
-        commands["plain loop"] = [*loop, "--dtype", precision]
-        found = take_turns(commands, env=env, steps=steps)
-        comparisons += [Comparison(m, precision, found[m], found["plain loop"]) for m in MODES]
+        commands[LOOP] = [*loop, "--dtype", precision], plain
+        if plain != ours:
+            commands[SAME_ENVIRONMENT] = [*loop, "--dtype", precision], ours
+        found = take_turns(commands, steps=steps)
+        loops = found[LOOP], found.get(SAME_ENVIRONMENT, found[LOOP])
+        comparisons += [Comparison(mode, precision, found[mode], *loops) for mode in MODES]
     return BenchReport(Path(spec.where).stem, own, tuple(comparisons))
 
 
@@ -168,23 +203,31 @@ def environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def take_turns(
-    commands: Mapping[str, Sequence[str]], *, env: Mapping[str, str], steps: int
-) -> dict[str, Measurement]:
+def plain_environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what `jaxtrain` alone gives its processes: the malloc of the user."""
+    env = environment(spec, environ)
+    env.pop("GLIBC_TUNABLES", None)
+    given = environ.get("GLIBC_TUNABLES")
+    return env if given is None else env | {"GLIBC_TUNABLES": given}
+
+
+def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Measurement]:
     """Run Python processes that obey `bench_worker`'s protocol, step by step in turn.
 
     Each is started when those before it have ended their first step and wait: it has the machine
-    for itself. Who begins changes from round to round.
+    for itself. Who begins changes from round to round. A timed step follows an untimed one.
     """
     with ExitStack() as stack:
         runners = []
-        for name, command in commands.items():
+        for name, (command, env) in commands.items():
             runners.append(Runner(name, command, env))
             stack.callback(runners[-1].close)
             runners[-1].start()
         for turn in range(WARMUP + steps):
             first = turn % len(runners)
             for runner in [*runners[first:], *runners[:first]]:
+                if turn >= WARMUP:  # as in training: what the others did is out of the caches
+                    runner.step(timed=False)
                 runner.step(timed=turn >= WARMUP)
         return {runner.name: runner.finish() for runner in runners}
 

@@ -26,8 +26,8 @@ from jaxtrain.mesh.mesh import (
     load_mesh,
     make_mesh,
     mesh_from_axes,
-    simulation_flags,
 )
+from jaxtrain.mesh.simulation import simulation_flags
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "meshes").glob("*.toml"))
@@ -354,18 +354,23 @@ def test_one_process_may_leave_devices_idle(devices):
 COUNT = "--xla_force_host_platform_device_count"
 
 
+HUGE = "glibc.malloc.hugetlb=1"
+
+
 @pytest.mark.parametrize(
-    "given, flags",
+    "given, flags, tunables",
     [
-        ({}, f"{COUNT}=8"),
-        ({"XLA_FLAGS": "--xla_a=1"}, f"--xla_a=1 {COUNT}=8"),
-        ({"XLA_FLAGS": f"{COUNT}=16", "JAX_PLATFORMS": "cuda"}, f"{COUNT}=16"),
+        ({}, f"{COUNT}=8", HUGE),
+        ({"XLA_FLAGS": "--xla_a=1"}, f"--xla_a=1 {COUNT}=8", HUGE),
+        ({"XLA_FLAGS": f"{COUNT}=16", "JAX_PLATFORMS": "cuda"}, f"{COUNT}=16", HUGE),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, f"{COUNT}=8", f"glibc.pthread.rseq=0:{HUGE}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, f"{COUNT}=8", "glibc.malloc.hugetlb=0"),
     ],
     ids=str,
 )
-def test_simulation_flags_keep_what_the_user_set(given, flags):
+def test_simulation_flags_keep_what_the_user_set(given, flags, tunables):
     before, found = dict(given), simulation_flags(mesh_from_axes(fsdp=8), given)
-    assert found == {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    assert found == {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
     assert given == before
 
 
@@ -386,7 +391,8 @@ def test_the_flags_make_the_devices_in_a_fresh_process():
     """load_mesh and simulation_flags must not start JAX: afterwards it would be too late."""
     code = """
 import os
-from jaxtrain.mesh.mesh import load_mesh, make_mesh, simulation_flags
+from jaxtrain.mesh.mesh import load_mesh, make_mesh
+from jaxtrain.mesh.simulation import simulation_flags
 spec = load_mesh("meshes/cpu_8.toml")
 os.environ.update(simulation_flags(spec, os.environ))
 import jax

@@ -25,7 +25,7 @@ from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.optim.precision import fp16
 from jaxtrain.telemetry.hlo import dot_flops
 from jaxtrain.train.assembly import assemble
-from jaxtrain.train.bench import WARMUP, bench_step, environment, take_turns
+from jaxtrain.train.bench import WARMUP, bench_step, environment, plain_environment, take_turns
 from jaxtrain.train.bench_baseline import find_baseline, plain_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -103,23 +103,30 @@ def sizes_of(plain: ModuleType, experiment: Experiment) -> object:
 
 def test_turns_are_fair_and_nothing_runs_beside_a_step(tmp_path: Path) -> None:
     log, script, steps = tmp_path / "log", tmp_path / "fake.py", 3
+
+    def told(mine: list[float]) -> list[float]:
+        return [77.0] * WARMUP + [s for second in mine for s in (77.0, second)]
+
     script.write_text(FAKE)
     seconds = {"a": [5.0, 1.0, 2.0], "b": [4.0, 4.0, 4.0], "c": [1.0, 9.0, 3.0]}
     commands = {
-        name: [str(script), name, str(log), *map(str, [77.0] * WARMUP + mine)]
+        name: ([str(script), name, str(log), *map(str, told(mine))], {})
         for name, mine in seconds.items()
     }
-    found = take_turns(commands, env={}, steps=steps)
+    found = take_turns(commands, steps=steps)
     lines = log.read_text().split("\n")[:-1]
     begun = [line.split()[0] for line in lines[::2]]
     assert lines == [line for name in begun for line in (f"{name} begins", f"{name} ends")]
     assert begun[:3] == ["a", "b", "c"]  # first steps, each alone
-    rounds = np.reshape(begun[3:], (WARMUP + steps, 3))
+    rounds = np.reshape(begun[3 : 3 + 3 * WARMUP], (WARMUP, 3))
+    timed = np.reshape(begun[3 + 3 * WARMUP :], (steps, 3, 2))
+    assert (timed[..., 0] == timed[..., 1]).all()  # a timed step follows one of its own
+    rounds = np.concatenate([rounds, timed[..., 0]])
     assert {tuple(sorted(turn)) for turn in rounds} == {("a", "b", "c")}
     assert {turn[0] for turn in rounds} == {"a", "b", "c"}  # nobody is always first
     for name, mine in seconds.items():
         assert found[name].step_s == statistics.median(mine)  # warm-up left out
-        assert found[name].loss == 7.0 - (WARMUP + steps - 1)
+        assert found[name].loss == 7.0 - (WARMUP + 2 * steps - 1)
         assert (found[name].compile_s, found[name].peak_bytes) == (1.5, 11)
         assert found[name].first_step_s > 0.005
 
@@ -135,7 +142,7 @@ def test_turns_are_fair_and_nothing_runs_beside_a_step(tmp_path: Path) -> None:
 )
 def test_a_process_that_fails_says_why(program: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        take_turns({"broken": ["-c", program]}, env={}, steps=1)
+        take_turns({"broken": (["-c", program], {})}, steps=1)
 
 
 def test_processes_start_cold_and_share_an_accelerator() -> None:
@@ -144,6 +151,10 @@ def test_processes_start_cold_and_share_an_accelerator() -> None:
     assert "JAX_COMPILATION_CACHE_DIR" not in env
     assert env["HOME"] == "/home"
     assert "device_count=8" in env["XLA_FLAGS"]
+    loop = plain_environment(mesh_from_axes(fsdp=8), cached)
+    assert {k: v for k, v in env.items() if k != "GLIBC_TUNABLES"} == loop
+    own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=2"}
+    assert plain_environment(mesh_from_axes(fsdp=8), own).items() >= own.items()
     env = environment(load_mesh(ROOT / "meshes" / "h200_1.toml"), cached)
     assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert "XLA_FLAGS" not in env
@@ -270,12 +281,14 @@ def test_both_train_and_are_compared(tiny: Path, monkeypatch) -> None:
     assert [c.mode for c in report.comparisons] == ["explicit", "gspmd"]
     start = math.log(64) + 0.05
     for variant in (*found["variants"], *found["baselines"].values()):
-        assert 0 < variant["loss"] < start  # 1 + WARMUP + 4 steps of training
+        assert 0 < variant["loss"] < start  # 1 + WARMUP + 2 * 4 steps of training
         assert 0 < variant["step_s"] < variant["first_step_s"]
         assert 0 < variant["compile_s"] < variant["first_step_s"]
         assert 0 < variant["program_bytes"] < variant["peak_bytes"]
     assert found["ratio"] == found["step_s"] / found["baselines"]["fp32"]["step_s"]
-    assert len(report.table().splitlines()) == 4
+    same = found["baselines_same_environment"]["fp32"]
+    assert found["ratio_same_environment"] == found["step_s"] / same["step_s"]
+    assert len(report.table().splitlines()) == 5  # head, two loops, two modes
 
 
 @pytest.mark.slow
@@ -293,4 +306,4 @@ def test_command_line_prints_the_keys_last(tiny: Path, monkeypatch, capsys) -> N
     assert {(v["mode"], v["precision"]) for v in found["variants"]} == {
         (mode, precision) for mode in ("explicit", "gspmd") for precision in ("fp32", "bf16")
     }
-    assert len(lines) == 1 + 6 + 1  # head, a line each, JSON
+    assert len(lines) == 1 + 8 + 1  # head, a line each, JSON

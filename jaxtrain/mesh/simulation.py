@@ -1,0 +1,42 @@
+"""Fake CPU devices: what the environment must say before JAX starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from jaxtrain.mesh.mesh import DEVICE_COUNT_FLAG, MeshSpec
+
+MOST_SIMULATED_DEVICES = 2048
+"""XLA:CPU creates more devices in one process but refuses to run a computation over them."""
+
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
+
+def simulation_flags(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment that runs `spec` on fake CPU devices.
+
+    JAX reads JAX_PLATFORMS when it is imported and XLA_FLAGS when it first looks for devices. A
+    device count that is already in XLA_FLAGS is kept if large enough; ValueError if it is not.
+    GLIBC_TUNABLES is read when a process starts, and changes speed only: XLA:CPU takes a program's
+    temporaries from malloc at every step, fresh pages every time, and huge ones are 512 times
+    fewer (experiments/LOG.md).
+    """
+    if spec.devices > MOST_SIMULATED_DEVICES:
+        raise ValueError(
+            f"{spec.where} has {spec.devices} devices, and one CPU process can simulate "
+            f"{MOST_SIMULATED_DEVICES}; use fewer devices"
+        )
+    flags = environ.get("XLA_FLAGS", "")
+    given = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", flags)
+    if given and int(given[-1]) < spec.devices:
+        raise ValueError(
+            f"{spec.where} needs {spec.devices} devices, but XLA_FLAGS has "
+            f"{DEVICE_COUNT_FLAG}={given[-1]}; set it to {spec.devices} or more, or remove it"
+        )
+    if not given:
+        flags = f"{flags} {DEVICE_COUNT_FLAG}={spec.devices}".strip()
+    tunables = environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" not in tunables:
+        tunables = f"{tunables}:{_HUGE_PAGES}".strip(":")
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
