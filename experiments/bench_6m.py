@@ -2,7 +2,7 @@
 
 jaxtrain bench step experiments/bench_6m.py --mesh meshes/cpu_8.toml --steps 10
 
-Two to three minutes on 2 cores. `baselines/plain_loop.py` is the same model in plain jax + optax
+Four minutes on 2 cores. `baselines/plain_loop.py` is the same model in plain jax + optax
 and is measured in turn with it; the loss falls from log(4096) = 8.3 towards log(4) = 1.4 nats,
 far beyond the steps of a benchmark. LOG.md has what was measured.
 """

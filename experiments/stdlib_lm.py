@@ -2,7 +2,7 @@
 
 jaxtrain train experiments/stdlib_lm.py --mesh meshes/cpu_8.toml
 
-Two CPU cores, eight simulated devices: 0.73 s a step with nothing else running, so 4.6 minutes.
+Two CPU cores, eight simulated devices, nothing else running: 0.6 s a step, 4 minutes in all.
 Held-out loss: 1.81 nats a byte = 2.61 bits, 58% of the unigram entropy 4.53 (an interpolated bigram
 model reaches 3.52).
 """
