@@ -13,9 +13,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
+JSON = "JSON alone on the standard output; what people read goes to standard error"
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 
@@ -55,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
     check.add_argument("--mesh", required=True)
-    check.add_argument("--json", action="store_true")
+    check.add_argument("--json", action="store_true", help=JSON)
 
     certify = command("certify", _certify, "the same run on every mesh, compared with one device")
     certify.add_argument("experiment")
     certify.add_argument("--devices", type=int, default=8)
     certify.add_argument("--layouts", choices=("quick", "all"), default="quick")
     certify.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
-    certify.add_argument("--json", action="store_true")
+    certify.add_argument("--json", action="store_true", help=JSON)
 
     bench = command("bench", _bench, "measure against a plain loop, in turn in one run")
     bench.add_argument("what", choices=("step",))
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--mesh", default="meshes/cpu_1.toml")
     bench.add_argument("--steps", type=int, default=10)
     bench.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
-    bench.add_argument("--json", action="store_true")
+    bench.add_argument("--json", action="store_true", help=JSON)
 
     tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
     tokenize.add_argument("experiment")
@@ -142,12 +143,18 @@ def _train(options: Any) -> int:
     return 0
 
 
+def _told(options: Any) -> TextIO:
+    """Where people are told: with --json the standard output is for a program."""
+    return sys.stderr if options.json else sys.stdout
+
+
 def _check(options: Any) -> int:
     from jaxtrain.train.check import check
 
     report = check(options.experiment, options.mesh)
-    print(report.table())
-    print(report.summary())
+    told = _told(options)
+    print(report.table(), file=told)
+    print(report.summary(), file=told)
     if options.json:
         print(json.dumps({"bytes_per_device": report.bytes_per_device}))
     return 0
@@ -164,9 +171,9 @@ def _certify(options: Any) -> int:
         options.experiment, devices=options.devices, which=options.layouts, full=options.full
     ):
         certificate = found
-        print(difference, flush=True)
+        print(difference, flush=True, file=_told(options))
     assert certificate is not None
-    print(certificate.summary())
+    print(certificate.summary(), file=_told(options))
     if options.json:
         print(json.dumps(certificate.as_json()))
     return FAILED if certificate.failed else 0
@@ -176,7 +183,7 @@ def _bench(options: Any) -> int:
     from jaxtrain.train.bench import bench_step
 
     found = bench_step(options.experiment, _mesh(options), steps=options.steps)
-    print(found.table())
+    print(found.table(), file=_told(options))
     if options.json:
         print(json.dumps(found.as_json()))
     return 0
@@ -194,18 +201,20 @@ def _tokenize(options: Any) -> int:
             f"tokenize reads the text of one source; {options.experiment} has {found}: write an "
             f"experiment whose data is TextData of that source alone"
         )
-    vocabulary = data.vocabulary(CACHE_DIR.expanduser())
+    vocabulary, out = data.vocabulary(CACHE_DIR.expanduser()), Path(options.out)
     for split in ("train", "held_out"):
         with progress_bar() as progress:
             written = tokenize(
                 data.source,
                 vocabulary,
-                Path(options.out) / f"{split}.tokens",
+                out / f"{split}.tokens",
                 split=split,
                 processes=options.processes,
                 progress=progress,
             )
-        print(f"{written.path}: {len(written):,} tokens")
+        print(f"{written.path}: {len(written.tokens):,} tokens")
+    paths = f'"{out / "train.tokens"}", held_out_paths="{out / "held_out.tokens"}"'
+    print(f"train on them: TextData(TokenFiles({paths}), {vocabulary.save(out)}, seq={data.seq})")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import jaxtrain
 from jaxtrain import cli
 from jaxtrain.train import certify as certify_module
 from jaxtrain.train.session import Session
@@ -79,6 +81,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def write(name: str = "small.py", **fields: Any) -> str:
@@ -188,7 +191,8 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
         ("returned int", "return jaxtrain.Experiment"),
     ),
     "a closure in a field": (
-        train_of(more="sample=lambda: 1,"), ("experiment.sample", "lambda", "top of a module"),
+        train_of(more="execution=Execution(attention=lambda: 1),"),
+        ("experiment.execution.attention", "lambda", "top of a module"),
     ),
     "no mesh file": (
         lambda: (mesh(), ["train", write(), "--mesh", "mess.toml"])[1],
@@ -376,8 +380,8 @@ def test_a_simulated_run_starts_its_process_again_with_huge_pages() -> None:
 def test_check_tells_where_each_leaf_lives(capsys: pytest.CaptureFixture[str]) -> None:
     mesh_file = mesh(8, fsdp=4, tensor=2)
     assert cli.main(["check", write(), "--mesh", mesh_file, "--json"]) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)["bytes_per_device"]
+    said = capsys.readouterr()
+    table, found = said.err.splitlines(), json.loads(said.out)["bytes_per_device"]
     assert found["total"] == sum(v for k, v in found.items() if k != "total")
     # embed 8 over fsdp=4, vocabulary 16 over tensor=2, in fp32
     assert any("embedding" in row and row.endswith(f"{16 * 8 * 4 // 8}") for row in table)
@@ -400,10 +404,32 @@ def test_certify_exits_with_1_when_a_layout_failed(
     monkeypatch.setattr(certify_module, "certify", certify)
     code = cli.main(["certify", write(), "--layouts", "all", "--json"])
     assert code == (0 if passed else 1)
-    *_, summary, last = capsys.readouterr().out.splitlines()
-    assert "1 layouts run of 1 due" in summary
-    assert json.loads(last)["failed"] == (0 if passed else 1)
-    assert {"layouts", "failed", "worst_loss_rel", "worst_grad_rel"} <= set(json.loads(last))
+    said = capsys.readouterr()
+    assert "1 layouts run of 1 due" in said.err.splitlines()[-1]
+    found = json.loads(said.out)
+    assert found["failed"] == (0 if passed else 1)
+    assert {"layouts", "failed", "worst_loss_rel", "worst_grad_rel"} <= set(found)
+
+
+@pytest.mark.parametrize("tokenizer", ["ByteTokenizer()", "BpeTokenizer(vocab=270)"])
+def test_what_tokenize_says_trains(tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts the tokens, and prints the data value that reads them."""
+    for number in range(6):
+        Path(f"{number}.txt").write_text(f"text {number} of a small corpus. " * 20)
+    data = f"TextData(TextFiles('*.txt', held_out=0.4), {tokenizer}, seq=8)"
+    name = write(vocab=300, data=data)
+    assert cli.main(["tokenize", name, "--out", "tokens"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    counts = [int(n.replace(",", "")) for n in re.findall(r"([0-9,]+) tokens", "\n".join(out))]
+    value = out[-1].removeprefix("train on them: ")
+    data = eval(value, {n: getattr(jaxtrain, n) for n in jaxtrain.__all__})
+    cache = Path("cache")
+    opened = [data.open(split, seed=0, cache_dir=cache) for split in ("train", "held_out")]
+    assert [d.tokens for d in opened] == counts and sum(counts) > 100
+    again = Path(write(vocab=300, data=value, steps=2))
+    again.write_text(again.read_text().replace("evaluation=None", "evaluation=Evaluation(2)"))
+    assert cli.main(["train", str(again), "--mesh", mesh()]) == 0
+    assert "bits_per_byte" in capsys.readouterr().out
 
 
 def test_an_unknown_flag_is_refused_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,13 @@ class CheckpointManager:
         with self._translated("could not be saved", step):
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
             manager, args = self._open()
-            self._in_flight = step
-            started = manager.save(
-                step,
-                args=args.Composite(
-                    state=args.StandardSave(arrays),
-                    metadata=args.JsonSave({**record, "metadata": metadata}),
-                ),
+            stored = args.Composite(
+                state=args.StandardSave(arrays),
+                metadata=args.JsonSave({**record, "metadata": metadata}),
             )
+            with self._settled_if_interrupted(manager):
+                self._in_flight = step
+                started = manager.save(step, args=stored)
         if not started:
             self._in_flight = None
             raise CheckpointError(
@@ -233,6 +232,20 @@ class CheckpointManager:
                 directory=self.directory,
                 remedy=f"resume from step {last}, or call discard_after({step - 1}) first",
             )
+
+    @contextmanager
+    def _settled_if_interrupted(self, manager: Any) -> Iterator[None]:
+        """An interrupt leaves no save half handed over: what Orbax began has ended when it goes on,
+        the step is committed or it is not, and may be saved again."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._orbax, self._in_flight = None, None
+            with suppress(Exception):  # the directory tells what came of it
+                manager.close()
+            raise
 
     @contextmanager
     def _translated(self, problem: str, step: int, *, remedy: str = MEND) -> Iterator[None]:

@@ -106,8 +106,9 @@ def _components(counts: np.ndarray) -> _Components:
 
 def _halves(train: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
     documents = list(train)
-    if len(documents) < 2:
-        raise ValueError(f"{len(documents)} training documents; the weights need 2 or more")
+    if len(documents) == 1:
+        cut = len(documents[0]) // 10
+        documents = [documents[0][:cut], documents[0][cut:]]
     deleted = documents[::10]
     fitted = [document for i, document in enumerate(documents) if i % 10]
     return pair_counts(fitted), pair_counts(deleted)

@@ -1,9 +1,11 @@
 """Documents packed into rows of fixed length, in random access.
 
 An epoch is one stream: every document, in an order shuffled by (seed, epoch), each ended by eos.
-Row r has the tokens r*seq .. (r+1)*seq - 1 of the stream as inputs and those one further on as
-targets, so no token is dropped between rows. The index that finds a row is the shuffled order and
-where each document starts in the stream; it is built once and memory-mapped.
+Piece p has the tokens p*seq .. (p+1)*seq - 1 of the stream as inputs and those one further on as
+targets, so no token is dropped between pieces. Rows are the pieces, shuffled again: a batch of a
+long document's neighbouring pieces would have correlated gradients. The index that finds a piece is
+the documents' shuffled order and where each starts in the stream; it is built once and
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.data.dataset import Batch
-from jaxtrain.data.permutation import permutation
+from jaxtrain.data.permutation import permutation, shuffled
 from jaxtrain.data.token_file import TokenStore
 from jaxtrain.data.tokenizer import Vocabulary
 
@@ -67,8 +69,8 @@ class PackedDataset:
 
     Laws: in each epoch every token is an input exactly once, and every token but the first of its
     document is a weighted target exactly once (prompt tokens excepted). When documents are
-    isolated, a document cut at the end of a row goes on in the next as a piece of its own, with
-    positions from 0. `len` is the same in all epochs; the rest of the last row is padding.
+    isolated, a document cut at the end of a piece goes on in the next as one of its own, with
+    positions from 0. `len` is the same in all epochs; the rest of the last piece is padding.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class PackedDataset:
         self.vocab = vocabulary.size
         self.token_bytes = vocabulary.token_bytes
         self.tokens = int(store.lengths.sum())
-        made_of = (store.digest, vocabulary.key, seq, isolate_documents)
+        made_of = (store.digest, vocabulary.key, seq, isolate_documents, "shuffled rows")
         self.digest = sha256(repr(made_of).encode()).hexdigest()
         self._indices: dict[int, PackingIndex] = {}
 
@@ -139,7 +141,8 @@ class PackedDataset:
     def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
         order, starts = self.index(epoch)
         # [rows, seq + 1] places in the stream: the inputs, and one more for the last target.
-        begin = rows[:, None] * self.seq
+        pieces = shuffled(rows, len(self), "rows", self.seed, epoch)
+        begin = pieces[:, None] * self.seq
         place = begin + np.arange(self.seq + 1)
         real = place < self.tokens
         # Padding repeats the stream's last token, an eos, and is known by its segment of 0.

@@ -16,21 +16,46 @@ def random_bits(n: int, *key: int | str) -> np.ndarray:
 
     The key, a sequence of ints and strings, is hashed into the 64-bit starting state.
     """
-    start = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
-    z = np.arange(1, n + 1, dtype=np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += np.uint64(start)
+    return _mixed(np.arange(1, n + 1, dtype=np.uint64), _start(key))
+
+
+def permutation(n: int, *key: int | str) -> np.ndarray:
+    """[n] int64: a permutation of 0 .. n-1 that is a function of (n, key). Costs one sort."""
+    return np.argsort(random_bits(n, *key), kind="stable")
+
+
+def shuffled(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
+    """[...] int64: where a permutation of 0 .. n-1, a function of (n, key), takes `indices`.
+
+    Nothing of size n is made: a Feistel network on the next even power of two, applied again while
+    it leads out of the range (Black and Rogaway 2002, Ciphers with arbitrary finite domains).
+    """
+    half = max(1, -(-(n - 1).bit_length() // 2))
+    keys = [_start((*key, turn)) for turn in range(4)]
+    shift, mask = np.uint64(half), np.uint64(2**half - 1)
+    found = np.array(indices, dtype=np.uint64)
+    outside = np.ones(found.shape, dtype=bool)
+    while outside.any():
+        left, right = found[outside] >> shift, found[outside] & mask
+        for start in keys:
+            left, right = right, left ^ (_mixed(right, start) & mask)
+        found[outside] = left << shift | right
+        outside = found >= n
+    return found.astype(np.int64)
+
+
+def _start(key: tuple[int | str, ...]) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"))
+
+
+def _mixed(counters: np.ndarray, start: np.uint64) -> np.ndarray:
+    z = counters * np.uint64(0x9E3779B97F4A7C15) + start
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
     z *= np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     return z
-
-
-def permutation(n: int, *key: int | str) -> np.ndarray:
-    """[n] int64: a permutation of 0 .. n-1 that is a function of (n, key). Costs one sort."""
-    return np.argsort(random_bits(n, *key), kind="stable")
 
 
 def below(bits: np.ndarray, fraction: float) -> np.ndarray:

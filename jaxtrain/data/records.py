@@ -122,10 +122,13 @@ class Parquet(FileSource):
 
 
 def _check_columns(path: str, columns: list[str], schema: Any) -> None:
+    import pyarrow as pa
+
+    strings = (pa.string(), pa.large_string(), pa.string_view())
     problems = [
         f"no column {name!r}" if name not in schema.names else f"column {name!r} is no string"
         for name in columns
-        if name not in schema.names or "string" not in str(schema.field(name).type)
+        if name not in schema.names or schema.field(name).type not in strings
     ]
     if problems:
         have = ", ".join(f"{f.name} ({f.type})" for f in schema)

@@ -31,15 +31,16 @@ class BigramChain:
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> _ChainDataset:
         check_split(split)
-        return _ChainDataset(self, seed=seed + (split == "held_out"))
+        if split == "held_out":
+            return _ChainDataset(self, seed=seed + 1, length=1024)
+        return _ChainDataset(self, seed=seed, length=1 << 20)
 
 
 class _ChainDataset:
-    """Endless rows; row i is a function of (seed, i)."""
+    """Endless rows; row i is a function of (seed, i). length: of what is called an epoch."""
 
-    LENGTH = 1 << 20
-
-    def __init__(self, config: BigramChain, *, seed: int) -> None:
+    def __init__(self, config: BigramChain, *, seed: int, length: int) -> None:
+        self._length = length
         self.vocab, self.seq, self._config, self._seed = config.vocab, config.seq, config, seed
         self.digest = f"bigram-chain-{config.vocab}-{config.successors}-{seed}"
         self.token_bytes = np.zeros(config.vocab, np.int64)
@@ -47,7 +48,7 @@ class _ChainDataset:
         self._next = np.random.default_rng(0).integers(0, config.vocab, shape)
 
     def __len__(self) -> int:
-        return self.LENGTH
+        return self._length
 
     def rows(self, indices: np.ndarray) -> Batch:
         rows = [self._row(int(i)) for i in indices]

@@ -94,6 +94,11 @@ class TextData:
                 )
             yield from documents(source, split)
 
+    @property
+    def has_text(self) -> bool:
+        """Whether `documents` can give every part's text: token files have none."""
+        return not any(isinstance(source, TokenFiles) for _, source in self._parts())
+
     def _parts(self) -> tuple[tuple[float, Any], ...]:
         return self.source.parts if isinstance(self.source, Mixture) else ((1.0, self.source),)
 

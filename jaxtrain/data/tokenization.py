@@ -64,6 +64,8 @@ def tokenize(
         return _finished(out, vocabulary)
     parts = out.with_name(out.name + ".parts")
     groups = _grouped(source.pieces(split), shard_bytes)
+    if not groups:
+        raise ValueError(_no_text(split, source))
     shards = [
         _Shard(source, split, group, vocabulary, parts / f"{number:06d}.tokens")
         for number, group in enumerate(groups)
@@ -72,12 +74,11 @@ def tokenize(
         _claim(parts, source=source, split=split, vocabulary=vocabulary, shard_bytes=shard_bytes)
         _run(shards, processes=processes, progress=progress)
         _merge(shards, out, parts)
-    except FileNotFoundError:
-        # Another process of the same run may have been faster, and removed the shards.
-        if not out.exists():
-            raise
     except OSError as error:
-        raise ValueError(f"{out} cannot be made: {error}; check the disk and its rights") from error
+        # Another process of the same run may have been faster, and removed the shards' folder.
+        if not out.exists():
+            what = f"{out} cannot be made: {error}; check the disk and its rights"
+            raise ValueError(what) from error
     return _finished(out, vocabulary)
 
 
@@ -193,14 +194,15 @@ def _batched(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
         yield batch
 
 
+def _no_text(split: str, source: Source) -> str:
+    return f"split {split!r} of {source} has no text; add documents, or change held_out"
+
+
 def _merge(shards: list[_Shard], out: Path, parts: Path) -> None:
     files = [open_token_file(shard.path) for shard in shards]
     if not sum(len(file.tokens) for file in files):
         shutil.rmtree(parts)
-        raise ValueError(
-            f"split {shards[0].split!r} of {shards[0].source} has no text; "
-            "add documents, or change held_out"
-        )
+        raise ValueError(_no_text(shards[0].split, shards[0].source))
     merge_token_files(files, out)
     shutil.rmtree(parts, ignore_errors=True)
 

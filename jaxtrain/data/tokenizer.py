@@ -44,6 +44,10 @@ class Vocabulary(Protocol):
         """Equal keys encode equally."""
         ...
 
+    def save(self, folder: Path) -> str:
+        """Keep it in `folder`; the Python expression an experiment names it by."""
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -89,6 +93,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def save(self, folder: Path) -> str:
+        """Nothing to write; the value an experiment names it by."""
+        return "ByteTokenizer()"
 
     def decode(self, ids: Sequence[int]) -> str:
         """Lossless on whole UTF-8; a character cut in two becomes U+FFFD. Eos is left out."""
@@ -207,6 +215,12 @@ class HuggingFaceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, folder: Path) -> str:
+        """Write folder/tokenizer.json; the value an experiment names it by."""
+        path = folder / "tokenizer.json"
+        path.write_text(self.json, encoding="utf-8", newline="")
+        return f'TokenizerFile("{path}", eos={self.eos_token!r})'
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens, eos among them, are left out."""

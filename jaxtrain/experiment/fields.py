@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.checkpoint.manager import SavePolicy
+from jaxtrain.data import BatchRamp
+from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.fields import at_least, count, refuse
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.telemetry.profiler import Steps
+
+SEEDS = 2**32
+"""JAX's keys take so many: a seed beyond would draw what a smaller one draws."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,26 @@ class Execution:
     attention: Any = None
     check_vma: bool | None = None
 
+    def __post_init__(self) -> None:
+        refuse(kind_violations(self))
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss every `every` steps over `batches` batches (None: the whole held-out split)."""
+    """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
+    over `final_batches` after the last step. None: the whole of it.
+    """
 
     every: int = 100
     batches: int | None = 8
+    final_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        violations = count("every", self.every, 1)
+        for name in ("batches", "final_batches"):
+            if getattr(self, name) is not None:
+                violations += count(name, getattr(self, name), 1)
+        refuse(violations)
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,13 @@ class Sample:
     tokens: int = 200
     temperature: float = 0.8
 
+    def __post_init__(self) -> None:
+        violations = count("tokens", self.tokens, 1)
+        violations += at_least("temperature", self.temperature, 0)
+        if not isinstance(self.prompt, str) or not self.prompt:
+            violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
+        refuse(violations)
+
 
 @dataclass(frozen=True)
 class Logging:
@@ -53,6 +79,12 @@ class Logging:
     every: int = 10
     profile: Steps | None = None
     tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        violations = kind_violations(self)
+        if isinstance(self.every, int) and self.every < 1:
+            violations += count("every", self.every, 1)
+        refuse(violations)
 
 
 @dataclass(frozen=True)
@@ -66,13 +98,16 @@ class Experiment:
     clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
       (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
       evaluation, sample and nothing else then use.
+
+    Raises ValueError that lists every field of the wrong kind, with what to write instead; what
+    depends on other fields or on a mesh is told by `check` and `train`.
     """
 
     model: Any
     data: Any
     optimizer: Any
     steps: int
-    batch: Any
+    batch: int | BatchRamp
     microbatches: int = 1
     seed: int = 0
     precision: Precision = fp32
@@ -84,3 +119,16 @@ class Experiment:
     checkpoints: SavePolicy | None = SavePolicy()  # noqa: RUF009 (frozen)
     logging: Logging = Logging()
     sample: Sample | None = None
+
+    def __post_init__(self) -> None:
+        violations = kind_violations(self)
+        for name, method in (("data", "open"), ("optimizer", "build")):
+            held = getattr(self, name)
+            if isinstance(held, type) or not callable(getattr(held, method, None)):
+                example = {"data": "TextData()", "optimizer": "AdamW(3e-4)"}[name]
+                violations.append(
+                    f"{name}={held!r} has no {method}; use a value such as jaxtrain.{example}"
+                )
+        if isinstance(self.seed, int) and not 0 <= self.seed < SEEDS:
+            violations.append(f"seed={self.seed} must lie in [0, 2**32); use for example seed=0")
+        refuse(violations)

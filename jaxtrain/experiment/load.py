@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.experiment.fields import Experiment
+from jaxtrain.experiment.kinds import takes_none
 
 
 def load_experiment(path: str | Path) -> Experiment:
@@ -114,7 +115,7 @@ def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
     """The experiment with `path=value` settings applied, such as optimizer.weight_decay=0.1.
 
     Values are Python literals. Raises ValueError listing every unknown path (with the nearest
-    field) and every value of another kind than the one it replaces.
+    field), every value of another kind than the one it replaces, and None where no None may stand.
     """
     violations = []
     for setting in settings:
@@ -155,10 +156,11 @@ def _replaced(value: Any, path: list[str], new: Any, setting: str) -> Any:
         return dataclasses.replace(value, **{name: _replaced(old, rest, new, setting)})
     if isinstance(old, float) and isinstance(new, int) and not isinstance(new, bool):
         new = float(new)
+    if new is None and takes_none(type(value), name):
+        return dataclasses.replace(value, **{name: None})
     holds_value = dataclasses.is_dataclass(old) or isinstance(old, types.FunctionType)
-    if (holds_value and new is not None) or (
-        isinstance(old, (bool, int, float, str)) and new is not None and type(new) is not type(old)
-    ):
+    scalar = isinstance(old, (bool, int, float, str, tuple))
+    if new is None or holds_value or (scalar and type(new) is not type(old)):
         raise ValueError(
             f"--set {setting}: {name} is {old!r}, and {new!r} is {type(new).__name__}; "
             + ("set one of its fields" if holds_value else f"give a {type(old).__name__}")

@@ -23,6 +23,26 @@ from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXE
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
 Axes = tuple[str | None, ...]
+
+
+class PaddedAxis(str):
+    """A logical axis whose entries from `real` on are padding: zeros that stay zero.
+
+    Equal to its name, so that tables and masks treat it as any other axis.
+    """
+
+    __slots__ = ("real",)
+    real: int
+
+    def __new__(cls, name: str, real: int) -> PaddedAxis:
+        axis = super().__new__(cls, name)
+        axis.real = real
+        return axis
+
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
+        return (str(self), self.real)
+
+
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
 
@@ -199,6 +219,8 @@ def place(
     """The place of every leaf, and every violation found (empty when all is well)."""
     placed: dict[str, Leaf] = {}
     violations = _unused_rules(rules, {name for names in axes.values() for name in names})
+    # A parameter's "seq" is a table of positions, looked up by number wherever tokens are.
+    used = tuple((logical, split) for logical, split in rules.activations if logical != "seq")
     for path, leaf in leaves.items():
         try:
             names = axes[path]
@@ -209,7 +231,7 @@ def place(
                 )
             at_rest = dims(names, rules.params, sizes=sizes, what=path)
             optimizer = dims(names, rules.optimizer_table, sizes=sizes, what=path)
-            in_use = dims(names, rules.activations, sizes=sizes, what=path)
+            in_use = dims(names, used, sizes=sizes, what=path)
         except ValueError as error:
             violations.append(str(error))
             continue

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.mesh.sharding import ShardingRules
+from jaxtrain.mesh.sharding import PaddedAxis, ShardingRules
 from jaxtrain.models.block import Block, BlockConfig, Cache, Context, Place
 from jaxtrain.models.validate import mesh_violations, violations
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.loss import HeadConfig, cross_entropy, logits
-from jaxtrain.nn.module import put_together, take_apart
+from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, named_key, normal
 from jaxtrain.nn.remat import rematerialised
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         self.embedding = _table(key, "embedding", shape, std=std, real=config.vocab)
         if config.learned_positions is not None:
             positions = (config.learned_positions, embed)
-            self.positions = normal(key, "positions", positions, (None, "embed"), std=std)
+            self.positions = normal(key, "positions", positions, ("seq", "embed"), std=std)
 
         def block(block_config: BlockConfig, layer: Any) -> Block:
             own = jax.random.fold_in(named_key(key, "layer"), layer)
@@ -126,7 +126,10 @@ class Decoder(nnx.Module):
         self.prefix = nnx.List([block(b, i) for i, b in enumerate(config.prefix)])
         numbers = first + n * jnp.arange(config.periods)
         self.period = nnx.List(
-            [nnx.vmap(partial(block, b))(numbers + i) for i, b in enumerate(config.period)]
+            [
+                nnx.vmap(partial(block, b), transform_metadata=STACKED)(numbers + i)
+                for i, b in enumerate(config.period)
+            ]
         )
         last = first + n * config.periods
         self.suffix = nnx.List([block(b, last + i) for i, b in enumerate(config.suffix)])
@@ -285,7 +288,7 @@ def _table(
 ) -> nnx.Param:
     """A [vocab, embed] table whose rows from `real` on are zero, and stay so: they get no
     gradient, and weight decay of zero is zero."""
-    table = normal(key, name, shape, ("vocab", "embed"), std=std)
+    table = normal(key, name, shape, (PaddedAxis("vocab", real), "embed"), std=std)
     table.set_value(jnp.where(jnp.arange(shape[0])[:, None] < real, table[...], 0.0))
     return table
 

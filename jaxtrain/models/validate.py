@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.mesh.sharding import ShardingRules, ways
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 def violations(config: DecoderConfig) -> list[str]:
     """Each wrong field with its remedy."""
-    found = []
+    if found := _layers_unknown(config):
+        return found
     fixed, n = len(config.prefix) + len(config.suffix), len(config.period)
     if n == 0 or (config.layers - fixed) % max(n, 1) or config.layers - fixed < n:
         near = fixed + max(1, (config.layers - fixed) // max(n, 1)) * max(n, 1)
@@ -23,22 +25,28 @@ def violations(config: DecoderConfig) -> list[str]:
         )
         return found
     for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens"):
-        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
-            found.append(f"{name}={getattr(config, name)}; use at least 1")
-    for name in ("learned_positions", "logit_softcap"):
+        if not _whole(getattr(config, name)):
+            found.append(f"{name}={getattr(config, name)}; use a whole number of at least 1")
+    for name, holds in (("learned_positions", _whole), ("logit_softcap", _positive)):
         value = getattr(config, name)
-        if value is not None and value <= 0:
-            found.append(f"{name}={value}; use a positive one, or None for none")
+        if value is not None and not holds(value):
+            found.append(f"{name}={value}; use {NEEDED[holds]}, or None for none")
+    found += _scale_violations(config)
+    if not _whole(config.embed):
+        return found  # heads are told against it
     for at, block in enumerate(dict.fromkeys(config.blocks)):
         a, where = block.attention, f"block {at}"
         counts = {"heads": a.heads, "kv_heads": a.key_heads, "mlp.hidden": block.mlp.hidden}
-        if missing := [f"{name}={count}" for name, count in counts.items() if count < 1]:
-            found.append(f"{where}: {', '.join(missing)}; use at least 1")
+        if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
+            found.append(f"{where}: {', '.join(missing)}; use a whole number of at least 1")
             continue
-        for name in ("head_dim", "window", "softcap"):
+        kinds = {"head_dim": _whole, "window": _whole, "softcap": _positive, "scale": _positive}
+        for name, holds in kinds.items():
             value = getattr(a, name)
-            if value is not None and value <= 0:
-                found.append(f"{where}: {name}={value}; use a positive one, or None")
+            if value is not None and not holds(value):
+                found.append(f"{where}: {name}={value}; use {NEEDED[holds]}, or None")
+        if a.head_dim is not None and not _whole(a.head_dim):
+            continue
         if a.head_dim is None and config.embed % a.heads:
             found.append(
                 f"{where}: embed={config.embed} is not a multiple of heads={a.heads}; "
@@ -52,19 +60,71 @@ def violations(config: DecoderConfig) -> list[str]:
             )
         if a.rope is not None and a.size(config.embed) % 2:
             found.append(f"{where}: head_dim={a.size(config.embed)} is odd; RoPE rotates pairs")
-        if not 0.0 <= block.dropout < 1.0:
+        if not _finite(block.residual_scale):
+            found.append(f"{where}: residual_scale={block.residual_scale}; use a finite number")
+        if not _share(block.dropout):
             found.append(f"{where}: dropout={block.dropout}; use a share in [0, 1)")
     if config.learned_positions is None and any(b.attention.rope is None for b in config.blocks):
         found.append("some block has no rope and there are no learned positions; set either")
-    if not 0.0 <= config.dropout < 1.0:
+    if not _share(config.dropout):
         found.append(f"dropout={config.dropout}; use a share in [0, 1)")
     return found
+
+
+def _layers_unknown(config: DecoderConfig) -> list[str]:
+    """What keeps the layers from being counted at all."""
+    found = []
+    if not isinstance(config.layers, int) or isinstance(config.layers, bool):
+        found.append(f"layers={config.layers!r}; use a whole number")
+    for name in ("period", "prefix", "suffix"):
+        blocks = getattr(config, name)
+        if not isinstance(blocks, tuple) or not all(hasattr(b, "attention") for b in blocks):
+            found.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
+    return found
+
+
+def _scale_violations(config: DecoderConfig) -> list[str]:
+    """Numbers that would make every loss NaN or infinite."""
+    scales = {
+        "embedding_scale": config.embedding_scale,
+        "logit_scale": config.logit_scale,
+        "init.std": config.init.std,
+        "init.embedding_std": config.init.embedding_std,
+    }
+    return [
+        f"{name}={value}; use a finite number, such as 1.0"
+        for name, value in scales.items()
+        if not _finite(value) and not (value is None and name.startswith("init"))
+    ]
+
+
+def _whole(value: Any) -> bool:
+    """Whether it counts something: a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _finite(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _positive(value: Any) -> bool:
+    return _finite(value) and value > 0
+
+
+NEEDED = {_whole: "a whole number of at least 1", _positive: "a positive number"}
+
+
+def _share(value: Any) -> bool:
+    return _finite(value) and 0.0 <= value < 1.0
 
 
 def mesh_violations(
     config: DecoderConfig, rules: ShardingRules, sizes: Mapping[str, int], *, explicit: bool
 ) -> list[str]:
     """What does not split: whole heads and the padded vocabulary over their mesh axes."""
+    if _layers_unknown(config) or not config.period:
+        return []  # told as a wrong field
     lookup, found = dict(rules.activations), []
     split = {
         name: tuple(a for a in lookup.get(name, ()) if sizes.get(a, 1) > 1)
@@ -75,7 +135,7 @@ def mesh_violations(
         counts = {"heads": a.heads, "kv_heads": a.key_heads}
         for name, count in counts.items():
             n = ways(split[name], sizes)
-            if count % n:
+            if _whole(count) and count % n:
                 fits = [str(k) for k in range(1, count + 1) if count % k == 0 and k > 1]
                 near = sorted({count // n * n or n, -(-count // n) * n})
                 found.append(

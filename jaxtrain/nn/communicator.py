@@ -165,11 +165,15 @@ class Local:
 
 @dataclass(frozen=True, eq=False)
 class Gspmd(Local):
-    """Sharding constraints from the rules; XLA's partitioner chooses the collectives."""
+    """Sharding constraints from the rules; XLA's partitioner chooses the collectives.
+
+    It sums a matmul's partial results in the matmul's dtype: for gradients of matrices at least
+    `reduce_dtype`, rounded after the sum; for activations and theirs the compute dtype."""
 
     mesh: jax.sharding.Mesh = field(kw_only=True)
     rules: ShardingRules = field(kw_only=True)
     places: Mapping[str, Leaf] = field(kw_only=True)
+    reduce_dtype: Any = jnp.float32
 
     def _place(self, params: Params, prefix: str, what: str) -> Params:
         out = {}
@@ -188,6 +192,15 @@ class Gspmd(Local):
 
     def scatter(self, grads: Params, prefix: str) -> Params:
         return self._place(grads, prefix, "params")
+
+    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_matmul(self.reduce_dtype, x, w) for w in weights)
+
+    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return _matmul(self.reduce_dtype, x, weight)
+
+    def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+        return _embed(self.reduce_dtype, vectors, ids)
 
     def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
         """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
@@ -227,7 +240,8 @@ class Explicit(Local):
 
     FSDP is an all-gather per block and a reduce-scatter back; tensor parallelism is Megatron's
     sequence-parallel form: tokens are gathered before a column-split matmul and their partial
-    sums reduce-scattered after a row-split one.
+    sums reduce-scattered after a row-split one. Those sums, of activations and their gradients
+    over `tensor`, are in the compute dtype, as Megatron's; weight gradients' in `reduce_dtype`.
     """
 
     sizes: Mapping[str, int] = field(kw_only=True)
@@ -312,6 +326,37 @@ class Explicit(Local):
     def whole(self) -> Explicit:
         """The same, for parameters that were gathered once before."""
         return replace(self, gather_weights=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(reduce_dtype: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [tokens, n] @ weight; the weight's gradient leaves its matmul in `reduce_dtype`."""
+    return x @ weight
+
+
+def _matmul_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+    x, weight = saved
+    wide = jnp.promote_types(dy.dtype, reduce_dtype)
+    dw = jnp.matmul(x.T, dy, preferred_element_type=wide)
+    return (dy @ weight.T).astype(x.dtype), dw.astype(weight.dtype)
+
+
+_matmul.defvjp(lambda dtype, x, weight: (x @ weight, (x, weight)), _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed(reduce_dtype: Any, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+    return vectors[ids]
+
+
+def _embed_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, None]:
+    vectors, ids = saved
+    wide = jnp.promote_types(vectors.dtype, reduce_dtype)
+    summed = jnp.zeros(vectors.shape, wide).at[ids].add(dy.astype(wide))
+    return summed.astype(vectors.dtype), None
+
+
+_embed.defvjp(lambda dtype, vectors, ids: (vectors[ids], (vectors, ids)), _embed_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

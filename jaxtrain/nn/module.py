@@ -12,6 +12,10 @@ from jaxtrain.mesh.axes import STACKING_AXES
 
 Arrays = dict[str, Any]
 
+STACKED = {nnx.PARTITION_NAME: STACKING_AXES[0], "axes": STACKING_AXES[0]}
+"""The `transform_metadata` of an nnx.vmap or nnx.scan that makes layers: it writes `layers` before
+the axis names of each parameter, in flax's spelling and in ours."""
+
 
 class Split(NamedTuple):
     """A module taken apart: its static form, parameters, and all other state (BatchStat, ...)."""
@@ -29,21 +33,27 @@ class _Static(NamedTuple):
 
 
 def take_apart(module: nnx.Module) -> Split:
-    """The module's arrays by dotted path. Raises ValueError where axis names do not fit a shape."""
+    """The module's arrays by dotted path. Raises ValueError where axis names and dims differ in
+    number, with every such parameter."""
     graph, state = nnx.split(module)
     params: Arrays = {}
     rest: Arrays = {}
     axes = {}
     variables = []
+    violations: list[str] = []
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         value = variable.get_value()
         variables.append((path, variable))
         if isinstance(variable, nnx.Param):
             params[name] = value
-            axes[name] = _axes(name, variable, len(value.shape))
+            axes[name] = _axes(variable, len(value.shape))
+            if len(axes[name]) != len(value.shape):
+                violations.append(_misnamed(name, value.shape, axes[name]))
         else:
             rest[name] = value
+    if violations:
+        raise ValueError("\n".join(violations))
     return Split(_Static(graph, tuple(variables)), params, rest, axes)
 
 
@@ -62,27 +72,31 @@ def build(make: Callable[[jax.Array], nnx.Module], key: jax.Array) -> nnx.Module
         return make(key)
 
 
-def _axes(name: str, variable: Any, dims: int) -> tuple[str | None, ...]:
-    """Axis names from our metadata or either of flax's spellings; none means replicated.
-
-    A stacked parameter has one dim more than its names: the stacking one, `layers`.
-    """
+def _axes(variable: Any, dims: int) -> tuple[str | None, ...]:
+    """Axis names from our metadata or either of flax's spellings; none means replicated."""
     metadata = variable.get_metadata()
     for spelling in ("axes", "out_sharding", "sharding_names", "sharding"):
         names = metadata.get(spelling)
         if names is not None:
-            break
-    else:
-        return (None,) * dims
-    names = tuple(names)
-    if len(names) == dims - 1:
-        return (STACKING_AXES[0], *names)
-    if len(names) != dims:
-        raise ValueError(
-            f"parameter {name} has {dims} dims and {len(names)} axis names {names}; name one "
-            f"logical axis for each dim, or None"
+            return tuple(names)
+    return (None,) * dims
+
+
+def _misnamed(name: str, shape: tuple[int, ...], names: tuple[str | None, ...]) -> str:
+    """What is wrong with the names and what to write."""
+    found = (
+        f"parameter {name} has shape {tuple(shape)} and {len(names)} axis names {names}; name one "
+        f"logical axis, or None, for each dim"
+    )
+    if len(names) == len(shape) - 1:
+        # Whether the first dim is a stack or a kernel's width is not to be seen from a shape.
+        layers = STACKING_AXES[0]
+        found += (
+            f": {(None, *names)}, or {(layers, *names)} for stacked layers, which nnx.vmap and "
+            f"nnx.scan write when given transform_metadata={{nnx.PARTITION_NAME: {layers!r}}} "
+            f"(with 'axes': {layers!r} in it where names are given as axes=)"
         )
-    return names
+    return found
 
 
 def under(arrays: Arrays, prefix: str) -> Arrays:

@@ -107,8 +107,3 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos[:, :, None], sin[:, :, None]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def apply(rope: Rope, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """`rotate` by tables made on the spot; positions [batch or 1, seq]."""
-    return rotate(x, *tables(rope, positions, x.shape[-1]))

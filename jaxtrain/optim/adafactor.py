@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,9 +20,12 @@ from jaxtrain.optim.leaves import (
     decoupled_decay,
     leaf_dims,
     matrices,
-    per_layer,
+    real_mean,
+    real_size,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+
+_EPS2 = 1e-3
 
 
 class FactoredState(NamedTuple):
@@ -49,12 +51,12 @@ def scale_by_factored_rms(
 
     Law: equals `optax.scale_by_factored_rms` on each layer's matrix [rows, columns]. The means are
     taken over the dims in place, so a sharded leaf is never reshaped. A matrix with a side below
-    `min_dim_size_to_factor` keeps the full moment, as vectors do.
+    `min_dim_size_to_factor` keeps the full moment, as vectors do. Padding counts nowhere.
     """
 
     def factored(shape: tuple[int, ...], names: Axes) -> LeafDims | None:
         dims = leaf_dims(names)
-        sides = [math.prod(shape[d] for d in side) for side in (dims.rows, dims.columns)]
+        sides = [real_size(shape, names, side) for side in (dims.rows, dims.columns)]
         return dims if dims.rows and min(sides) >= min_dim_size_to_factor else None
 
     def zeros(leaf: jax.Array, names: Axes) -> _Moments:
@@ -72,10 +74,10 @@ def scale_by_factored_rms(
         if dims is None:
             full = decay * moments.full + (1.0 - decay) * square
             return grad * jax.lax.rsqrt(full), moments._replace(full=full)
-        rows = decay * moments.rows + (1.0 - decay) * square.mean(dims.columns)
-        columns = decay * moments.columns + (1.0 - decay) * square.mean(dims.rows)
+        rows = decay * moments.rows + (1.0 - decay) * real_mean(square, names, dims.columns)
+        columns = decay * moments.columns + (1.0 - decay) * real_mean(square, names, dims.rows)
         # Rows come before columns in a leaf, so their dims keep their places in `rows`.
-        row_factor = jax.lax.rsqrt(rows / rows.mean(dims.rows, keepdims=True))
+        row_factor = jax.lax.rsqrt(rows / real_mean(rows, names, dims.rows, keepdims=True))
         update = grad * jnp.expand_dims(row_factor, dims.columns)
         update = update * jnp.expand_dims(jax.lax.rsqrt(columns), dims.rows)
         return update, moments._replace(rows=rows, columns=columns)
@@ -105,12 +107,43 @@ def _pack(steps: jax.Array, treedef: Any, moments: list[_Moments]) -> FactoredSt
     return FactoredState(steps, *trees)
 
 
+def _rms(leaf: jax.Array, names: Axes) -> jax.Array:
+    """Root mean square of each layer's tensor, dims kept, padding left out."""
+    dims = leaf_dims(names)
+    square = jnp.square(leaf.astype(jnp.float32))
+    return jnp.sqrt(real_mean(square, names, (*dims.rows, *dims.columns), keepdims=True))
+
+
+def _clip_by_rms(axes: AxesTree, threshold: float) -> optax.GradientTransformation:
+    """Each layer's update scaled down to an RMS of `threshold` (alg. 4)."""
+
+    def clip(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(
+            lambda u, n: u / jnp.maximum(1.0, _rms(u, n) / threshold), updates, axes
+        )
+
+    return optax.stateless(clip)
+
+
+def _scale_by_param_rms(axes: AxesTree) -> optax.GradientTransformation:
+    """Each layer's update times max(eps2, RMS of the layer's tensor) (alg. 5)."""
+
+    def scale(updates: Any, params: Any) -> Any:
+        return jax.tree.map(
+            lambda u, p, n: u * jnp.maximum(_rms(p, n), _EPS2), updates, params, axes
+        )
+
+    return optax.stateless(scale)
+
+
 @dataclass(frozen=True)
 class Adafactor:
     """Adam's second moment from row and column means (Shazeer & Stern 2018, alg. 4 and 5).
 
     The rate is relative where `relative` (multiplied by max(eps2 = 1e-3, RMS of the layer's
-    tensor)), and a layer's update has an RMS of at most `clipping_threshold`. Weight decay is
+    tensor)), and a layer's update has an RMS of at most `clipping_threshold`; the padded rows of a
+    vocabulary are no part of an RMS. Weight decay is
     decoupled and follows the learning rate, as AdamW's does (optax's `weight_decay_rate` does not
     follow it). State: two vectors a matrix, and one number a parameter with momentum.
     """
@@ -148,10 +181,10 @@ class Adafactor:
             )
         ]
         if self.clipping_threshold is not None:
-            parts.append(per_layer(optax.clip_by_block_rms(self.clipping_threshold), axes))
+            parts.append(_clip_by_rms(axes, self.clipping_threshold))
         parts.append(optax.scale_by_learning_rate(rate, flip_sign=False))
         if self.relative:
-            parts.append(per_layer(optax.scale_by_param_block_rms(), axes))
+            parts.append(_scale_by_param_rms(axes))
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.float32))
         parts.append(decoupled_decay(self._decay_fn(rate), self.decay, axes))

@@ -7,13 +7,15 @@ the first for a four-dim tensor and the second for a matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import Axes, PaddedAxis
 from jaxtrain.optim.fields import refuse
 
 AxesTree = Any
@@ -55,6 +57,28 @@ def leaf_dims(axes: Axes) -> LeafDims:
             groups.append((dim,))
     rows = tuple(dim for group in groups[:-1] for dim in group)
     return LeafDims(stacked, rows, groups[-1] if groups else ())
+
+
+def real_size(shape: tuple[int, ...], axes: Axes, dims: tuple[int, ...]) -> int:
+    """How many entries the dims have together, padding left out."""
+    names = ((axes[d], shape[d]) for d in dims)
+    return math.prod(n.real if isinstance(n, PaddedAxis) else size for n, size in names)
+
+
+def real_mean(
+    x: jax.Array, axes: Axes, dims: tuple[int, ...], *, keepdims: bool = False
+) -> jax.Array:
+    """The mean over dims of a leaf, padding left out; `x` may lack dims behind the last of them.
+
+    Law: does not depend on how far an axis is padded.
+    """
+    size = real_size(x.shape, axes, dims)
+    for dim in dims:
+        name = axes[dim]
+        if isinstance(name, PaddedAxis) and name.real < x.shape[dim]:
+            at = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+            x = jnp.where(at < name.real, x, 0)
+    return x.sum(dims, keepdims=keepdims) / size
 
 
 def matrices(axes: Axes) -> bool:

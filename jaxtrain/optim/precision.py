@@ -66,8 +66,11 @@ class Precision:
     """dtypes of a run.
 
     params: master weights and optimizer state. compute: activations, and weights as they are
-    gathered. reduce: weight gradients as they are reduce-scattered over fsdp in the explicit mode;
-    all other sums, over microbatches and over data, are fp32.
+    gathered; also the sums over tensor-parallel devices of activations and their gradients, as in
+    Megatron. reduce: matrices' gradients as they are reduce-scattered over fsdp in the explicit
+    mode (over data they are summed in fp32), and as XLA sums them over all devices in gspmd mode,
+    there never narrower than `compute`. A user's own model is summed in the dtype of its own
+    operations, `compute` unless it asks for more. Sums over microbatches are fp32.
     matmul: `jax.default_matmul_precision` of the program; accelerators take "default" to mean TF32
     or bfloat16 passes, "highest" is true fp32.
     """
@@ -101,10 +104,11 @@ fp32 = Precision()
 """True fp32 everywhere, on accelerators too."""
 
 bf16 = Precision(compute=jnp.bfloat16, matmul="default")
-"""bf16 compute, fp32 master weights and reductions."""
+"""bf16 compute, fp32 master weights and reductions of weight gradients."""
 
 fp16 = Precision(compute=jnp.float16, matmul="default", loss_scale=LossScale())
-"""fp16 compute with dynamic loss scaling, fp32 master weights and reductions."""
+"""fp16 compute with dynamic loss scaling, fp32 master weights and reductions of weight
+gradients."""
 
 
 def select_if_finite(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -89,6 +89,21 @@ def read_metrics(run_dir: str | Path) -> list[Values]:
         return [_decode(values) for values in _whole_lines(path, file)]
 
 
+def refuse_unusable(run_dir: str | Path, *, tensorboard: bool, process: int = 0) -> None:
+    """Raise the `ValueError` that a `MetricsWriter` would, and write nothing: for before a run."""
+    read_metrics(run_dir)
+    if tensorboard and process == 0:
+        _refuse_without_tensorboard()
+
+
+def _refuse_without_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError(
+            "TensorBoard events need tensorboardX, which is not installed; "
+            "pip install tensorboardX, or use tensorboard=False"
+        )
+
+
 def _truncate(path: Path, start: int) -> int:
     """Keep the steps before `start`, drop half a last line; returns the last step kept, or -1.
 
@@ -114,11 +129,7 @@ class _Events:
     """TensorBoard events, written by a thread that imports the library after the first write."""
 
     def __init__(self, path: Path, start: int) -> None:
-        if importlib.util.find_spec("tensorboardX") is None:
-            raise ValueError(
-                "TensorBoard events need tensorboardX, which is not installed; "
-                "pip install tensorboardX, or use tensorboard=False"
-            )
+        _refuse_without_tensorboard()
         self._path, self._start = path, start
         self._writer: Any = None
         self._thread: ThreadPoolExecutor | None = None

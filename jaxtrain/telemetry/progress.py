@@ -43,7 +43,9 @@ class Progress:
     `start` steps were done before this run (resumed). On a terminal it is one live line with a bar,
     drawn at most ten times a second; elsewhere a line for the first step, for every `every`-th and
     for the last. `mfu` is `mfu_full`. The ETA is the mean step time since the first update, so the
-    compilation before it is left out. `close` restores the terminal, and so does leaving a `with`.
+    compilation before it is left out. A line says `skipped 3` (in all) when that has risen since
+    the line before, the bar from the first one on. `close` restores the terminal, and so does
+    leaving a `with`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
+        self._skipped = 0.0
         self._bar: Any = None
         self._terminal = self._stream.isatty()
 
@@ -75,6 +78,7 @@ class Progress:
             self._draw(step, text, now)
         elif step == self._first[0] or step % self._every == 0 or step == self._total:
             self._write(f"step {step}/{self._total} {text}")
+            self._skipped = values.get("skipped") or self._skipped
 
     def message(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
@@ -108,6 +112,9 @@ class Progress:
             for name, label, show in _SHOWN
             if values.get(name) is not None
         ]
+        skipped = values.get("skipped") or 0.0
+        if skipped > self._skipped:
+            shown.append(f"skipped {skipped:.0f}")
         return " ".join([*shown, eta]).rstrip()
 
     def _write(self, text: str) -> None:

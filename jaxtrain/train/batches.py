@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -26,6 +26,12 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
     return fields | {"rows": ((), np.dtype(np.int32))}
 
 
+class Rows(Protocol):
+    """The part of a `Dataset` that is placed."""
+
+    def rows(self, indices: np.ndarray) -> Batch: ...
+
+
 class PlacedRows:
     """A dataset whose rows arrive as global arrays [microbatches, rows, ...] on the mesh.
 
@@ -33,7 +39,7 @@ class PlacedRows:
     number within its batch: with it dropout masks do not depend on the mesh.
     """
 
-    def __init__(self, dataset: Dataset, shardings: Mapping[str, Any], microbatches: int) -> None:
+    def __init__(self, dataset: Rows, shardings: Mapping[str, Any], microbatches: int) -> None:
         self._dataset, self._shardings, self._micro = dataset, dict(shardings), microbatches
 
     def rows(self, numbers: np.ndarray) -> dict[str, jax.Array]:

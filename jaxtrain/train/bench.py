@@ -107,30 +107,33 @@ class BenchReport:
         }
 
     def table(self) -> str:
-        """A line for each variant and loop; * marks the experiment's own."""
+        """A line for each variant and loop; * marks the experiment's own. ratio: to the loop as its
+        user starts it; same env: to the loop in our environment.
+        """
         head = (
-            f"{self.mesh:<20} {'step s':>9} {'ratio':>6} {'compile s':>9} {'first s':>8} "
-            f"{'peak MiB':>9} {'program MiB':>11} {'loss':>7}"
+            f"{self.mesh:<20} {'step s':>9} {'ratio':>6} {'same env':>8} {'compile s':>9} "
+            f"{'first s':>8} {'peak MiB':>9} {'program MiB':>11} {'loss':>7}"
         )
         lines = [head]
         for precision in dict.fromkeys(c.precision for c in self.comparisons):
             mine = [c for c in self.comparisons if c.precision == precision]
             loop, same = mine[0].baseline, mine[0].same_environment
-            lines.append(_line(f"plain loop {precision}", loop, 1.0))
+            against = (loop, same)
+            lines.append(_line(f"plain loop {precision}", loop, against))
             if same is not loop:
-                ratio = same.step_s / loop.step_s
-                lines.append(_line(" in our environment", same, ratio))
+                lines.append(_line(" in our environment", same, against))
             for c in mine:
                 mark = " *" if (c.mode, c.precision) == self.own else ""
-                lines.append(_line(f"{c.mode} {precision}{mark}", c.ours, c.ratio))
+                lines.append(_line(f"{c.mode} {precision}{mark}", c.ours, against))
         return "\n".join(lines)
 
 
-def _line(name: str, m: Measurement, ratio: float) -> str:
+def _line(name: str, m: Measurement, against: tuple[Measurement, Measurement]) -> str:
+    ratio, same = (m.step_s / loop.step_s for loop in against)
     program = "-" if m.program_bytes is None else f"{m.program_bytes / 2**20:.0f}"
     return (
-        f"{name:<20} {m.step_s:>9.4f} {ratio:>6.3f} {m.compile_s:>9.2f} {m.first_step_s:>8.2f} "
-        f"{m.peak_bytes / 2**20:>9.0f} {program:>11} {m.loss:>7.4f}"
+        f"{name:<20} {m.step_s:>9.4f} {ratio:>6.3f} {same:>8.3f} {m.compile_s:>9.2f} "
+        f"{m.first_step_s:>8.2f} {m.peak_bytes / 2**20:>9.0f} {program:>11} {m.loss:>7.4f}"
     )
 
 

@@ -2,7 +2,8 @@
 
 For each layout: initial parameters equal to the bit, losses of five steps within 1e-5 (relative),
 gradients within 1e-5 (max|a-b| / max|b| per leaf), the gradient norm within 1e-5, all against one
-device.
+device. The experiment's own sharding, precision, loop and dropout give way to those of the layout;
+fp16 is in none.
 """
 
 from __future__ import annotations
@@ -263,9 +264,11 @@ def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float 
 def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     """The experiment as this layout runs it."""
     e, d = experiment, layout.dropout
-    model = replace(
-        e.model, dropout=d, period=tuple(replace(block, dropout=d) for block in e.model.period)
-    )
+    parts = {
+        part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
+        for part in ("prefix", "period", "suffix")
+    }
+    model = replace(e.model, dropout=d, **parts)
     return replace(
         e,
         model=model,

@@ -20,43 +20,71 @@ Values = dict[str, float]
 class Evaluator:
     """Evaluates on the same held-out rows every time; the loss does not depend on the mesh.
 
-    Built at the first call: a run that never evaluates compiles nothing for it.
+    Built at the first call, or by `open`: a run that never evaluates compiles nothing for it.
     """
 
     def __init__(self, assembly: Assembly, mesh: jax.sharding.Mesh, *, cache_dir: Path) -> None:
         self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
-        self._step: Any = None
-        self._batches: list[np.ndarray] = []
-        self._bytes = 0.0
+        self._data: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
-        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte."""
-        if not self._batches:
-            self._open(batches)
+        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
+
+        batches: from the start of the split; None for all of it, each row once.
+        """
+        self.open()
+        whole = -(-len(self._data) // self._size)
+        chosen = [self._numbers(i) for i in range(min(whole, batches or whole))]
         params = state.ema or state.params
-        parts = [self._step(params, state.rest, self._rows.rows(b)) for b in self._batches]
+        parts = [self._step(params, state.rest, self._placed.rows(numbers)) for numbers in chosen]
         total, count = (sum(map(float, column)) for column in zip(*parts, strict=True))
         values = {"eval_loss": total / count if count > 0 else 0.0}
-        if self._bytes:
-            values["bits_per_byte"] = total / math.log(2) / self._bytes
+        seen = sum(map(self._bytes, chosen))
+        if seen:
+            values["bits_per_byte"] = total / math.log(2) / seen
         return values
 
-    def _open(self, batches: int | None) -> None:
+    def open(self) -> None:
+        """Open the held-out data. Raises ValueError when there is none; later calls do nothing."""
+        if self._data is not None:
+            return
         e = self._assembly.experiment
         data = e.data.open("held_out", seed=e.seed, cache_dir=self._cache_dir)
-        self._rows = PlacedRows(data, self._assembly.batch_shardings(self._mesh), 1)
-        size = self._assembly.largest_batch // e.microbatches
-        whole = len(data) // size
-        if whole == 0:
+        if len(data) == 0:
             raise ValueError(
-                f"the held-out split has {len(data)} rows and a batch of evaluation has {size}; "
-                f"use a smaller batch, a shorter seq, more held-out text, or evaluation=None"
+                "the held-out split has no rows; use a shorter seq, more held-out text, or "
+                "evaluation=None"
             )
-        chosen = whole if batches is None else min(batches, whole)
-        self._batches = [np.arange(i * size, (i + 1) * size) for i in range(chosen)]
-        table = getattr(data, "token_bytes", None)
-        if table is not None:
-            for rows in map(data.rows, self._batches):
-                self._bytes += float(np.sum(table[rows["targets"]] * (rows["weights"] > 0)))
-        step = make_evaluation_step(self._assembly, self._mesh)
-        self._step = jax.jit(step)
+        self._data = _Ended(data)
+        self._size = self._assembly.largest_batch // e.microbatches
+        self._placed = PlacedRows(self._data, self._assembly.batch_shardings(self._mesh), 1)
+        self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+
+    def _numbers(self, batch: int) -> np.ndarray:
+        return np.arange(batch * self._size, (batch + 1) * self._size)
+
+    def _bytes(self, numbers: np.ndarray) -> float:
+        table = getattr(self._data.dataset, "token_bytes", None)
+        if table is None:
+            return 0.0
+        rows = self._data.rows(numbers)
+        return float(np.sum(table[rows["targets"]] * (rows["weights"] > 0)))
+
+
+class _Ended:
+    """A dataset whose rows after its last are its first one with weights 0: full batches to the
+    end."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        within = indices < len(self)
+        rows = self.dataset.rows(np.where(within, indices, 0))
+        if within.all():
+            return rows
+        weights = rows["weights"]
+        return {**rows, "weights": weights * within.reshape(-1, *[1] * (weights.ndim - 1))}

@@ -187,7 +187,8 @@ def explicit(
 
 def gspmd(loss: LossFunction, *, constrain: Callable[[Arrays], Arrays]) -> Callable[..., Gradients]:
     """As `explicit`, under sharding constraints: `constrain` states the optimizer's split of
-    gradients, and XLA chooses the collectives. On one device this is plain code."""
+    gradients, and XLA chooses the collectives, whose dtype is that of the operations they complete
+    (`Gspmd.reduce_dtype`). On one device this is plain code."""
 
     def run(params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any) -> Gradients:
         def settle(grads: Arrays) -> Arrays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,13 +17,21 @@ from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
+from jaxtrain.telemetry.metrics import (
+    DelayedMetrics,
+    MetricsWriter,
+    read_metrics,
+    refuse_unusable,
+)
 from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.telemetry.progress import Progress
-from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.generate import generate
 from jaxtrain.train.rates import Rates
 from jaxtrain.train.session import CACHE_DIR, Session, open_session
+
+SKIPPED_AT_MOST = 20
+"""So many steps skipped in a row, not counting those that look for a loss scale, end a run: the
+parameters have not moved since, and nothing says that they will."""
 
 
 @dataclass
@@ -38,7 +47,7 @@ class Result:
     sample: str | None = None
     stopped: bool = False
     saved: int | None = None
-    session: Session | None = None
+    session: Session | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float:
@@ -58,40 +67,48 @@ def train(
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
-    steps: stop after so many steps in all, whatever the experiment says (its schedules keep their
-    length). settings: `path=value` overrides. should_stop is asked after every step; when it says
-    so, or on KeyboardInterrupt, the state is saved first (KeyboardInterrupt is then raised again).
+    steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
+    `path=value` overrides. should_stop is asked after every step; when it says so, or on
+    KeyboardInterrupt or an error, the state is saved first (what was raised is then raised again).
     run_dir=None keeps everything in memory.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
-    do not fit together; CheckpointError when a save or restore fails.
+    do not fit together, and later when nothing but skipped steps is left; CheckpointError when a
+    save or restore fails.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     experiment = with_fields(experiment, settings or [])
     spec = load_mesh(mesh)
     run = Path(run_dir) if run_dir is not None else None
-    last = experiment.steps if steps is None else min(steps, experiment.steps)
-    if last < 1:
-        raise ValueError(f"steps={steps}; a run takes at least 1 step")
+    last = experiment.steps if steps is None else steps
+    if not 1 <= last <= experiment.steps:
+        raise ValueError(
+            f"steps={last}; a run takes at least 1 step and at most experiment.steps="
+            f"{experiment.steps}, for which its schedules are made; use steps="
+            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
+        )
     config = {"experiment": config_of(experiment)}
+    process = jax.process_index()
     if run is not None:
         refuse_other_experiment(run, config, ignore=RESUMABLE)
+        refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     policy = experiment.checkpoints
     saves = CheckpointManager(run / "checkpoints", policy) if run and policy else None
     cache = Path(cache_dir).expanduser()
-    session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves)
-    first = jax.process_index() == 0
-    if run is not None and first:
-        write_config(run, config)
-    output = (stream or sys.stdout) if first else io.StringIO()
-    loop = _Loop(session, run, saves, cache, output, should_stop)
-    try:
+    with ExitStack() as stack:
+        if saves is not None:
+            stack.callback(saves.close)
+        session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True)
+        stack.callback(session.close)
+        if run is not None and process == 0:
+            write_config(run, config)
+        output = (stream or sys.stdout) if process == 0 else io.StringIO()
+        loop = _Loop(session, run, saves, output, should_stop)
+        stack.callback(loop.close)
         return loop.run(last)
-    finally:
-        loop.close()
 
 
 RESUMABLE = (
@@ -110,7 +127,6 @@ class _Loop:
         session: Session,
         run_dir: Path | None,
         saves: CheckpointManager | None,
-        cache_dir: Path,
         stream: TextIO,
         should_stop: Callable[[], bool],
     ) -> None:
@@ -118,7 +134,6 @@ class _Loop:
         self.session, self.saves, self.should_stop = session, saves, should_stop
         self.result = Result(e, session.start, run_dir, session=session)
         self.stream = stream
-        self.evaluate = Evaluator(session.assembly, session.mesh, cache_dir=cache_dir)
         self.delayed = DelayedMetrics()
         self.rates = Rates(session.assembly)
         self.profiler = Profiler(e.logging.profile, run_dir or Path("."))
@@ -130,16 +145,21 @@ class _Loop:
                 tensorboard=e.logging.tensorboard,
                 process=jax.process_index(),
             )
-        self.pending_evaluation: dict[int, dict[str, float]] = {}
+        self.skipped = int(session.state.skipped)
+        self.skipped_in_a_row = 0
 
     def run(self, steps: int) -> Result:
         session, e = self.session, self.session.experiment
+        self.last = steps
         self.progress = Progress(steps, session.start, self.stream, e.logging.every)
         self.progress.message(self.headline(steps))
         try:
             self.loop(steps)
         except KeyboardInterrupt:
             self.interrupted()
+            raise
+        except Exception as error:
+            self.failed(error)
             raise
         if not self.result.stopped:
             if session.start >= steps:
@@ -176,15 +196,39 @@ class _Loop:
             self.profiler.after(step, metrics)
             done = self.result.steps = step + 1
             self.log(self.delayed.push(done, metrics))
-            if e.evaluation and (done % e.evaluation.every == 0 or done == steps):
-                self.run_evaluation(done)
+            self.refuse_skipping()
             if self.saves and (self.saves.should_save(done) or done == steps):
                 self.save()
+            if e.evaluation and (done % e.evaluation.every == 0 or done == steps):
+                self.run_evaluation(done)
             if self.should_stop() and done < steps:
                 self.save()
                 self.result.stopped = True
                 break
         self.log(self.delayed.flush())
+        self.refuse_skipping()
+
+    def refuse_skipping(self) -> None:
+        if self.skipped_in_a_row < SKIPPED_AT_MOST:
+            return
+        last, scaled = self.result.history[-1], self.experiment.precision.loss_scale is not None
+        least = ", at the least loss scale" if scaled else ""
+        raise ValueError(
+            f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {last['step']}, "
+            f"were not finite{least} (learning rate {last['learning_rate']:.3g}, loss "
+            f"{last['loss']:.3g}); each was skipped, so the parameters are those before them; use "
+            f"a lower learning rate, a longer warmup or clip_norm=1.0{', or bf16' * scaled}, or "
+            "look in the model and its data for values that are not finite"
+        )
+
+    def count_skipped(self, values: dict[str, Any]) -> None:
+        """Steps skipped in a row; one that only lowers the loss scale is not counted."""
+        scale, skipped = self.experiment.precision.loss_scale, int(values["skipped"])
+        if skipped == self.skipped:
+            self.skipped_in_a_row = 0
+        elif scale is None or scale.factor == 1 or values["loss_scale"] <= scale.minimum:
+            self.skipped_in_a_row += 1
+        self.skipped = skipped
 
     def run_evaluation(self, step: int) -> None:
         """Evaluate with the clock stopped; the values join the metrics of `step`."""
@@ -192,10 +236,15 @@ class _Loop:
         assert evaluation is not None
         self.log(self.delayed.flush(), hold=True)
         with self.rates.paused():
-            values = self.evaluate(self.session.state, batches=evaluation.batches)
+            final = step >= self.last
+            batches = evaluation.final_batches if final else evaluation.batches
+            values = self.session.evaluate(self.session.state, batches=batches)
         self.result.evaluation = values
         text = " ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.progress.message(f"step {step} {text}")
+        self.write_held(values)
+
+    def write_held(self, values: dict[str, float]) -> None:
         held, self.held = self.held, None
         if held is not None:
             self.write(held[0], {**held[1], **values})
@@ -211,6 +260,7 @@ class _Loop:
         if found is None:
             return
         step, values = found
+        self.count_skipped(values)
         values = {**values, **self.rates.of(step)}
         self.result.history.append({"step": step, **values})
         self.progress.update(step, values)
@@ -233,20 +283,28 @@ class _Loop:
                 self.saves.save(self.result.steps, self.session.state, metadata)
         self.result.saved = self.result.steps
 
-    def interrupted(self) -> None:
+    def interrupted(self, word: str = "interrupted") -> None:
         """Save what is whole: the state after the last finished step."""
         if self.saves is None:
-            self.progress.message("interrupted; nothing is saved without checkpoints in a run_dir")
+            self.progress.message(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
             latest = self.saves.latest()
             self.progress.message(f"the last step failed; the newest save is {latest}")
             return
-        self.log(self.delayed.flush())
         self.result.steps = int(self.session.state.step)
         self.save()
         self.saves.wait()
-        self.progress.message(f"interrupted; saved step {self.result.steps}")
+        self.progress.message(f"{word}; saved step {self.result.steps}")
+        self.log(self.delayed.flush())
+        self.write_held({})
+
+    def failed(self, error: Exception) -> None:
+        """As for an interrupt; what else fails then is noted on the error that came first."""
+        try:
+            self.interrupted("failed")
+        except Exception as second:
+            error.add_note(f"saving what was reached failed too: {second}")
 
     def finish(self) -> None:
         """The last words: what was reached against reference compressors, and a sample."""
@@ -254,7 +312,7 @@ class _Loop:
         if self.saves is not None:
             self.saves.wait()
         reached = self.result.evaluation.get("bits_per_byte")
-        if reached is not None and isinstance(e.data, TextData):
+        if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
             bits = reference_bits(e.data)
             self.result.evaluation |= bits
             unigram, bigram = bits["unigram_bits_per_byte"], bits["bigram_bits_per_byte"]
@@ -284,8 +342,5 @@ class _Loop:
         self.profiler.close()
         if hasattr(self, "progress"):
             self.progress.close()
-        self.session.close()
         if self.writer is not None:
             self.writer.close()
-        if self.saves is not None:
-            self.saves.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble, initial_state
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
+from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
@@ -39,6 +40,7 @@ class Session:
     state: TrainState
     start: int
     loader: Loader
+    evaluate: Evaluator
     compile_s: float
     compiled: dict[int, Any] = field(default_factory=dict)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -81,17 +83,27 @@ def open_session(
     *,
     cache_dir: Path,
     checkpoints: CheckpointManager | None = None,
+    held_out: bool = False,
 ) -> Session:
-    """Raises ValueError for whatever does not fit, before anything is compiled or written."""
-    dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
-    _check_vocabulary(experiment, dataset)
-    assembly = assemble(experiment, spec, fields_of(dataset, experiment.data))
+    """Raises ValueError for whatever does not fit, before anything is compiled or written; what can
+    be told without the data before it is opened, which may mean to tokenise it.
+
+    held_out: open the held-out data too, if the experiment evaluates.
+    """
+    assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.latest() or 0) if checkpoints else 0
+    dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
+    _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
-        checkpoints.check_space(assembly.abstract)
         _check_corpus(checkpoints, start, dataset)
+    assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
+    evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
+    if held_out and experiment.evaluation is not None:
+        evaluate.open()
+    if checkpoints is not None:
+        checkpoints.check_space(assembly.abstract)  # last: it makes the directory
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
@@ -101,7 +113,7 @@ def open_session(
     compile_s = time.perf_counter() - began
     placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
-    session = Session(assembly, mesh, where, dataset, state, start, loader, compile_s)
+    session = Session(assembly, mesh, where, dataset, state, start, loader, evaluate, compile_s)
     session.compiled[assembly.largest_batch] = program
     return session
 

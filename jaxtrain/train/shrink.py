@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtrain.data import BigramChain
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.models.block import BlockConfig
 
 EMBED, HIDDEN, HEAD_DIM, VOCAB, SEQ = 64, 192, 8, 250, 16
+"""EMBED and HIDDEN are rounded up to a multiple of the devices."""
 
 
 def shrink(experiment: Experiment, *, devices: int) -> Experiment:
@@ -24,7 +25,7 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
     small = replace(
         model,
         vocab=VOCAB,
-        embed=EMBED,
+        embed=_multiple(EMBED, devices),
         layers=len(prefix) + len(suffix) + periods * len(period),
         period=period,
         prefix=prefix,
@@ -45,6 +46,7 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
         evaluation=None,
         sample=None,
         checkpoints=None,
+        logging=Logging(),
     )
 
 
@@ -58,4 +60,9 @@ def _block(block: BlockConfig, devices: int) -> BlockConfig:
         head_dim=HEAD_DIM,
         window=None if a.window is None else SEQ // 2,
     )
-    return replace(block, attention=attention, mlp=replace(block.mlp, hidden=HIDDEN))
+    mlp = replace(block.mlp, hidden=_multiple(HIDDEN, devices))
+    return replace(block, attention=attention, mlp=mlp)
+
+
+def _multiple(size: int, devices: int) -> int:
+    return -(-size // devices) * devices

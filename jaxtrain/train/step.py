@@ -134,6 +134,7 @@ def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communica
         mesh=mesh,
         rules=e.sharding,
         places=assembly.places,
+        reduce_dtype=e.precision.reduce,
     )
 
 
@@ -176,7 +177,7 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
             assembly.batch_specs,
         ),
         out_specs=(partition_spec(()), partition_spec(())),
-        check_vma=False,
+        check_vma=assembly.check_vma,
     )
     return assembly.with_matmul_precision(run)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.data import BatchRamp
+from jaxtrain.data import BatchRamp, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
@@ -37,17 +38,17 @@ def field_violations(experiment: Experiment) -> list[str]:
     e = experiment
     found = []
     for name in ("steps", "microbatches"):
-        if not isinstance(getattr(e, name), int) or getattr(e, name) < 1:
+        if getattr(e, name) < 1:
             found.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
-    if e.clip_norm is not None and not (_number(e.clip_norm) and e.clip_norm > 0):
+    if e.clip_norm is not None and not 0.0 < e.clip_norm < math.inf:
         found.append(f"clip_norm={e.clip_norm!r}; use a positive bound, or None for none")
-    if e.ema_decay is not None and not (_number(e.ema_decay) and 0.0 < e.ema_decay < 1.0):
+    if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
         found.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
     loop = e.execution.loop
     if loop is not None and loop.remat not in REMAT:
         found.append(f"remat={loop.remat!r} is unknown; the policies are {', '.join(REMAT)}")
     for batch in batch_sizes(e.batch):
-        if not isinstance(batch, int) or batch < 1:
+        if batch < 1:
             found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
         elif e.microbatches >= 1 and batch % e.microbatches:
             found.append(
@@ -57,16 +58,51 @@ def field_violations(experiment: Experiment) -> list[str]:
     if hasattr(e.optimizer, "violations"):
         found += e.optimizer.violations(e.steps)
     positions, seq = getattr(e.model, "learned_positions", None), getattr(e.data, "seq", None)
-    if positions is not None and seq is not None and seq > positions:
+    if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
         found.append(
             f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
             f"more positions"
         )
-    return found
+    profile = e.logging.profile
+    if profile is not None and profile.first >= e.steps:
+        found.append(
+            f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
+            f"first={max(e.steps - 1, 0)} or less, or more steps"
+        )
+    return found + _vocabulary_violations(e) + _sample_violations(e)
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _vocabulary_violations(experiment: Experiment) -> list[str]:
+    """Token ids the model has no row for, where the data says without being opened how many it
+    has; a trained tokenizer may come out smaller than it was asked to be."""
+    data, vocab = experiment.data, getattr(experiment.model, "vocab", None)
+    tokenizer = getattr(data, "tokenizer", None)
+    ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
+    if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
+        return []
+    return [
+        f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+        f"another tokenizer"
+    ]
+
+
+def _sample_violations(experiment: Experiment) -> list[str]:
+    """A sample longer than the learned positions; a prompt whose tokens are not known before the
+    tokenizer is built counts as one."""
+    e, positions = experiment, getattr(experiment.model, "learned_positions", None)
+    if e.sample is None or not isinstance(positions, int):
+        return []
+    tokenizer, prompt = getattr(e.data, "tokenizer", None), 1
+    if isinstance(tokenizer, ByteTokenizer):
+        prompt = len(tokenizer.encode(e.sample.prompt))
+    if prompt + e.sample.tokens <= positions:
+        return []
+    room = positions - prompt
+    remedy = f"tokens={room} or less" if room > 0 else "a shorter prompt"
+    return [
+        f"sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
+        f"learned_positions={positions}; use {remedy}, or more positions"
+    ]
 
 
 def model_violations(experiment: Experiment) -> list[str]:
@@ -148,10 +184,9 @@ def _sequence_violations(experiment: Experiment, seq: int, parts: int, ways: int
 def _divisible_batches(experiment: Experiment) -> list[int]:
     """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
     micro = experiment.microbatches
-    if not isinstance(micro, int) or micro < 1:
+    if micro < 1:
         return []
-    sizes = batch_sizes(experiment.batch)
-    return [b for b in sizes if isinstance(b, int) and b >= micro and b % micro == 0]
+    return [b for b in batch_sizes(experiment.batch) if b >= micro and b % micro == 0]
 
 
 def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:

@@ -257,3 +257,26 @@ def test_a_killed_save_leaves_a_whole_step(make, delay_s):
     manager.save(latest + 1, found, {})
     manager.wait()
     assert manager.latest() == latest + 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_save_that_is_interrupted_can_be_made_again(make, small, monkeypatch, when):
+    import orbax.checkpoint as ocp
+
+    start = ocp.CheckpointManager.save
+
+    def interrupted(self, *args, **options):
+        if when == "after":
+            start(self, *args, **options)
+        raise KeyboardInterrupt
+
+    manager = make()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ocp.CheckpointManager, "save", interrupted)
+        manager.save(1, small, {})
+    manager.wait()
+    assert manager.steps() == ([1] if when == "after" else [])
+    step = 1 if when == "before" else 2
+    manager.save(step, small, {})
+    manager.wait()
+    assert manager.latest() == step

@@ -163,6 +163,9 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     source = Parquet(str(tmp_path / "n.parquet"), text_field="n", prompt_field="q")
     with pytest.raises(ValueError, match=r"'n' is no string; no column 'q'; the file has n \(int"):
         list(documents(source, "train"))
+    pq.write_table(pa.table({"text": [["a", "b"]]}), tmp_path / "list.parquet")
+    with pytest.raises(ValueError, match=r"'text' is no string; the file has text \(list<"):
+        list(documents(Parquet(str(tmp_path / "list.parquet")), "train"))
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"row 1 has null in 'text'"):
         list(documents(Parquet(str(tmp_path / "null.parquet")), "train"))

@@ -130,6 +130,9 @@ def test_a_finished_file_is_opened_not_made_again(source: TextFiles, tmp_path: P
 def test_an_empty_corpus_and_bad_arguments_are_refused(source: TextFiles, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"split 'held_out' of TextFiles.* has no text"):
         tokenize(source, ByteTokenizer(), tmp_path / "a", split="held_out")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"split 'train' of JsonLines.* has no text"):
+        tokenize(JsonLines(str(tmp_path / "empty.jsonl")), ByteTokenizer(), tmp_path / "a")
     assert not list(tmp_path.glob("a*"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"a cannot be made: .* Not a directory"):

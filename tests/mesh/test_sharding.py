@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import reduce
 
 import jax
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh.axes import LOGICAL_AXES, MESH_AXES
 from jaxtrain.mesh.sharding import (
+    PaddedAxis,
     ShardingRules,
     activation_dims,
     data_parallel,
@@ -34,7 +37,7 @@ LEAVES = {  # path -> (shape, logical axes)
     "norm": ((8,), ("embed",)),
     "bias": ((16,), ("mlp",)),
     "stacked_norm": ((3, 8), ("layers", "embed")),
-    "positions": ((7, 8), (None, "embed")),
+    "positions": ((7, 8), ("seq", "embed")),
 }
 AXES = {path: axes for path, (_, axes) in LEAVES.items()}
 
@@ -132,6 +135,23 @@ def test_axes_of_size_one_and_axes_absent_split_nothing(sizes):
 )
 def test_small_leaves_stay_whole_over_batch_axes(axes, split):
     assert dims(axes, fsdp().params, sizes=SIZES) == split
+
+
+def test_a_position_table_is_whole_in_use_where_tokens_are_split():
+    """Every device looks up any position, whichever part of the sequence it has."""
+    axes = {"positions": ("seq", "embed")}
+    leaves = {"positions": jax.ShapeDtypeStruct((7, 8), jnp.float32)}
+    placed, violations = place(leaves, axes, fsdp(), sizes={"fsdp": 2, "context": 2})
+    assert not violations
+    assert placed["positions"].params == ((), ("fsdp",))
+    assert placed["positions"].in_use == ((), ())
+
+
+def test_a_padded_axis_is_split_as_its_name_and_survives_a_copy():
+    axis = PaddedAxis("vocab", 5)
+    assert dims((axis, "embed"), tensor().params, sizes=SIZES) == (("tensor",), ())
+    for copied in (copy.deepcopy(axis), pickle.loads(pickle.dumps(axis))):
+        assert (copied, copied.real) == ("vocab", 5)
 
 
 def test_small_leaves_are_split_over_other_axes():

@@ -3,10 +3,14 @@ operation, with `check_vma` on and off."""
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.named import vary
@@ -135,6 +139,47 @@ def test_gspmd_keeps_the_meaning_of_local(mesh):
     np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-4)
     for g, o in zip(jax.tree.leaves(grads), jax.tree.leaves(oracle), strict=True):
         np.testing.assert_allclose(g, o, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def uncached():
+    """A program found in the compilation cache runs no pass."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("reduce", [jnp.float32, jnp.bfloat16])
+def test_gspmd_sums_weight_gradients_in_the_reduce_dtype(mesh, reduce, tmp_path, uncached):
+    """Read after the partitioner: XLA:CPU widens 16-bit collectives later."""
+    comm = Gspmd(
+        jnp.bfloat16, mesh=mesh, rules=fsdp() | tensor(), places=PLACES, reduce_dtype=reduce
+    )
+    params, x, ids, coefficients = inputs()
+    matrices = {k: params[k] for k in ("up", "down", "table")}
+
+    def loss(matrices, x, ids):
+        p = comm.gather(matrices, "block.")
+        x = comm.constrain(x.astype(jnp.bfloat16), "batch*seq", "embed")
+        (up,) = comm.column(x + comm.embed(p["table"], ids), p["up"])
+        y = comm.constrain(comm.row(jnp.tanh(up), p["down"]), "batch*seq", "embed")
+        return jnp.sum(y.astype(jnp.float32) * coefficients)
+
+    split = tuple(NamedSharding(mesh, P("fsdp")) for _ in range(2))
+    rest = {k: NamedSharding(mesh, REST[k]) for k in matrices}
+    jax.jit(jax.grad(loss), in_shardings=(rest, *split)).lower(matrices, x, ids).compile(
+        compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    )
+    (dump,) = tmp_path.glob("*after_spmd-partitioning*")
+    sums = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:all-reduce|reduce-scatter)\(", dump.read_text())
+    weights = {"8,4": "up", "4,8": "down", "8,8": "table"}
+    found = {weights[shape]: dtype for dtype, shape in sums if shape in weights}
+    assert found == dict.fromkeys(matrices, "f32" if reduce == jnp.float32 else "bf16"), sums
+    rows = {dtype for dtype, shape in sums if shape not in weights}
+    assert rows == {"bf16"}, f"activations travel in the compute dtype: {sums}"
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

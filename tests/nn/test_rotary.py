@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, Rope, apply, rotate, tables
+from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, Rope, rotate, tables
 
 BATCH, SEQ, HEADS = 2, 11, 3
 ROPES = [
@@ -25,6 +25,10 @@ def draw(head_dim, dtype=jnp.float32):
     rng = np.random.default_rng(head_dim)
     x = jnp.asarray(rng.normal(size=(BATCH, SEQ, HEADS, head_dim)), dtype)
     return x, jnp.asarray(rng.integers(0, 500, (BATCH, SEQ)), jnp.int32)
+
+
+def turned(rope, x, positions):
+    return rotate(x, *tables(rope, positions, x.shape[-1]))
 
 
 def llama3_frequency(frequency, s):
@@ -51,7 +55,7 @@ def frequency(rope, pair, head_dim):
 @pytest.mark.parametrize("head_dim", [2, 8, 64])
 def test_a_pair_is_a_complex_number_turned_by_position_times_frequency(rope, head_dim):
     x, positions = draw(head_dim)
-    found = np.asarray(apply(rope, x, positions), np.float64)
+    found = np.asarray(turned(rope, x, positions), np.float64)
     half = head_dim // 2
     z = np.asarray(x, np.float64)[..., :half] + 1j * np.asarray(x, np.float64)[..., half:]
     turn = [
@@ -81,12 +85,12 @@ def test_scores_depend_on_the_distance_of_positions_only(rope):
     y = jnp.flip(x, axis=1)
 
     def scores(shift):
-        turned = (apply(rope, z, positions + shift) for z in (x, y))
-        return jnp.einsum("bqhd,bkhd->bhqk", *turned)
+        pair = (turned(rope, z, positions + shift) for z in (x, y))
+        return jnp.einsum("bqhd,bkhd->bhqk", *pair)
 
     np.testing.assert_allclose(scores(0), scores(37), atol=2e-3)
     np.testing.assert_allclose(
-        jnp.linalg.norm(apply(rope, x, positions), axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+        jnp.linalg.norm(turned(rope, x, positions), axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
     )
 
 
@@ -101,14 +105,14 @@ def test_one_row_of_positions_serves_every_row_of_the_batch():
     x, _ = draw(8)
     row = jnp.arange(SEQ, dtype=jnp.int32)[None]
     every = jnp.broadcast_to(row, (BATCH, SEQ))
-    np.testing.assert_array_equal(apply(Rope(), x, row), apply(Rope(), x, every))
+    np.testing.assert_array_equal(turned(Rope(), x, row), turned(Rope(), x, every))
 
 
 def test_16_bit_inputs_are_turned_in_fp32():
     x, positions = draw(16, jnp.bfloat16)
-    found = apply(Rope(), x, positions)
+    found = turned(Rope(), x, positions)
     assert found.dtype == jnp.bfloat16
-    exact = apply(Rope(), x.astype(jnp.float32), positions)
+    exact = turned(Rope(), x.astype(jnp.float32), positions)
     np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 

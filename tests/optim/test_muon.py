@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.module import take_apart
 from jaxtrain.optim.elementwise import AdamW
 from jaxtrain.optim.muon import QUINTIC, Muon, newton_schulz, partition
 
@@ -49,6 +53,23 @@ def test_partition_of_a_decoder() -> None:
             "experts_up": "muon",
         },
     }
+
+
+def test_partition_of_the_leaves_of_a_real_decoder() -> None:
+    """GPT-2's kind, with learned positions, biases and a head of its own."""
+    attention = AttentionConfig(2, rope=None, qkv_bias=True, out_bias=True)
+    block = BlockConfig(attention, MlpConfig(8, gated=False, bias=True))
+    config = DecoderConfig(
+        vocab=5, embed=4, layers=3, period=(block,), prefix=(block,), learned_positions=6,
+        vocab_multiple=8,
+    )  # fmt: skip
+    model = nnx.eval_shape(lambda: config.build(jax.random.key(0)))
+    found = partition(take_apart(model).axes)
+    matrices = {f"attention.{name}" for name in ("query", "key", "value", "out")}
+    matrices |= {"mlp.up", "mlp.down"}
+    taken = {name for name, group in found.items() if group == "muon"}
+    assert taken == {f"{part}.0.{name}" for part in ("prefix", "period") for name in matrices}
+    assert {"embedding", "positions", "head"} <= found.keys() - taken
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 9), (9, 4), (2, 3, 4, 6)], ids=str)

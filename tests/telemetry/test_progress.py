@@ -52,6 +52,19 @@ def test_values_that_are_missing_or_not_finite() -> None:
     assert stream.getvalue() == "step 1/2 loss nan\nstep 2/2 eta 0s\nevaluated: loss 3.1\n"
 
 
+def test_skipped_steps_are_told_when_there_are_more() -> None:
+    stream = io.StringIO()
+    progress = Progress(5, stream=stream, every=2, clock=lambda: 0.0)
+    for step, skipped in enumerate([0.0, 1.0, 2.0, 2.0, 2.0], start=1):
+        progress.update(step, {"loss": 3.0, "skipped": skipped})
+    assert [line.split(" eta")[0] for line in stream.getvalue().splitlines()] == [
+        "step 1/5 loss 3.000",
+        "step 2/5 loss 3.000 skipped 1",
+        "step 4/5 loss 3.000 skipped 2",
+        "step 5/5 loss 3.000",
+    ]
+
+
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")

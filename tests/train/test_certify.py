@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import jaxtrain
+from jaxtrain.experiment import load_experiment
+from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.train import certify
+from jaxtrain.train.assembly import assemble
 from jaxtrain.train.certify import Difference, Layout, layouts
 from jaxtrain.train.shrink import shrink
 
@@ -168,7 +171,26 @@ def test_a_users_own_model_is_refused(own: jaxtrain.Experiment) -> None:
         next(certify.certify(own))
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8])
+@pytest.mark.parametrize("devices", [3, 6])
+def test_every_layout_of_any_count_of_devices_is_accepted(devices: int) -> None:
+    small = shrink(load_experiment(EXPERIMENT), devices=devices)
+    every, count = layouts(devices, "all")
+    assert len(every) == count
+    for axes, sharding in dict.fromkeys((layout.axes, layout.sharding) for layout in every):
+        experiment = certify.arranged(small, Layout(axes, sharding=sharding))
+        assemble(experiment, mesh_from_axes(**dict(axes)))
+
+
+def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment) -> None:
+    (block,) = decoder.model.period
+    noisy = replace(block, dropout=0.3)
+    model = replace(decoder.model, layers=3, prefix=(noisy,), period=(noisy,), suffix=(noisy,))
+    found = certify.arranged(replace(decoder, model=model), Layout((("data", 1),), dropout=0.1))
+    assert [b.dropout for b in found.model.blocks] == [0.1, 0.1, 0.1]
+    assert found.model.dropout == 0.1
+
+
+@pytest.mark.parametrize("devices", [1, 4, 6, 8])
 def test_shrinking_keeps_the_features(decoder: jaxtrain.Experiment, devices: int) -> None:
     block = jaxtrain.BlockConfig(
         jaxtrain.AttentionConfig(heads=8, kv_heads=2, window=64, softcap=20.0, qkv_bias=True),

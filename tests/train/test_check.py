@@ -23,6 +23,7 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.session import initialise, open_session
 from jaxtrain.train.state import shardings
+from jaxtrain.train.violations import field_violations
 
 ROOT = Path(__file__).parents[2]
 BF16_WEIGHTS = jaxtrain.Precision(params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default")
@@ -38,7 +39,7 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
         jaxtrain.AttentionConfig(heads=4, kv_heads=2), jaxtrain.MlpConfig(hidden=64)
     )
     model = jaxtrain.DecoderConfig(
-        vocab=250, embed=32, layers=2, period=(block,), vocab_multiple=16
+        vocab=257, embed=32, layers=2, period=(block,), vocab_multiple=16
     )
     given = jaxtrain.Experiment(
         model=model,
@@ -117,7 +118,7 @@ def test_the_table_lists_every_parameter_and_its_bytes_add_up() -> None:
 
 def test_parameters_are_counted_without_the_padding_of_the_vocabulary() -> None:
     report = jaxtrain.check(experiment(), jaxtrain.mesh_from_axes(data=1))
-    embed, hidden, vocab = 32, 64, 250
+    embed, hidden, vocab = 32, 64, 257
     block = embed * (32 + 16 + 16 + 32) + 3 * embed * hidden + 2 * embed
     assert report.parameters == 2 * block + embed + 2 * vocab * embed
     assert f"{report.parameters:,} parameters on data1 (one device, explicit)" in report.summary()
@@ -146,18 +147,67 @@ def test_every_violation_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("model.period.0.attention.heads=0", "heads=0; use at least 1"),
+        ("model.period.0.attention.heads=0", "heads=0; use a whole number of at least 1"),
         ("model.period.0.attention.kv_heads=3", "heads=4 is not a multiple of kv_heads=3"),
         ("model.layers=0", "layers=0 is not prefix"),
         ("model.learned_positions=8", "data.seq=16 is longer than learned_positions=8"),
         ("data.seq=15", "a device's microbatch of 15 tokens does not split over tensor=2"),
         ("execution.mode='auto'", "the modes are explicit and gspmd"),
+        ("model.vocab=100", "token ids up to 256 and model.vocab=100; use vocab=257"),
+        ("model.logit_scale=1e999", "logit_scale=inf; use a finite number"),
+        ("model.embedding_scale=-1e999", "embedding_scale=-inf; use a finite number"),
+        ("model.period.0.residual_scale=1e999", "residual_scale=inf; use a finite number"),
+        ("model.period.0.attention.scale=1e999", "scale=inf; use a positive number, or None"),
+        ("model.init.std=1e999", "init.std=inf; use a finite number"),
+        ("model.period=()", "layers=2 is not prefix"),
+        ("model.period=(3,)", "use a tuple of BlockConfig"),
+        ("clip_norm=1e999", "clip_norm=inf; use a positive bound, or None for none"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_remedy(setting: str, message: str) -> None:
     wrong = with_fields(experiment(batch=1), [setting])
     with pytest.raises(ValueError, match=message):
         jaxtrain.check(wrong, jaxtrain.mesh_from_axes(tensor=2))
+
+
+@pytest.mark.parametrize("change", [{"layers": None}, {"layers": 2.5}, {"period": None}])
+def test_a_decoder_whose_layers_cannot_be_counted_is_refused(change: dict[str, Any]) -> None:
+    wrong = replace(experiment(), model=replace(experiment().model, **change))
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=.*; use a"):
+        jaxtrain.check(wrong, jaxtrain.mesh_from_axes(tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "message"),
+    [
+        (jaxtrain.ByteTokenizer(), "four", "prompt of 4 .* and tokens=13 .*; use tokens=12 or"),
+        (jaxtrain.ByteTokenizer(), "x" * 20, "prompt of 20 .*; use a shorter prompt"),
+        (jaxtrain.BpeTokenizer(), "four", None),
+        (jaxtrain.ByteTokenizer(), "one", None),
+    ],
+)
+def test_a_sample_past_the_learned_positions_is_refused_before_the_run(
+    tokenizer: Any, prompt: str, message: str | None
+) -> None:
+    """Only what is certain is refused: a tokenizer not yet built may make one token of a prompt."""
+    given = experiment(
+        model=replace(experiment().model, learned_positions=16),
+        data=jaxtrain.TextData(seq=16, tokenizer=tokenizer),
+        sample=jaxtrain.Sample(prompt, tokens=13),
+    )
+    if message is None:
+        assert field_violations(given) == []
+        return
+    with pytest.raises(ValueError, match=message):
+        jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+
+
+def test_a_profile_after_the_last_step_is_refused() -> None:
+    late = experiment(logging=jaxtrain.Logging(profile=jaxtrain.Steps(10, 12)))
+    with pytest.raises(ValueError, match="begins after the last step, 9; use first=9 or less"):
+        jaxtrain.check(late, jaxtrain.mesh_from_axes(data=1))
+    last = experiment(logging=jaxtrain.Logging(profile=jaxtrain.Steps(9, 12)))
+    assert field_violations(last) == []
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b", "stdlib_lm"])

@@ -88,7 +88,7 @@ def test_a_run_directory_holds_what_every_tool_reads(
         decoder,
         model=replace(decoder.model, vocab=257, vocab_multiple=4),
         data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=16),
-        evaluation=jaxtrain.Evaluation(every=3, batches=1),
+        evaluation=jaxtrain.Evaluation(every=3, batches=1, final_batches=1),
         sample=jaxtrain.Sample("the ", tokens=12, temperature=0.8),
         logging=jaxtrain.Logging(every=2, profile=jaxtrain.Steps(1, 1)),
         checkpoints=jaxtrain.SavePolicy(every=4, keep=2),
@@ -256,7 +256,7 @@ def test_what_is_not_learned_may_change_between_starts(
     trained(own, steps=2)
     changed = replace(
         own,
-        evaluation=jaxtrain.Evaluation(every=2, batches=1),
+        evaluation=jaxtrain.Evaluation(every=2, batches=1, final_batches=1),
         logging=jaxtrain.Logging(every=5, tensorboard=False),
         checkpoints=jaxtrain.SavePolicy(every=3),
         execution=jaxtrain.Execution(mode="gspmd"),
@@ -294,18 +294,33 @@ def test_a_batch_ramp_grows_on_time_and_resumes_inside(
     ("model", "axes"), [("own", {"data": 4}), ("decoder", {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_evaluation_does_not_depend_on_the_mesh(
-    request: pytest.FixtureRequest, trained: Train, model: str, axes: dict[str, int]
+    request: pytest.FixtureRequest,
+    trained: Train,
+    model: str,
+    axes: dict[str, int],
+    tmp_path: Path,
 ) -> None:
     plain = request.getfixturevalue(model)
     plain = replace(plain, data=replace(plain.data, isolate_documents=True))
-    evaluated = replace(plain, evaluation=jaxtrain.Evaluation(every=2, batches=3))
+    if model == "decoder":  # on text, whose tokens stand for bytes
+        for name in ("train", "more", "held"):
+            (tmp_path / f"{name}.txt").write_text("the quick brown fox jumps over it. " * 64)
+        held = str(tmp_path / "held.txt")
+        source = jaxtrain.TextFiles(str(tmp_path / "*.txt"), held_out_patterns=held)
+        plain = replace(
+            plain,
+            model=replace(plain.model, vocab=257, vocab_multiple=4),
+            data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=8),
+        )
+    evaluated = replace(plain, evaluation=jaxtrain.Evaluation(every=2, batches=3, final_batches=3))
     alone = trained(evaluated, name=None, axes={"data": 1}, steps=4)
     spread = trained(evaluated, name=None, axes=axes, steps=4)
-    assert spread.evaluation["eval_loss"] == pytest.approx(alone.evaluation["eval_loss"], rel=1e-5)
+    assert spread.evaluation == pytest.approx(alone.evaluation, rel=1e-5)
+    assert ("bits_per_byte" in alone.evaluation) == (model == "decoder")
 
 
 def test_evaluation_disturbs_nothing(own: jaxtrain.Experiment, trained: Train) -> None:
-    often = jaxtrain.Evaluation(every=2, batches=1)
+    often = jaxtrain.Evaluation(every=2, batches=1, final_batches=1)
     evaluated = trained(replace(own, evaluation=often), name=None)
     quiet = trained(own, name=None)
     assert losses(quiet) == losses(evaluated)

@@ -88,7 +88,7 @@ def test_another_corpus_is_refused_on_resume(own, tmp_path):
     class Renamed(type(saved.data.open("train", seed=0, cache_dir=tmp_path))):
         pass
 
-    opened = Renamed(saved.data, seed=0)
+    opened = Renamed(saved.data, seed=0, length=1 << 20)
     opened.digest = "0123456789abcdef"
     patched = pytest.MonkeyPatch()
     patched.setattr(BigramChain, "open", lambda *_, **__: opened)
@@ -105,9 +105,9 @@ def test_a_finished_run_says_what_it_reached(own, tmp_path, capsys):
     assert again.loss == first.loss and "all 4 steps are done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [0, -3])
-def test_a_run_of_no_steps_is_refused(own, steps):
-    with pytest.raises(ValueError, match="at least 1 step"):
+@pytest.mark.parametrize("steps", [0, -3, 21])
+def test_steps_outside_the_experiment_are_refused(own, steps):
+    with pytest.raises(ValueError, match=r"at least 1 step and at most experiment\.steps=20"):
         jaxtrain.train(own, jaxtrain.mesh_from_axes(data=1), steps=steps)
 
 

@@ -17,7 +17,9 @@ from jaxtrain import LossScale, Precision, bf16, fp16, fp32
 from jaxtrain.data import BigramChain
 from jaxtrain.optim.rate import ScaledRate
 from jaxtrain.optim.schedule import WarmupLinear
+from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.session import Session
+from jaxtrain.train.step import make_evaluation_step
 
 BATCH = 8  # rows of a step in the experiments of conftest.py
 
@@ -238,3 +240,18 @@ def test_a_donated_state_is_replaced_whole(
     stepped(session)
     assert session.alive()
     assert any(leaf.is_deleted() for leaf in before), "the old state's buffers are used again"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_evaluation_checks_replication_as_training_does(
+    decoder: jaxtrain.Experiment, check_vma: bool
+) -> None:
+    execution = jaxtrain.Execution("explicit", check_vma=check_vma)
+    spec = jaxtrain.mesh_from_axes(data=2, fsdp=2, tensor=2)
+    assembly = assemble(replace(decoder, execution=execution), spec)
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
+    step = make_evaluation_step(assembly, active_mesh(mesh, assembly.sizes))
+    state = assembly.abstract
+    traced = jax.make_jaxpr(step)(state.params, state.rest, assembly.abstract_batch())
+    assert f"check_vma={check_vma}" in str(traced)

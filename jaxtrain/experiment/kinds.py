@@ -1,0 +1,79 @@
+"""Whether a field holds what its annotation says; what to write instead where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+PRESETS = {
+    "precision": {name: name for name in ("fp32", "bf16", "fp16")},
+    "sharding": {
+        name: f"{name}()" for name in ("data_parallel", "fsdp", "tensor", "zero1", "zero2")
+    },
+}
+"""Values of `jaxtrain` that are known by a name, by the field they belong to."""
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text in quotes",
+    types.NoneType: "None",
+}
+
+
+def kind_violations(value: Any) -> list[str]:
+    """Each field of the dataclass that is of another kind than its annotation, with its remedy."""
+    hints = typing.get_type_hints(type(value))
+    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return [
+        f"{name}={held!r} is a {type(held).__name__}; use {_remedy(name, held, hints[name])}"
+        for name, held in given.items()
+        if not _fits(held, hints[name])
+    ]
+
+
+def takes_none(owner: type, name: str) -> bool:
+    """Whether None may stand in the field; ValueError where an annotation has no meaning."""
+    try:
+        kinds = _kinds(typing.get_type_hints(owner)[name])
+    except NameError as error:
+        raise ValueError(
+            f"{owner.__name__} has an annotation that says nothing when the program runs: {error}; "
+            f"import the name outside TYPE_CHECKING"
+        ) from error
+    return Any in kinds or types.NoneType in kinds
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of any other annotation itself."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kinds = _kinds(hint)
+    if Any in kinds:
+        return True
+    if isinstance(value, bool):  # to Python a bool is an int
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def _remedy(name: str, value: Any, hint: Any) -> str:
+    word = value if isinstance(value, str) else getattr(value, "__name__", None)
+    if word and (preset := PRESETS.get(name, {}).get(word)):
+        return f"{name}=jaxtrain.{preset}"
+    kinds = _kinds(hint)
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and type(value) in (int, str):
+            first = dataclasses.fields(kind)[0]
+            if first.name in ("every", "prompt") and _fits(value, _first_hint(kind)):
+                return f"{name}=jaxtrain.{kind.__name__}({first.name}={value!r})"
+    return " or ".join(WORDS.get(kind) or f"a jaxtrain.{kind.__name__}" for kind in kinds)
+
+
+def _first_hint(kind: Any) -> Any:
+    return typing.get_type_hints(kind)[dataclasses.fields(kind)[0].name]

@@ -1,0 +1,156 @@
+"""Fields are refused where they stand, with what to write instead, before anything else happens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+import jaxtrain
+from jaxtrain.experiment import with_fields
+
+
+def model(rngs: Any) -> Any:
+    raise AssertionError("no model is built here")
+
+
+def experiment(**changes: Any) -> jaxtrain.Experiment:
+    given = jaxtrain.Experiment(
+        model=model, data=jaxtrain.TextData(), optimizer=jaxtrain.AdamW(1e-3), steps=10, batch=16
+    )
+    return replace(given, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "told"),
+    [
+        (jaxtrain.Evaluation, {"every": 0, "batches": 0}, ["every=0 ", "batches=0 "]),
+        (jaxtrain.Evaluation, {"batches": 2.5}, ["batches=2.5 must be an integer"]),
+        (jaxtrain.Evaluation, {"final_batches": 0}, ["final_batches=0 must be an integer"]),
+        (jaxtrain.Logging, {"every": 0}, ["every=0 must be an integer; use every=1 or more"]),
+        (
+            jaxtrain.Logging,
+            {"every": "often", "profile": 3, "tensorboard": 1},
+            [
+                "every='often' is a str; use a whole number",
+                "profile=3 is a int; use a jaxtrain.Steps or None",
+                "tensorboard=1 is a int; use True or False",
+            ],
+        ),
+        (
+            jaxtrain.Sample,
+            {"prompt": "", "tokens": -5, "temperature": -1},
+            ["prompt=''", "tokens=-5 ", "temperature=-1 "],
+        ),
+        (jaxtrain.Sample, {"prompt": "a", "temperature": float("nan")}, ["temperature=nan must"]),
+        (jaxtrain.Sample, {"prompt": b"a"}, ["prompt=b'a' must be a text"]),
+        (jaxtrain.Execution, {"mode": 1}, ["mode=1 is a int; use a text in quotes or None"]),
+    ],
+)
+def test_a_wrong_field_is_refused_as_it_is_made(
+    make: Any, fields: dict[str, Any], told: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        make(**fields)
+    assert all(part in str(caught.value) for part in told), caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("precision", "bf16", "precision='bf16' is a str; use precision=jaxtrain.bf16"),
+        ("precision", "half", "precision='half' is a str; use a jaxtrain.Precision"),
+        ("sharding", "fsdp", "sharding='fsdp' is a str; use sharding=jaxtrain.fsdp()"),
+        ("sharding", jaxtrain.fsdp, "use sharding=jaxtrain.fsdp()"),
+        ("evaluation", 100, "is a int; use evaluation=jaxtrain.Evaluation(every=100)"),
+        ("checkpoints", 100, "use checkpoints=jaxtrain.SavePolicy(every=100)"),
+        ("logging", None, "logging=None is a NoneType; use a jaxtrain.Logging"),
+        ("sample", "def ", "is a str; use sample=jaxtrain.Sample(prompt='def ')"),
+        ("steps", None, "steps=None is a NoneType; use a whole number"),
+        ("steps", 10.0, "steps=10.0 is a float; use a whole number"),
+        ("microbatches", True, "microbatches=True is a bool; use a whole number"),
+        ("batch", "many", "batch='many' is a str; use a whole number or a jaxtrain.BatchRamp"),
+        ("clip_norm", "1", "clip_norm='1' is a str; use a number or None"),
+        ("seed", 1.5, "seed=1.5 is a float; use a whole number"),
+        ("seed", -1, "seed=-1 must lie in [0, 2**32)"),
+        ("seed", 2**32, "must lie in [0, 2**32)"),
+        ("data", "wikitext", "data='wikitext' has no open; use a value such as jaxtrain.TextData"),
+        ("data", jaxtrain.TextData, "has no open; use a value such as jaxtrain.TextData()"),
+        ("optimizer", "adamw", "has no build; use a value such as jaxtrain.AdamW"),
+    ],
+)
+def test_a_field_of_another_kind_is_told_with_what_to_write(
+    field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        experiment(**{field: value})
+
+
+def test_all_fields_of_another_kind_are_told_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        experiment(precision="bf16", steps=None, seed=-1, data=None)
+    for part in ("precision='bf16'", "steps=None", "seed=-1", "data=None"):
+        assert part in str(caught.value)
+
+
+def test_what_the_annotations_allow_is_taken() -> None:
+    given = experiment(
+        batch=jaxtrain.BatchRamp(8, 16, 8, 4),
+        clip_norm=1,
+        evaluation=jaxtrain.Evaluation(every=1, batches=None),
+        checkpoints=None,
+        seed=2**32 - 1,
+        sample=jaxtrain.Sample("a", tokens=1, temperature=0),
+    )
+    assert given.clip_norm == 1 and given.checkpoints is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["steps", "seed", "microbatches", "batch", "data", "data.seq", "data.tokenizer", "model.layers",
+     "model.period", "logging", "logging.every", "precision.compute", "evaluation.every"],
+)  # fmt: skip
+def test_none_stands_only_where_the_annotation_has_it(path: str) -> None:
+    block = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
+    decoder = jaxtrain.DecoderConfig(vocab=257, embed=8, layers=1, period=(block,))
+    with pytest.raises(ValueError, match=path.rpartition(".")[2]):
+        with_fields(experiment(model=decoder), [f"{path}=None"])
+
+
+def test_none_is_set_where_the_annotation_has_it() -> None:
+    none = ["clip_norm", "evaluation.batches", "checkpoints", "execution.loop"]
+    given = with_fields(experiment(), [f"{path}=None" for path in none])
+    assert given.clip_norm is None and given.checkpoints is None
+    assert given.evaluation is not None and given.evaluation.batches is None
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own config with build."""
+
+    width: int = 4
+    bias: float | None = 0.5
+
+    def build(self, rngs: Any) -> Any:
+        raise AssertionError("no model is built here")
+
+
+@dataclass(frozen=True)
+class Unresolved(Own):
+    depth: Missing = 1  # noqa: F821
+
+
+def test_an_annotation_without_meaning_is_told() -> None:
+    with pytest.raises(ValueError, match=r"Unresolved has an annotation .*'Missing' is"):
+        with_fields(experiment(model=Unresolved()), ["model.bias=None"])
+
+
+def test_fields_of_a_users_own_config_are_held_to_its_annotations() -> None:
+    given = experiment(model=Own())
+    assert with_fields(given, ["model.bias=None"]).model.bias is None
+    with pytest.raises(ValueError, match="width is 4, and None is NoneType; give a int"):
+        with_fields(given, ["model.width=None"])
+    with pytest.raises(ValueError, match="is str; set one of its fields"):
+        with_fields(given, ["precision='bf16'"])
