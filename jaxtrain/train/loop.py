@@ -276,6 +276,7 @@ class _Loop:
     def save(self) -> None:
         if self.saves is None:
             return
+        jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
             self.saves.wait()  # what is in flight may be this very step
             if self.saves.latest() != self.result.steps:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxtrain
 from jaxtrain.data import BatchRamp, Loader
@@ -352,3 +354,33 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         trained(experiment)
     assert not (tmp_path / "run").exists()
+
+
+class Slow(nnx.Module):
+    """Every step takes 50 ms, whatever the machine."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.bias = nnx.Param(jax.random.normal(rngs.params(), (16,)), axes=("vocab",))
+
+    def loss(self, batch: dict[str, jax.Array], *, key: Any) -> tuple[jax.Array, jax.Array]:
+        def wait(x: Any) -> Any:
+            time.sleep(0.05)
+            return x
+
+        weights = batch["weights"]
+        waited = jax.pure_callback(wait, jax.ShapeDtypeStruct((), weights.dtype), weights[0, 0])
+        lost = -jax.nn.log_softmax(self.bias[...])[batch["targets"]]
+        return jnp.sum(lost * weights) + 0 * waited, jnp.sum(weights)
+
+
+def slow(rngs: nnx.Rngs) -> Slow:
+    return Slow(rngs)
+
+
+def test_the_time_of_a_step_is_not_hidden_by_its_save(
+    own: jaxtrain.Experiment, trained: Train
+) -> None:
+    """A save waits for its step; the clock is stopped for the rest of it only."""
+    saved = replace(own, model=slow, checkpoints=jaxtrain.SavePolicy(every=1, keep=1), steps=5)
+    result = trained(saved, steps=5)
+    assert all(step["step_s"] >= 0.04 for step in result.history[1:])
