@@ -164,7 +164,9 @@ def corpus(content: bytes | None) -> Callable[..., Any]:
 
 
 REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
-    "unknown field": (train_of(more="bacth=8"), ("small.py", "bacth")),
+    "unknown field": (
+        train_of(more="bacth=8"), ("small.py", "line ", "bacth", "did you mean 'batch'?"),
+    ),
     "unknown field set": (
         lambda: [*train_of()(), "--set", "bacth=8"],
         ("--set bacth=8", "no field 'bacth'", "did you mean 'batch'"),

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib.util
 import math
+import re
 import sys
 import traceback
 import types
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.kinds import takes_none
+from jaxtrain.mesh.hardware import did_you_mean
 
 
 def load_experiment(path: str | Path) -> Experiment:
@@ -36,14 +38,14 @@ def load_experiment(path: str | Path) -> Experiment:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises is told as its own mistake
-        raise ValueError(f"{path} does not load: {_told(error, path)}") from error
+        raise ValueError(f"{path} does not load: {_told(error, path, module)}") from error
     make = getattr(module, "experiment", None)
     if not callable(make):
         raise ValueError(f"{path} has no function experiment(); define one that returns Experiment")
     try:
         experiment = make()
     except Exception as error:
-        raise ValueError(f"{path}: experiment() failed: {_told(error, path)}") from error
+        raise ValueError(f"{path}: experiment() failed: {_told(error, path, module)}") from error
     if not isinstance(experiment, Experiment):
         raise ValueError(
             f"{path}: experiment() returned {type(experiment).__name__}; return jaxtrain.Experiment"
@@ -52,12 +54,22 @@ def load_experiment(path: str | Path) -> Experiment:
     return experiment
 
 
-def _told(error: Exception, path: Path) -> str:
+def _told(error: Exception, path: Path, module: types.ModuleType) -> str:
     """The error, and the line of the file it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    path = path.resolve()
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
     at = f"line {lines[-1]}: " if lines else ""
-    return f"{at}{type(error).__name__}: {error}"
+    return f"{at}{type(error).__name__}: {error}{_field_meant(error, module)}"
+
+
+def _field_meant(error: Exception, module: types.ModuleType) -> str:
+    """The field nearest to a misspelt one of a dataclass that the file imports."""
+    found = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
+    kind = found and getattr(module, found[1], None)
+    if not found or not dataclasses.is_dataclass(kind):
+        return ""
+    return did_you_mean(found[2], [each.name for each in dataclasses.fields(kind)])
 
 
 def config_of(value: Any) -> Any:

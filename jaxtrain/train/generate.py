@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,36 @@ from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.train.assembly import Assembly
 
+if TYPE_CHECKING:
+    from jaxtrain.train.session import Session
+
 
 def generate(
+    session: Session,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` by the model of a run, `train(...).session`, with its averaged
+    weights where it keeps them. Raises ValueError as `generate_ids` does, and for a model of the
+    user's own.
+    """
+    if not session.assembly.built_in:
+        raise ValueError("generate needs a DecoderConfig; a model of one's own has its own way")
+    ids = generate_ids(
+        session.assembly,
+        session.state.ema or session.state.params,
+        session.dataset.encode(prompt),
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    return session.dataset.decode(ids)
+
+
+def generate_ids(
     assembly: Assembly,
     params: dict[str, Any],
     prompt: Sequence[int],

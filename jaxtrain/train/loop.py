@@ -14,6 +14,7 @@ import jax
 
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
+from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
@@ -91,6 +92,8 @@ def train(
     config = {"experiment": config_of(experiment)}
     process = jax.process_index()
     if run is not None:
+        if process == 0:  # the others of this run come when it is already held
+            refuse_held(run)
         refuse_other_experiment(run, config, ignore=RESUMABLE)
         refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
     elif experiment.logging.profile is not None:
@@ -104,6 +107,7 @@ def train(
         session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True)
         stack.callback(session.close)
         if run is not None and process == 0:
+            stack.enter_context(sole_run(run))
             write_config(run, config)
         output = (stream or sys.stdout) if process == 0 else io.StringIO()
         loop = _Loop(session, run, saves, output, should_stop)
@@ -327,17 +331,15 @@ class _Loop:
             say(self.result.sample)
 
     def sampled(self) -> str:
-        sample, dataset = self.experiment.sample, self.session.dataset
+        sample, seed = self.experiment.sample, self.experiment.seed
         assert sample is not None
-        ids = generate(
-            self.session.assembly,
-            self.session.state.ema or self.session.state.params,
-            dataset.encode(sample.prompt),
+        return sample.prompt + generate(
+            self.session,
+            sample.prompt,
             tokens=sample.tokens,
             temperature=sample.temperature,
-            seed=self.experiment.seed,
+            seed=seed,
         )
-        return sample.prompt + dataset.decode(ids)
 
     def close(self) -> None:
         self.profiler.close()

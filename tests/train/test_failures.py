@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,25 @@ def test_held_out_data_is_opened_before_anything_is_written(
     with pytest.raises(ValueError, match="no held-out text"):
         trained(tmp_path, replace(own, data=data, evaluation=jaxtrain.Evaluation(every=2)))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_the_same_directory_is_refused(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def ask() -> bool:
+        if not said:
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()}") as refused:
+                trained(tmp_path, own)
+            said.append(str(refused.value))
+        return False
+
+    mesh = jaxtrain.mesh_from_axes(fsdp=2)
+    places = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    jaxtrain.train(own, mesh, steps=2, should_stop=ask, stream=io.StringIO(), **places)
+    assert said
+    jaxtrain.train(own, mesh, steps=3, stream=io.StringIO(), **places)  # let go at the end
 
 
 def test_what_the_data_does_not_decide_is_refused_before_it_is_opened(

@@ -18,7 +18,7 @@ from jaxtrain.nn.loss import logits
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
-from jaxtrain.train.generate import generate
+from jaxtrain.train.generate import generate_ids
 from jaxtrain.train.session import initialise
 from jaxtrain.train.state import shardings
 
@@ -30,7 +30,7 @@ class Model(NamedTuple):
     params: dict[str, jax.Array]
 
     def continued(self, *, tokens: int = 8, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        return generate(
+        return generate_ids(
             self.assembly, self.params, PROMPT, tokens=tokens, temperature=temperature, seed=seed
         )
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_generated_is_refused(decoder: jaxtrain.Experiment) -> No
     flat = replace(block, attention=replace(block.attention, rope=None))
     model = untrained(sharpened(decoder, period=(flat,), learned_positions=8))
     with pytest.raises(ValueError, match="at least one"):
-        generate(model.assembly, model.params, [], tokens=1, temperature=0.0)
+        generate_ids(model.assembly, model.params, [], tokens=1, temperature=0.0)
     with pytest.raises(ValueError, match="temperature=-1"):
         model.continued(temperature=-1.0)
     with pytest.raises(ValueError, match="8 learned positions; use at most 3 new tokens"):

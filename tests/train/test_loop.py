@@ -99,6 +99,9 @@ def test_a_run_directory_holds_what_every_tool_reads(
     result = trained(experiment, stream=stream)
     run, said = tmp_path / "run", stream.getvalue()
 
+    more = jaxtrain.generate(result.session, "the ", tokens=12, temperature=0.8)
+    assert result.sample == "the " + more
+
     logged = lines(run)
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 6], "first, every second, evaluated"
     assert all({"step", "loss", "tokens_per_s", "step_s"} <= set(line) for line in logged)
