@@ -154,7 +154,9 @@ class CheckpointManager:
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
                 "experiment that saved it, or start a new run with another --run-dir"
             )
-        damaged = "if it is damaged, restore an older step and call discard_after with that"
+        older = max((other for other in self.steps() if other < step), default=None)
+        then = "begins again" if older is None else f"goes on from the older step {older}"
+        damaged = f"if it is damaged, delete {self.directory / str(step)}: the run {then}"
         with self._translated("could not be restored", step, remedy=damaged):
             manager, args = self._open()
             request = args.StandardRestore(leaf_table.to_request(wanted))

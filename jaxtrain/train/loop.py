@@ -151,6 +151,7 @@ class _Loop:
             )
         self.skipped = int(session.state.skipped)
         self.skipped_in_a_row = 0
+        self.waited = 0.0
 
     def run(self, steps: int) -> Result:
         session, e = self.session, self.session.experiment
@@ -265,7 +266,8 @@ class _Loop:
             return
         step, values = found
         self.count_skipped(values)
-        values = {**values, **self.rates.of(step)}
+        waited, self.waited = self.session.loader.wait_s - self.waited, self.session.loader.wait_s
+        values = {**values, **self.rates.of(step), "data_s": waited}
         self.result.history.append({"step": step, **values})
         self.progress.update(step, values)
         if hold:

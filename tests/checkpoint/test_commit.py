@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_the_older_ones(make, small)
     record.write_text(text)
     for data in (manager.directory / "1" / "state").rglob("d/*"):
         data.unlink()
-    with pytest.raises(CheckpointError, match=r"could not be restored.*older step"):
+    with pytest.raises(CheckpointError, match=r"could not be restored.*1: the run begins again"):
         manager.restore(1, small)
 
 

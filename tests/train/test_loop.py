@@ -104,7 +104,7 @@ def test_a_run_directory_holds_what_every_tool_reads(
 
     logged = lines(run)
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 6], "first, every second, evaluated"
-    assert all({"step", "loss", "tokens_per_s", "step_s"} <= set(line) for line in logged)
+    assert all({"step", "loss", "tokens_per_s", "step_s", "data_s"} <= set(line) for line in logged)
     assert all({"eval_loss", "bits_per_byte"} <= set(logged[i]) for i in (2, 4))
     assert {"grad_norm", "param_norm", "update_norm", "learning_rate", "skipped"} <= set(logged[1])
     for line in logged[1:]:
