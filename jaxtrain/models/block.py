@@ -165,7 +165,7 @@ class Attention(nnx.Module):
             o = _attend_cache(q, cache, context, config)
         out = comm.row(o.reshape(-1, o.shape[-2] * o.shape[-1]), self.out[...])
         if config.out_bias:
-            out = out + self.out_bias[...].astype(out.dtype)[None]
+            out = add_bias(out, self.out_bias[...])
         return out, cache
 
     def _projections(self, x: jax.Array, context: Context, comm: Communicator) -> list[jax.Array]:
@@ -174,7 +174,7 @@ class Attention(nnx.Module):
         flat = comm.column(x, self.query[...], self.key[...], self.value[...])
         if config.qkv_bias:
             biases = (self.query_bias, self.key_bias, self.value_bias)
-            flat = [y + b[...].astype(y.dtype)[None] for y, b in zip(flat, biases, strict=True)]
+            flat = [add_bias(y, b[...]) for y, b in zip(flat, biases, strict=True)]
         shape = (*context.positions.shape, -1, config.size(self.place.embed))
         q, k, v = (y.reshape(shape) for y in flat)
         if config.qk_norm is not None:
@@ -233,10 +233,10 @@ class Mlp(nnx.Module):
         hidden = list(comm.column(x, *(getattr(self, name)[...] for name in names)))
         if config.bias:
             biases = (getattr(self, f"{name}_bias")[...] for name in names)
-            hidden = [h + b.astype(h.dtype)[None] for h, b in zip(hidden, biases, strict=True)]
+            hidden = [add_bias(h, b) for h, b in zip(hidden, biases, strict=True)]
         h = config.activation(hidden[0])
         out = comm.row(h * hidden[1] if config.gated else h, self.down[...])
-        return out + self.down_bias[...].astype(out.dtype)[None] if config.bias else out
+        return add_bias(out, self.down_bias[...]) if config.bias else out
 
 
 class Block(nnx.Module):
@@ -271,3 +271,8 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             x = add(x, self.mlp(self.mlp_norm(x), comm), "mlp")
         return x, cache
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """[tokens, dim] + [dim] in the dtype of y; the gradient of `bias` is summed in fp32."""
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)[None]).astype(y.dtype)

@@ -16,6 +16,7 @@ from jaxtrain.models.block import (
     AttentionConfig,
     BlockConfig,
     MlpConfig,
+    add_bias,
     gelu_exact,
     gelu_tanh,
 )
@@ -232,3 +233,16 @@ def test_dropout_follows_the_rows_numbers_not_their_places():
               model.loss(batch | {"rows": jnp.array([5, 8])}, key=key)[0]]  # fmt: skip
     assert len({float(x) for x in others}) == 4
     np.testing.assert_allclose(plain, dense_loss(config, params, batch), rtol=1e-5)
+
+
+def test_the_gradient_of_a_bias_is_summed_in_fp32() -> None:
+    """4096 ones: in bf16 a running sum stops growing at 256."""
+    y = jnp.zeros((4096, 3), jnp.bfloat16)
+    gradient = jax.make_jaxpr(jax.grad(lambda b: jnp.sum(add_bias(y, b).astype(jnp.float32))))(
+        jnp.zeros(3)
+    )
+    sums = [e for e in gradient.eqns if e.primitive.name == "reduce_sum"]
+    assert sums and all(e.invars[0].aval.dtype == jnp.float32 for e in sums)
+    np.testing.assert_array_equal(
+        add_bias(jnp.ones((2, 3), jnp.bfloat16), jnp.full(3, 2.0)), 3 * np.ones((2, 3))
+    )
