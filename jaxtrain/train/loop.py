@@ -121,6 +121,7 @@ RESUMABLE = (
     "experiment.checkpoints",
     "experiment.sample",
     "experiment.execution",
+    "experiment.sharding",
 )
 """Fields a resumed run may change: none of them changes what is learned."""
 

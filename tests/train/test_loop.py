@@ -265,6 +265,7 @@ def test_what_is_not_learned_may_change_between_starts(
         logging=jaxtrain.Logging(every=5, tensorboard=False),
         checkpoints=jaxtrain.SavePolicy(every=3),
         execution=jaxtrain.Execution(mode="gspmd"),
+        sharding=jaxtrain.zero1(),
     )
     assert trained(changed).steps == STEPS
 
