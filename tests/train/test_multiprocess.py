@@ -60,7 +60,7 @@ experiment = jaxtrain.Experiment(
     optimizer=jaxtrain.AdamW(1e-2),
     steps=STEPS,
     batch=BATCH,
-    evaluation=jaxtrain.Evaluation(every=2, batches=1),
+    evaluation=jaxtrain.Evaluation(every=2, batches=1, final_batches=1),
     checkpoints=jaxtrain.SavePolicy(every=100),
     logging=jaxtrain.Logging(every=1, tensorboard=False),
 )
@@ -103,6 +103,7 @@ def run(folder: Path, name: str, *, processes: int, steps: int = STEPS) -> list[
     finally:
         for process in started:  # one that waits for a dead peer would wait for ever
             process.kill()
+            process.communicate()
     assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
     return [json.loads(out.read_text()) for out in outs]
 
