@@ -106,6 +106,8 @@ def _components(counts: np.ndarray) -> _Components:
 
 def _halves(train: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
     documents = list(train)
+    if not documents:
+        raise ValueError("no training documents; the weights need 1 or more")
     if len(documents) == 1:
         cut = len(documents[0]) // 10
         documents = [documents[0][:cut], documents[0][cut:]]

@@ -98,6 +98,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         unigram_bits([b""])
     with pytest.raises(ValueError, match="nothing is predicted"):
         interpolated_bigram_bits([b"ab", b"ab"], [b""])
+    with pytest.raises(ValueError, match="no training documents"):
+        interpolated_bigram_bits([], [b"ab"])
     text = b"a text long enough to be cut in two. " * 9
     cut = [text[: len(text) // 10], text[len(text) // 10 :]]
     whole = interpolated_bigram_bits([text], [text])  # one document is cut for the weights
