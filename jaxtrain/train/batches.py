@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxtrain.data import BatchRamp, Dataset, rows_of_step
+from jaxtrain.data.loader import Rows
 
 Batch = dict[str, np.ndarray]
 
@@ -24,12 +25,6 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
         row = {k: v for k, v in row.items() if k not in ("segments", "positions")}
     fields = {name: (v.shape[1:], v.dtype) for name, v in row.items()}
     return fields | {"rows": ((), np.dtype(np.int32))}
-
-
-class Rows(Protocol):
-    """The part of a `Dataset` that is placed."""
-
-    def rows(self, indices: np.ndarray) -> Batch: ...
 
 
 class PlacedRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Evaluator:
 
     def __init__(self, assembly: Assembly, mesh: jax.sharding.Mesh, *, cache_dir: Path) -> None:
         self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
+        self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
         self._data: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
@@ -34,9 +36,11 @@ class Evaluator:
         """
         self.open()
         whole = -(-len(self._data) // self._size)
-        chosen = [self._numbers(i) for i in range(min(whole, batches or whole))]
+        chosen = range(min(whole, batches or whole))
         params = state.ema or state.params
-        parts = [self._step(params, state.rest, self._placed.rows(numbers)) for numbers in chosen]
+        parts = [
+            self._step(params, state.rest, self._placed.rows(self._numbers(i))) for i in chosen
+        ]
         total, count = (sum(map(float, column)) for column in zip(*parts, strict=True))
         values = {"eval_loss": total / count if count > 0 else 0.0}
         seen = sum(map(self._bytes, chosen))
@@ -63,11 +67,12 @@ class Evaluator:
     def _numbers(self, batch: int) -> np.ndarray:
         return np.arange(batch * self._size, (batch + 1) * self._size)
 
-    def _bytes(self, numbers: np.ndarray) -> float:
+    def _bytes_of(self, batch: int) -> float:
+        """Bytes of text that the batch's weighted targets stand for."""
         table = getattr(self._data.dataset, "token_bytes", None)
         if table is None:
             return 0.0
-        rows = self._data.rows(numbers)
+        rows = self._data.rows(self._numbers(batch))
         return float(np.sum(table[rows["targets"]] * (rows["weights"] > 0)))
 
 

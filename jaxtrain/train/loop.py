@@ -334,14 +334,14 @@ class _Loop:
             say(self.result.sample)
 
     def sampled(self) -> str:
-        sample, seed = self.experiment.sample, self.experiment.seed
+        sample = self.experiment.sample
         assert sample is not None
         return sample.prompt + generate(
             self.session,
             sample.prompt,
             tokens=sample.tokens,
             temperature=sample.temperature,
-            seed=seed,
+            seed=self.experiment.seed,
         )
 
     def close(self) -> None:
