@@ -19,6 +19,10 @@ _WHERE = {
         "CheckpointManager",
         "SavePolicy",
     ),
+    "jaxtrain.collectives.choice": ("Collectives",),
+    "jaxtrain.collectives.lax_form": ("Lax",),
+    "jaxtrain.collectives.recursive": ("Recursive",),
+    "jaxtrain.collectives.ring": ("Ring",),
     "jaxtrain.data": (
         "BatchRamp",
         "BigramChain",

@@ -12,16 +12,13 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-Axes = tuple[str, ...]
+from jaxtrain.collectives import algorithm
+from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.vary import Axes
 
 
 def _sum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes)
-
-
-def _sum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Sum over `axes` and keep this device's part of `dim`; sends (n-1)/n of x's bytes."""
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
@@ -34,16 +31,17 @@ SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
 """All-reduces: loss and token count; gradients of leaves over the axes they are whole on; the same
 for small leaves in one bucket; squared norms; exp-sums and target logits of the vocabulary."""
 
-SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int], jax.Array]] = {
-    "weight gradients": _sum_scatter,
-    "optimizer gradients": _sum_scatter,
-    "row": _sum_scatter,
-    "column gradients": _sum_scatter,
-    "embedding": _sum_scatter,
-    "head gradients": _sum_scatter,
+SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int, Algorithm], jax.Array]] = {
+    "weight gradients": algorithm.reduce_scatter,
+    "optimizer gradients": algorithm.reduce_scatter,
+    "row": algorithm.reduce_scatter,
+    "column gradients": algorithm.reduce_scatter,
+    "embedding": algorithm.reduce_scatter,
+    "head gradients": algorithm.reduce_scatter,
 }
 """Reduce-scatters: adjoint of the FSDP gather; gradients to ZeRO-1/2 owners; outputs of row-split
-matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head."""
+matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head. Those
+made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
 
 
 def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:
@@ -51,18 +49,11 @@ def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:
     return SUMS[name](x, axes) if axes else x
 
 
-def sum_scatter(name: str, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+def sum_scatter(name: str, x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
     """As `sum_over`, each device keeping its tile of `dim`."""
-    return SUM_SCATTERS[name](x, axes, dim) if axes else x
+    return SUM_SCATTERS[name](x, axes, dim, by) if axes else x
 
 
-def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """The tiles of `dim` from all devices of `axes`, in order; sends (n-1)/n of the result."""
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-
-
-def vary(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` typed as varying over `axes` (nothing moves): inside the step every value varies."""
-    present = jax.typeof(x).manual_axis_type.varying
-    missing = tuple(a for a in axes if a not in present)
-    return lax.pcast(x, missing, to="varying") if missing else x
+def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+    """The tiles of `dim` from all devices of `axes`, in order."""
+    return algorithm.all_gather(x, axes, dim, by)

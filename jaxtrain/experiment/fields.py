@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.checkpoint.manager import SavePolicy
+from jaxtrain.collectives.choice import Collectives
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
@@ -25,6 +26,7 @@ class Execution:
     mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for built-in
       models, gspmd for others.
     attention: an attention kernel of `jaxtrain.nn.attention`; None is the platform's own.
+    collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
     check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
       reduction; False only where a library kernel refuses it.
     """
@@ -32,6 +34,7 @@ class Execution:
     mode: str | None = None
     loop: LayerLoop | None = None
     attention: Any = None
+    collectives: Collectives | None = None
     check_vma: bool | None = None
 
     def __post_init__(self) -> None:

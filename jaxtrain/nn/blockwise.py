@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.collectives.named import vary
+from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.online_softmax import Queries, Scoring
 from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.named import all_gather, sum_scatter
 
 Arrays = dict[str, jax.Array]
@@ -31,16 +32,16 @@ def _groups(arrays: Arrays, split: Split) -> dict[_Group, list[str]]:
     return groups
 
 
-def gather_bundle(arrays: Arrays, split: Split) -> Arrays:
+def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
     """Every leaf of `split` whole again; the others pass. One all-gather a group."""
     out = dict(arrays)
     for group, names in _groups(arrays, split).items():
         if len(names) == 1:
             (name,) = names
-            out[name] = all_gather(arrays[name], group.axes, split[name][0])
+            out[name] = all_gather(arrays[name], group.axes, split[name][0], by)
             continue
         flat = jnp.concatenate([arrays[name].reshape(1, -1) for name in names], axis=1)
-        flat = all_gather(flat, group.axes, 0)
+        flat = all_gather(flat, group.axes, 0, by)
         start = 0
         for name in names:
             shape, dim = arrays[name].shape, split[name][0]
@@ -51,13 +52,14 @@ def gather_bundle(arrays: Arrays, split: Split) -> Arrays:
     return out
 
 
-def scatter_bundle(arrays: Arrays, split: Split) -> Arrays:
+def scatter_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
     """Adjoint of `gather_bundle`: leaves summed over their axes, each device keeping its tile."""
     out = dict(arrays)
     for group, names in _groups(arrays, split).items():
         if len(names) == 1:
             (name,) = names
-            out[name] = sum_scatter("weight gradients", arrays[name], group.axes, split[name][0])
+            dim = split[name][0]
+            out[name] = sum_scatter("weight gradients", arrays[name], group.axes, dim, by)
             continue
         ways = jax.lax.axis_size(group.axes)
         tiles, shapes = [], []
@@ -68,7 +70,7 @@ def scatter_bundle(arrays: Arrays, split: Split) -> Arrays:
             shapes.append(tile.shape[1:])
             tiles.append(tile.reshape(ways, -1))
         flat = jnp.concatenate(tiles, axis=1)
-        flat = sum_scatter("weight gradients", flat, group.axes, 0)[0]
+        flat = sum_scatter("weight gradients", flat, group.axes, 0, by)[0]
         start = 0
         for name, shape, tile in zip(names, shapes, tiles, strict=True):
             out[name] = flat[start : start + tile.shape[1]].reshape(shape)

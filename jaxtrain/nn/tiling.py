@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.collectives.named import vary
+from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.online_softmax import (
     MASKED,
     Partial,

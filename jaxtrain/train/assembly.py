@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
@@ -73,6 +75,10 @@ class Assembly:
         """Mesh axes over which the model's heads, hidden units and vocabulary are split."""
         rules = self.experiment.sharding.activations
         return activation_dims(("heads",), rules, sizes=self.sizes)[0]
+
+    @property
+    def collectives(self) -> Collectives:
+        return self.experiment.execution.collectives or default_collectives(self.spec)
 
     @property
     def largest_batch(self) -> int:
@@ -253,6 +259,13 @@ def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
         return execution.loop
     on_cpu = platform_of(spec) == "cpu"
     return LayerLoop(unroll=on_cpu, remat="none" if on_cpu else "dots_and_attention")
+
+
+def default_collectives(spec: MeshSpec) -> Collectives:
+    """On TPU collective matmuls for tensor parallelism: there the compiler hides each hop
+    behind a product, and leaves the plain gather synchronous (experiments/LOG.md). Elsewhere the
+    compiler's own: on simulated devices nothing is hidden, on GPUs nothing is measured yet."""
+    return Collectives(tensor=Ring()) if platform_of(spec) == "tpu" else Collectives()
 
 
 def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:

@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment, load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
@@ -81,6 +84,15 @@ LOOPS: dict[str, LayerLoop] = {
         unroll=False, remat="dots_and_attention", prefetch=False
     ),
 }
+MODES: dict[str, tuple[str, Collectives | None]] = {
+    "explicit": ("explicit", Collectives()),
+    "explicit, ring": ("explicit", Collectives(Ring(), Ring())),
+    "explicit, ring looped": ("explicit", Collectives(*2 * (Ring(1, unroll=False),))),
+    "explicit, recursive": ("explicit", Collectives(Recursive(), Recursive())),
+    "gspmd": ("gspmd", None),
+}
+EVERYWHERE = ("explicit", "explicit, ring", "gspmd")
+"""Modes in which `all` runs every factorisation."""
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
 MESHES = (
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -158,7 +170,7 @@ def layouts(devices: int, which: str) -> tuple[list[Layout], int]:
     """The layouts of `quick` or `all`, and their closed count.
 
     quick: the pairwise covering array. all: also every factorisation of `devices`, devices / 2, ..
-    1 in both modes. Raises ValueError on another word.
+    1 in each mode of EVERYWHERE. Raises ValueError on another word.
     """
     if which not in ("quick", "all"):
         raise ValueError(f"layouts={which!r}; use 'quick' or 'all'")
@@ -171,9 +183,9 @@ def layouts(devices: int, which: str) -> tuple[list[Layout], int]:
         Layout(tuple(axes.items()), mode=mode)
         for n in sizes
         for axes in factorisations(n)
-        for mode in ("explicit", "gspmd")
+        for mode in EVERYWHERE
     ]
-    count = 2 * sum(factorisation_count(n, 3) for n in sizes) + len(pairwise)
+    count = len(EVERYWHERE) * sum(factorisation_count(n, 3) for n in sizes) + len(pairwise)
     return every + pairwise, count
 
 
@@ -182,7 +194,7 @@ def _options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]
     return {
         "axes": [tuple(m.items()) for m in meshes],
         "sharding": list(SHARDING),
-        "mode": ["explicit", "gspmd"],
+        "mode": list(MODES),
         "loop": list(LOOPS),
         "packing": [True, False],
         "microbatches": [2, 1],
@@ -264,6 +276,7 @@ def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float 
 def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     """The experiment as this layout runs it."""
     e, d = experiment, layout.dropout
+    mode, collectives = MODES[layout.mode]
     parts = {
         part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
         for part in ("prefix", "period", "suffix")
@@ -276,7 +289,7 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
         microbatches=layout.microbatches,
         precision=PRECISIONS[layout.precision],
         sharding=SHARDING[layout.sharding],
-        execution=Execution(layout.mode, LOOPS[layout.loop], e.execution.attention),
+        execution=Execution(mode, LOOPS[layout.loop], e.execution.attention, collectives),
     )
 
 

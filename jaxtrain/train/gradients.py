@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.named import sum_over, sum_scatter, vary
+from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.named import sum_over, sum_scatter
+from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec
 
 Arrays = dict[str, Any]
@@ -91,6 +93,7 @@ class Reduction(NamedTuple):
     sizes: Mapping[str, int]
     sharded: bool
     """Scatter each microbatch (ZeRO-2, FSDP) or once a step (ZeRO-1)."""
+    scatter_by: Algorithm
 
     def settle(self, grads: Arrays) -> Arrays:
         """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
@@ -112,7 +115,10 @@ class Reduction(NamedTuple):
             for dim, (now, then) in enumerate(
                 zip(self.begins(place), place.optimizer, strict=True)
             ):
-                out[name] = sum_scatter("optimizer gradients", out[name], then[len(now) :], dim)
+                axes = then[len(now) :]
+                out[name] = sum_scatter(
+                    "optimizer gradients", out[name], axes, dim, self.scatter_by
+                )
         return out
 
     def _summed(self, grads: Arrays) -> Arrays:

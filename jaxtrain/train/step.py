@@ -12,7 +12,9 @@ import optax
 
 from jaxtrain.collectives.named import sum_over
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
-from jaxtrain.nn.communicator import Communicator, Explicit, Gspmd, Local
+from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
@@ -98,10 +100,11 @@ def make_gradients(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[...,
     if assembly.explicit:
         comm = explicit_communicator(assembly)
         sharded = assembly.experiment.sharding.accumulate_sharded
+        reduction = Reduction(assembly.places, assembly.sizes, sharded, assembly.collectives.fsdp)
         return explicit(
             make_loss(assembly, comm if sharded else comm.whole()),
             mesh=mesh,
-            reduction=Reduction(assembly.places, assembly.sizes, sharded),
+            reduction=reduction,
             batch_specs=assembly.batch_specs,
             fetch=lambda params: comm.fetch(params, ""),
             check_vma=assembly.check_vma,
@@ -121,6 +124,7 @@ def explicit_communicator(assembly: Assembly) -> Explicit:
         places=assembly.places,
         tensor=assembly.tensor,
         reduce_dtype=precision.reduce,
+        collectives=assembly.collectives,
     )
 
 

@@ -30,6 +30,11 @@ def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
             "stated by the model through its Communicator, and this model states none; use "
             "mode='gspmd' (or None)"
         )
+    if mode == "gspmd" and experiment.execution.collectives is not None:
+        violations.append(
+            f"execution.collectives={experiment.execution.collectives!r} is for mode='explicit'; "
+            f"under gspmd XLA chooses them: use collectives=None"
+        )
     return mode
 
 

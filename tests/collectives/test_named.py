@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives import named
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.vary import vary
 
 AXES = ("data", "tensor")
 
@@ -24,8 +26,8 @@ def on_devices(function, mesh, *, check_vma=True):
     """function(local, ...) on [2, 4, ...] arrays whose device (i, j) holds entry [i, j]."""
 
     def local(*arrays):
-        out = function(*(named.vary(a[0, 0], AXES) for a in arrays))
-        return jax.tree.map(lambda o: named.vary(o, AXES)[None, None], out)
+        out = function(*(vary(a[0, 0], AXES) for a in arrays))
+        return jax.tree.map(lambda o: vary(o, AXES)[None, None], out)
 
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=check_vma)
@@ -55,7 +57,7 @@ def test_sum_scatter_keeps_tile_i_on_device_i(mesh, axes, dim):
     x = values(8, 8)
     for name in named.SUM_SCATTERS:
         found = np.asarray(
-            on_devices(lambda x, n=name: named.sum_scatter(n, x, axes, dim), mesh)(x)
+            on_devices(lambda x, n=name: named.sum_scatter(n, x, axes, dim, Lax()), mesh)(x)
         )
         total = np.asarray(x.sum(group_dims(axes), keepdims=True) if axes else x)
         total = np.broadcast_to(total, x.shape)
@@ -79,8 +81,8 @@ def test_all_gather_is_the_adjoint_of_sum_scatter(mesh, axes, dim, check_vma):
     y = values(*shape)
 
     def inner(x, y):
-        whole = named.all_gather(x, axes, dim)
-        part = named.sum_scatter("row", y, axes, dim)
+        whole = named.all_gather(x, axes, dim, Lax())
+        part = named.sum_scatter("row", y, axes, dim, Lax())
         return jnp.stack([jnp.vdot(whole, y), jnp.vdot(x, part)])
 
     left, right = on_devices(inner, mesh, check_vma=check_vma)(x, y).sum((0, 1))
@@ -91,10 +93,10 @@ def test_reductions_are_looked_up_when_they_are_called(mesh, monkeypatch):
     """What a mutation test relies on: a table entry replaced is the entry used."""
     x = values(4)
     monkeypatch.setitem(named.SUMS, "loss", lambda x, axes: 2 * jax.lax.psum(x, axes))
-    monkeypatch.setitem(named.SUM_SCATTERS, "row", lambda x, axes, dim: x[:2])
+    monkeypatch.setitem(named.SUM_SCATTERS, "row", lambda x, axes, dim, by: x[:2])
     doubled = on_devices(lambda x: named.sum_over("loss", x, ("data",)), mesh)(x)
     np.testing.assert_allclose(doubled[0], 2 * x.sum(0), rtol=1e-6)
-    removed = on_devices(lambda x: named.sum_scatter("row", x, ("data",), 0), mesh)(x)
+    removed = on_devices(lambda x: named.sum_scatter("row", x, ("data",), 0, Lax()), mesh)(x)
     np.testing.assert_array_equal(removed, x[:, :, :2])
 
 
@@ -106,10 +108,10 @@ def test_unregistered_reductions_are_refused(mesh):
 def test_vary_changes_the_type_only(mesh):
     def types(x):
         one = jnp.float32(1.0)
-        varied = named.vary(one, AXES)
+        varied = vary(one, AXES)
         assert jax.typeof(one).manual_axis_type.varying == frozenset()
         assert jax.typeof(varied).manual_axis_type.varying == frozenset(AXES)
-        assert named.vary(varied, ("data",)) is varied
+        assert vary(varied, ("data",)) is varied
         return x * varied
 
     x = values(2)

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.named import vary
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.bundle import gather_bundle, scatter_bundle
 
 AXES = ("data", "fsdp")
@@ -92,7 +93,7 @@ def test_gather_and_scatter_equal_lax_per_leaf(mesh, case, check_vma):
         return gathered, scattered
 
     def bundled(x, y):
-        return gather_bundle(x, split), scatter_bundle(y, split)
+        return gather_bundle(x, split, Lax()), scatter_bundle(y, split, Lax())
 
     found, wanted = mapped(bundled, mesh, check_vma)(x, y), mapped(per_leaf, mesh)(x, y)
     for name in shapes:
@@ -116,7 +117,7 @@ def test_scatter_is_the_adjoint_of_gather(mesh, case):
     y = values(whole_shapes(shapes, split), dtypes, 3)
 
     def inner(x, y):
-        gathered, scattered = gather_bundle(x, split), scatter_bundle(y, split)
+        gathered, scattered = gather_bundle(x, split, Lax()), scatter_bundle(y, split, Lax())
         left = sum(jnp.vdot(gathered[k], y[k]) for k in x)
         right = sum(jnp.vdot(x[k], scattered[k]) for k in x)
         return jnp.stack([left, right])
@@ -131,7 +132,7 @@ def test_one_collective_for_each_dtype_and_set_of_axes(mesh, case):
     groups = {(split[name][1], dtypes.get(name)) for name in split}
     x = values(shapes, dtypes, 0)
     y = values(whole_shapes(shapes, split), dtypes, 1)
-    gather = str(jax.make_jaxpr(mapped(lambda x: gather_bundle(x, split), mesh))(x))
-    scatter = str(jax.make_jaxpr(mapped(lambda y: scatter_bundle(y, split), mesh))(y))
+    gather = str(jax.make_jaxpr(mapped(lambda x: gather_bundle(x, split, Lax()), mesh))(x))
+    scatter = str(jax.make_jaxpr(mapped(lambda y: scatter_bundle(y, split, Lax()), mesh))(y))
     assert len(re.findall(r"= all_gather\w*\[", gather)) == len(groups)
     assert len(re.findall(r"= (?:reduce|psum)_scatter\w*\[", scatter)) == len(groups)

@@ -13,9 +13,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.named import vary
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import fsdp, place, tensor
-from jaxtrain.nn.communicator import Explicit, Gspmd, Local
+from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.gspmd import Gspmd
 
 AXES = ("data", "fsdp", "tensor")
 SIZES = {"data": 1, "fsdp": 2, "tensor": 4}
@@ -82,12 +87,23 @@ def local_value_and_grads():
     return y, grads
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("whole", [False, True], ids=["gathered in the block", "gathered before"])
-def test_explicit_keeps_the_meaning_of_local(mesh, whole, check_vma):
+CHOICES = [
+    (Collectives(), False, True),
+    (Collectives(), False, False),
+    (Collectives(), True, True),
+    (Collectives(), True, False),
+    (Collectives(Ring(), Ring()), False, True),
+    (Collectives(Ring(1, unroll=False), Ring(1, unroll=False)), False, False),
+    (Collectives(Recursive(), Recursive()), False, True),
+]
+"""(algorithms, weights gathered before the block and not in it, check_vma)"""
+
+
+@pytest.mark.parametrize(("collectives", "whole", "check_vma"), CHOICES, ids=str)
+def test_explicit_keeps_the_meaning_of_local(mesh, collectives, whole, check_vma):
     """The residual stream's share of device (i, j) is rows i, tokens j of them."""
     share = P(("data", "fsdp", "tensor"))
-    comm = explicit()
+    comm = explicit(collectives=collectives)
 
     def on_device(params, x, ids, coefficients):
         params, x, ids, coefficients = jax.tree.map(

@@ -13,8 +13,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.named import vary
-from jaxtrain.nn.communicator import Explicit, Local
+from jaxtrain.collectives.vary import vary
+from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.loss import MASKED, HeadConfig, cross_entropy, logits
 
 ROWS, SEQ, EMBED, PADDED = 4, 12, 6, 32

@@ -13,7 +13,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.named import all_gather, sum_scatter, vary
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.named import all_gather, sum_scatter
+from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.remat import REMAT, rematerialised
 from jaxtrain.nn.stack import LayerLoop, run_layers
 
@@ -195,12 +197,12 @@ DEVICES = 8
 
 
 def fsdp_fetch(p):
-    return {k: all_gather(v, ("fsdp",), 0) if v.ndim > 1 else v for k, v in p.items()}
+    return {k: all_gather(v, ("fsdp",), 0, Lax()) if v.ndim > 1 else v for k, v in p.items()}
 
 
 def fsdp_scatter(g):
     return {
-        k: sum_scatter("weight gradients", v, ("fsdp",), 0) if v.ndim > 1 else v
+        k: sum_scatter("weight gradients", v, ("fsdp",), 0, Lax()) if v.ndim > 1 else v
         for k, v in g.items()
     }
 

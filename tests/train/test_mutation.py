@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from jax import lax
 
+from jaxtrain.collectives.matmul import PRODUCT_SCATTERS
 from jaxtrain.collectives.named import SUM_SCATTERS, SUMS
 from jaxtrain.train import certify
 from jaxtrain.train.certify import Layout, layouts
@@ -20,13 +21,21 @@ from jaxtrain.train.certify import Layout, layouts
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 
 
-def own_tile(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+def own_tile(x: Any, axes: tuple[str, ...], dim: int, by: Any) -> Any:
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
-REMOVED: dict[int, Callable[..., Any]] = {id(SUMS): lambda x, axes: x, id(SUM_SCATTERS): own_tile}
-TABLES = {**dict.fromkeys(SUMS, SUMS), **dict.fromkeys(SUM_SCATTERS, SUM_SCATTERS)}
+def own_products(xs: Any, weights: Any, axes: tuple[str, ...], ring: Any) -> Any:
+    return own_tile(sum(x @ w for x, w in zip(xs, weights, strict=True)), axes, 0, ring)
+
+
+REMOVED: dict[int, Callable[..., Any]] = {
+    id(SUMS): lambda x, axes: x,
+    id(SUM_SCATTERS): own_tile,
+    id(PRODUCT_SCATTERS): own_products,
+}
+TABLES = {name: table for table in (SUMS, SUM_SCATTERS, PRODUCT_SCATTERS) for name in table}
 DEFAULT = {
     ("gradient norm", "removed"),
     ("vocabulary", "removed"),
@@ -41,12 +50,17 @@ def ordered(name: str) -> tuple[list[Layout], int]:
     every, count = layouts(8, "quick")
 
     def cost(layout: Layout) -> tuple[bool, ...]:
+        tensor = dict(layout.axes).get("tensor", 1) == 2
         uses = {
             "gradients": layout.sharding == "data parallel" and ("fsdp", 8) in layout.axes,
             "optimizer gradients": layout.sharding == "fsdp, reduced once",
+            "row": tensor and layout.mode == "explicit",
+            "column gradients": tensor and layout.mode == "explicit",
+            "row matmul": tensor and layout.mode == "explicit, ring",
+            "column gradients matmul": tensor and layout.mode == "explicit, ring",
         }
         plain = layout.reference() == Layout((("data", 1),)).reference()
-        return not uses.get(name, True), layout.mode != "explicit", not plain
+        return not uses.get(name, True), layout.mode == "gspmd", not plain
 
     return sorted(every, key=cost), count
 
@@ -61,8 +75,8 @@ def cases() -> list[Any]:
     ]
 
 
-def test_no_name_is_in_both_tables() -> None:
-    assert len(TABLES) == len(SUMS) + len(SUM_SCATTERS)
+def test_no_name_is_in_two_tables() -> None:
+    assert len(TABLES) == len(SUMS) + len(SUM_SCATTERS) + len(PRODUCT_SCATTERS)
 
 
 @pytest.mark.parametrize(("name", "how"), cases())

@@ -126,3 +126,9 @@ def test_a_stop_without_checkpoints_does_not_claim_a_save(own, tmp_path):
         own, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path, should_stop=lambda: True
     )
     assert result.stopped and result.saved is None and result.steps == 1
+
+
+def test_algorithms_for_the_mode_without_collectives_of_ours_are_refused(decoder):
+    execution = jaxtrain.Execution(mode="gspmd", collectives=jaxtrain.Collectives())
+    with pytest.raises(ValueError, match="under gspmd XLA chooses them: use collectives=None"):
+        assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(fsdp=2))

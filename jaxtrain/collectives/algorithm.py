@@ -1,0 +1,214 @@
+"""The eight collectives, differentiable, by whichever algorithm: each is one line of the source.
+
+An `Algorithm` moves the data (`Lax`, `Ring`, `Recursive`); here the adjoints are written out once
+for all of them. A collective's adjoint is a collective of the same algorithm: gather and scatter,
+sum and sum, broadcast and reduce, exchange and exchange. Inside `jax.shard_map` only; `axes` are
+mesh axis names, major first, and a device's number is its index along them together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.vary import Axes, vary
+
+
+class Algorithm(Protocol):
+    """How bytes move over n devices. Values are typed as varying over `axes` going in and coming
+    out. Sums of 16-bit and narrower floats are accumulated in fp32 and rounded once, except
+    `Lax`'s, which are as the compiler makes them."""
+
+    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """The devices' arrays joined along `dim` in order of their numbers."""
+        ...
+
+    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """The sum of the devices' arrays; device i keeps tile i of n along `dim`."""
+        ...
+
+    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """The sum of the devices' arrays, on all of them."""
+        ...
+
+    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+        """Device i's tile j along `split` goes to device j, which joins what comes along
+        `concat` in order of the senders."""
+        ...
+
+    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        """Device `root`'s array, on all devices."""
+        ...
+
+    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        """The sum of the devices' arrays on `root`, zeros elsewhere."""
+        ...
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        """`all_gather` on `root`, zeros elsewhere."""
+        ...
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        """Tile i along `dim` of `root`'s array, on device i."""
+        ...
+
+
+def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.all_gather`; adjoint: `reduce_scatter`."""
+    return _all_gather(vary(x, axes), axes, dim, by) if axes else x
+
+
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.reduce_scatter`; adjoint: `all_gather`. Raises ValueError where n does not divide
+    the dim."""
+    if not axes:
+        return x
+    check_divides(x, axes, dim)
+    return _reduce_scatter(vary(x, axes), axes, dim, by)
+
+
+def all_reduce(x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
+    """`Algorithm.all_reduce`; its own adjoint."""
+    return _all_reduce(vary(x, axes), axes, by) if axes else x
+
+
+def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.all_to_all`; adjoint: itself with the dims exchanged. Raises ValueError where n
+    does not divide dim `split`."""
+    if not axes:
+        return x
+    check_divides(x, axes, split)
+    return _all_to_all(vary(x, axes), axes, split, concat, by)
+
+
+def broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.broadcast`; adjoint: `reduce`. Raises ValueError for a root that is no device."""
+    if not axes:
+        return x
+    check_root(axes, root)
+    return _broadcast(vary(x, axes), axes, root, by)
+
+
+def reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.reduce`; adjoint: `broadcast`. Raises ValueError for a root that is no device."""
+    if not axes:
+        return x
+    check_root(axes, root)
+    return _reduce(vary(x, axes), axes, root, by)
+
+
+def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.gather`; adjoint: `scatter`. Raises ValueError for a root that is no device."""
+    if not axes:
+        return x
+    check_root(axes, root)
+    return _gather(vary(x, axes), axes, dim, root, by)
+
+
+def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+    """`Algorithm.scatter`; adjoint: `gather`. Raises ValueError for a root that is no device, or
+    where n does not divide the dim."""
+    if not axes:
+        return x
+    check_root(axes, root)
+    check_divides(x, axes, dim)
+    return _scatter(vary(x, axes), axes, dim, root, by)
+
+
+def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
+    n, size = lax.axis_size(axes), x.shape[dim]
+    if size % n:
+        raise ValueError(
+            f"dim {dim} of {x.shape} has {size} entries, which do not split over "
+            f"{' x '.join(axes)} = {n} devices; pad it to {-(-size // n) * n}"
+        )
+
+
+def check_root(axes: Axes, root: int) -> None:
+    n = lax.axis_size(axes)
+    if not 0 <= root < n:
+        raise ValueError(f"root={root} is no device of {' x '.join(axes)}; use 0 to {n - 1}")
+
+
+def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype in which a sum of `dtype` is carried: fp32 for narrower floats, else its own."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32 if narrow else dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+    return by.all_gather(x, axes, dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+    return by.reduce_scatter(x, axes, dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_reduce(x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
+    return by.all_reduce(x, axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm) -> jax.Array:
+    return by.all_to_all(x, axes, split, concat)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+    return by.broadcast(x, axes, root)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+    return by.reduce(x, axes, root)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+    return by.gather(x, axes, dim, root)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+    return by.scatter(x, axes, dim, root)
+
+
+_all_gather.defvjp(
+    lambda x, axes, dim, by: (by.all_gather(x, axes, dim), None),
+    lambda axes, dim, by, _, dy: (by.reduce_scatter(dy, axes, dim),),
+)
+_reduce_scatter.defvjp(
+    lambda x, axes, dim, by: (by.reduce_scatter(x, axes, dim), None),
+    lambda axes, dim, by, _, dy: (by.all_gather(dy, axes, dim),),
+)
+_all_reduce.defvjp(
+    lambda x, axes, by: (by.all_reduce(x, axes), None),
+    lambda axes, by, _, dy: (by.all_reduce(dy, axes),),
+)
+_all_to_all.defvjp(
+    lambda x, axes, split, concat, by: (by.all_to_all(x, axes, split, concat), None),
+    lambda axes, split, concat, by, _, dy: (by.all_to_all(dy, axes, concat, split),),
+)
+_broadcast.defvjp(
+    lambda x, axes, root, by: (by.broadcast(x, axes, root), None),
+    lambda axes, root, by, _, dy: (by.reduce(dy, axes, root),),
+)
+_reduce.defvjp(
+    lambda x, axes, root, by: (by.reduce(x, axes, root), None),
+    lambda axes, root, by, _, dy: (by.broadcast(dy, axes, root),),
+)
+_gather.defvjp(
+    lambda x, axes, dim, root, by: (by.gather(x, axes, dim, root), None),
+    lambda axes, dim, root, by, _, dy: (by.scatter(dy, axes, dim, root),),
+)
+_scatter.defvjp(
+    lambda x, axes, dim, root, by: (by.scatter(x, axes, dim, root), None),
+    lambda axes, dim, root, by, _, dy: (by.gather(dy, axes, dim, root),),
+)

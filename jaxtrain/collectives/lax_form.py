@@ -1,0 +1,46 @@
+"""The compiler's own collectives: the plain form, and the twin every kernel is tested against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.vary import Axes, vary
+
+
+@dataclass(frozen=True)
+class Lax:
+    """`jax.lax`'s collectives; an `Algorithm`. Sums are in the dtype of what is summed. What has
+    no collective of its own there (broadcast, reduce, gather, scatter) is a masked one that does.
+    """
+
+    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return vary(lax.psum(x, axes), axes)
+
+    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+        return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
+
+    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        return self.all_reduce(_only_on(root, x, axes), axes)
+
+    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        return _only_on(root, self.all_reduce(x, axes), axes)
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        return _only_on(root, self.all_gather(x, axes, dim), axes)
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        return self.reduce_scatter(_only_on(root, x, axes), axes, dim)
+
+
+def _only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
+    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))

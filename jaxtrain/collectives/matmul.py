@@ -1,0 +1,145 @@
+"""Collective matmul: a ring's hops hidden behind the products they feed (Wang et al. 2023,
+"Overlap communication with dependent computation via decomposition").
+
+Tokens are gathered for a column-split weight, and the product of a row-split one is summed and
+scattered back. Neither waits for a whole collective: while a tile travels, the one that came
+before it is multiplied. Inside `jax.shard_map` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import accumulator, check_divides
+from jaxtrain.collectives.ring import Ring, put, room_for, shift, take
+from jaxtrain.collectives.vary import Axes, vary
+
+Weights = tuple[jax.Array, ...]
+
+
+def gather_matmul(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Weights:
+    """all_gather(x) @ w for each of the weights, all fed by one gather.
+
+    x [tokens / n, k], weights [k, columns] of this device -> [tokens, columns] each. Adjoint:
+    `matmul_scatter` for x; the gathered x is kept for the weights' gradients.
+    """
+    if not axes:
+        return tuple(x @ w for w in weights)
+    return _gather_matmul(vary(x, axes), tuple(vary(w, axes) for w in weights), axes, ring)
+
+
+def matmul_scatter(x: jax.Array, weight: jax.Array, axes: Axes, ring: Ring) -> jax.Array:
+    """reduce_scatter(x @ weight) over dim 0: x [tokens, k / n], weight [k / n, columns] ->
+    [tokens / n, columns]. Partial sums travel in `accumulator` of the dtype.
+
+    Adjoint: `gather_matmul` for x, whose gathered cotangent serves the weight too. Raises
+    ValueError where n does not divide the tokens.
+    """
+    if not axes:
+        return x @ weight
+    check_divides(x, axes, 0)
+    return _matmul_scatter(vary(x, axes), vary(weight, axes), axes, ring)
+
+
+def gather_products(
+    x: jax.Array, weights: Weights, axes: Axes, ring: Ring
+) -> tuple[Weights, jax.Array]:
+    """The products of `gather_matmul`, and the gathered x itself."""
+    n, me = lax.axis_size(axes), lax.axis_index(axes)
+    chains = ring.chains(n)
+
+    def multiplied(outs: Any, tile: jax.Array, at: Any) -> Any:
+        products, whole = outs
+        placed = tuple(
+            put(out, tile @ w, at, n, 0) for out, w in zip(products, weights, strict=True)
+        )
+        return placed, put(whole, tile, at, n, 0)
+
+    def hop(carry: Any, way: int, h: Any) -> Any:
+        outs, moving = carry
+        # Both from the carry: the next tile is on its way while this one is multiplied.
+        following = shift(moving[way], axes, way)
+        return multiplied(outs, moving[way], me - way * h), moving | {way: following}
+
+    moving = {way: shift(x, axes, way) for way, _ in chains}
+    outs = tuple(room_for(x @ w, axes, 0) for w in weights), room_for(x, axes, 0)
+    short = [(way, hops - 1) for way, hops in chains]
+    outs, moving = ring.travel(short, hop, (outs, moving))
+    for way, hops in chains:
+        outs = multiplied(outs, moving[way], me - way * hops)
+    return outs
+
+
+def scattered_products(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
+    """reduce_scatter of the sum of x @ w over the pairs, along dim 0."""
+    n, me = lax.axis_size(axes), lax.axis_index(axes)
+    chains = ring.chains(n)
+    length = dict(chains)
+    wide = accumulator(xs[0].dtype)
+
+    def product(at: Any) -> jax.Array:
+        tiles = [take(x, at, n, 0) for x in xs]
+        return sum(
+            jnp.matmul(tile, w, preferred_element_type=wide)
+            for tile, w in zip(tiles[1:], weights[1:], strict=True)
+        ) + jnp.matmul(tiles[0], weights[0], preferred_element_type=wide)
+
+    def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+        arrived = shift(sums[way], axes, way)
+        return sums | {way: arrived + product(me + way * (length[way] - h))}
+
+    started = {way: product(me + way * hops) for way, hops in chains}
+    sums = ring.travel([(way, hops - 1) for way, hops in chains], hop, started)
+    arrived = [shift(sums[way], axes, way) for way, _ in chains]
+    return sum(arrived, start=product(me)).astype(xs[0].dtype)
+
+
+PRODUCT_SCATTERS: dict[str, Callable[[Weights, Weights, Axes, Ring], jax.Array]] = {
+    "row matmul": scattered_products,
+    "column gradients matmul": scattered_products,
+}
+"""Reductions by name, as `named.SUM_SCATTERS`: outputs of row-split matmuls, and the input
+gradient of column-split ones."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gather_matmul(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Weights:
+    return gather_products(x, weights, axes, ring)[0]
+
+
+def _gather_matmul_forward(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Any:
+    outs, whole = gather_products(x, weights, axes, ring)
+    return outs, (whole, weights)
+
+
+def _gather_matmul_backward(axes: Axes, ring: Ring, saved: Any, dys: Weights) -> Any:
+    whole, weights = saved
+    dx = PRODUCT_SCATTERS["column gradients matmul"](dys, tuple(w.T for w in weights), axes, ring)
+    return dx, tuple(whole.T @ dy for dy in dys)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul_scatter(x: jax.Array, weight: jax.Array, axes: Axes, ring: Ring) -> jax.Array:
+    return PRODUCT_SCATTERS["row matmul"]((x,), (weight,), axes, ring)
+
+
+def _matmul_scatter_backward(axes: Axes, ring: Ring, saved: Any, dy: jax.Array) -> Any:
+    x, weight = saved
+    (dx,), whole = gather_products(dy, (weight.T,), axes, ring)
+    return dx, x.T @ whole
+
+
+_gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
+_matmul_scatter.defvjp(
+    lambda x, weight, axes, ring: (
+        PRODUCT_SCATTERS["row matmul"]((x,), (weight,), axes, ring),
+        (x, weight),
+    ),
+    _matmul_scatter_backward,
+)

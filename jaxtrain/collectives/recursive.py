@@ -1,0 +1,137 @@
+"""Recursive doubling and binomial trees: about log2(n) steps, for messages so small that the
+latency of a step costs more than its bytes (Thakur, Rabenseifner & Gropp 2005; Bruck et al. 1997).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import accumulator
+from jaxtrain.collectives.ring import permute, shift
+from jaxtrain.collectives.vary import Axes
+
+
+@dataclass(frozen=True)
+class Recursive:
+    """Collectives in ceil(log2 n) steps, each to a partner twice as far; an `Algorithm`.
+
+    all_gather, reduce_scatter: Bruck's, any n, bandwidth-optimal too. all_reduce: doubling, whole
+    buffers, two steps more where n is no power of two. all_to_all: Bruck's, half the buffer a
+    step. broadcast, reduce, scatter, gather: binomial trees.
+    """
+
+    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        n = lax.axis_size(axes)
+        held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
+        while len(held) < n:
+            held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
+        return joined(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+
+    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        # all_gather run backwards: what was received is sent back, and added to what it came from.
+        n = lax.axis_size(axes)
+        sums = jnp.roll(tiles(x, n, dim), -lax.axis_index(axes), axis=0)
+        sums = sums.astype(accumulator(x.dtype))
+        for distance in reversed(_powers(n)):
+            back = shift(sums[distance:], axes, distance)
+            # Padded, not added in place: XLA:CPU of jax 0.11 crashes on that.
+            padding = [(0, distance - len(back))] + [(0, 0)] * (back.ndim - 1)
+            sums = sums[:distance] + jnp.pad(back, padding)
+        return jnp.moveaxis(sums[0], 0, dim).astype(x.dtype)
+
+    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        total = x.astype(accumulator(x.dtype))
+        inner = 1 << (n.bit_length() - 1)
+        extra = [(inner + i, i) for i in range(n - inner)]
+        if extra:  # the devices beyond a power of two hand theirs in, and get the sum at the end
+            total += permute(total, axes, extra)
+        for distance in _powers(inner):
+            pairs = [(i, i ^ distance) for i in range(inner)]
+            total += permute(total, axes, pairs)
+        if extra:
+            returned = permute(total, axes, [(b, a) for a, b in extra])
+            total = jnp.where(me < inner, total, returned)
+        return total.astype(x.dtype)
+
+    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        size = x.shape[split] // n
+        pieces = jnp.moveaxis(x, split, 0).reshape(n, size, -1)
+        pieces = jnp.roll(pieces, -me, axis=0)  # entry d is for the device d further on
+        for distance in _powers(n):
+            chosen = jnp.array([d for d in range(n) if d & distance])
+            pieces = pieces.at[chosen].set(shift(pieces[chosen], axes, distance))
+        # Entry d came from the device d before: in order of the senders, from 0.
+        pieces = jnp.roll(jnp.flip(pieces, 0), me + 1, axis=0)
+        rest = [*x.shape[:split], *x.shape[split + 1 :]]
+        pieces = jnp.moveaxis(pieces.reshape(n, size, *rest), 1, split + 1)
+        return joined(jnp.moveaxis(pieces, concat + 1, 1), concat)
+
+    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        n = lax.axis_size(axes)
+        rank = (lax.axis_index(axes) - root) % n
+        for distance in _powers(n):
+            pairs = [(root + r, root + r + distance) for r in range(min(distance, n - distance))]
+            arrived = permute(x, axes, pairs)
+            x = jnp.where((rank >= distance) & (rank < 2 * distance), arrived, x)
+        return x
+
+    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        n = lax.axis_size(axes)
+        total = x.astype(accumulator(x.dtype))
+        for distance in reversed(_powers(n)):
+            pairs = [(root + r + distance, root + r) for r in range(min(distance, n - distance))]
+            total += permute(total, axes, pairs)
+        return only_on(root, total, axes).astype(x.dtype)
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        n = lax.axis_size(axes)
+        rank = (lax.axis_index(axes) - root) % n
+        steps = _powers(n)
+        held = jnp.roll(tiles(x, n, dim), -root, axis=0)  # by rank, the root's own first
+        held = jnp.pad(held, [(0, (1 << len(steps)) - n)] + [(0, 0)] * (held.ndim - 1))
+        for distance in reversed(steps):
+            arrived = permute(held[distance:], axes, _tree_pairs(n, root, distance))
+            held = jnp.where(rank % (2 * distance) == distance, arrived, held[:distance])
+        return jnp.moveaxis(held[0], 0, dim)
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        n = lax.axis_size(axes)
+        held = jnp.moveaxis(x, dim, 0)[None]
+        for distance in _powers(n):
+            pairs = [(b, a) for a, b in _tree_pairs(n, root, distance)]
+            held = jnp.concatenate([held, permute(held, axes, pairs)])
+        return only_on(root, joined(jnp.roll(held[:n], root, axis=0), dim), axes)
+
+
+def _powers(n: int) -> list[int]:
+    """1, 2, 4, ... below n."""
+    return [1 << k for k in range((n - 1).bit_length())]
+
+
+def _tree_pairs(n: int, root: int, distance: int) -> list[tuple[int, int]]:
+    """(parent, child) of a binomial tree's level, in device numbers."""
+    return [
+        ((root + r) % n, (root + r + distance) % n) for r in range(0, n - distance, 2 * distance)
+    ]
+
+
+def only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
+    """`x` on `root`, zeros elsewhere."""
+    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))
+
+
+def tiles(x: jax.Array, n: int, dim: int) -> jax.Array:
+    """[n, size / n, rest]: the tiles of `dim`, that dim in front."""
+    front = jnp.moveaxis(x, dim, 0)
+    return front.reshape(n, -1, *front.shape[1:])
+
+
+def joined(stack: jax.Array, dim: int) -> jax.Array:
+    """Inverse of `tiles`."""
+    return jnp.moveaxis(stack.reshape(-1, *stack.shape[2:]), 0, dim)

@@ -1,0 +1,210 @@
+"""Rings: collectives made of `ppermute`s between neighbours, bandwidth-optimal (Patarasuk & Yuan
+2009; Chan et al. 2007, section 4).
+
+On n devices a chain of hops goes right and, with two directions, another goes left, each about
+half as long: the same bytes in half the steps, over both directions of every link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.collectives.algorithm import accumulator
+from jaxtrain.collectives.vary import Axes, vary
+
+RIGHT, LEFT = 1, -1
+Chain = tuple[int, int]
+"""(RIGHT or LEFT, hops)."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Collectives by neighbour exchange; an `Algorithm`.
+
+    directions: 1 sends to the right only, 2 both ways at once.
+    unroll: every hop is in the program, so that a scheduler can overlap each with what is beside
+      it; False makes a loop of them, whose program does not grow with n. Only all_to_all sends
+      other bytes then: a loop's buffer cannot shrink, so a device sends (n-1)^2/n times its
+      buffer (half of that in two directions) instead of (n-1)/n.
+    """
+
+    directions: int = 2
+    unroll: bool = True
+
+    def __post_init__(self) -> None:
+        if self.directions not in (1, 2):
+            raise ValueError(f"directions={self.directions!r}; a ring has 1 or 2")
+
+    def chains(self, n: int) -> list[Chain]:
+        """The chains by which n - 1 others are reached, none of them empty."""
+        right = n - 1 if self.directions == 1 else n // 2
+        return [(way, hops) for way, hops in ((RIGHT, right), (LEFT, n - 1 - right)) if hops]
+
+    def travel(self, chains: list[Chain], hop: Callable[..., Any], carry: Any) -> Any:
+        """carry = hop(carry, way, hop number from 1), over all hops of all chains, the chains side
+        by side as long as each lasts."""
+        done = 0
+        for _, hops in sorted(chains, key=lambda chain: chain[1]):
+            running = [way for way, length in chains if length > done]
+
+            def together(h: Any, carry: Any, running: list[int] = running) -> Any:
+                for way in running:
+                    carry = hop(carry, way, h)
+                return carry
+
+            if self.unroll:
+                for h in range(done + 1, hops + 1):
+                    carry = together(h, carry)
+            elif hops > done:
+                carry = lax.fori_loop(done + 1, hops + 1, together, carry)
+            done = hops
+        return carry
+
+    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        chains = self.chains(n)
+
+        def hop(carry: Any, way: int, h: Any) -> Any:
+            out, moving = carry
+            arrived = shift(moving[way], axes, way)
+            return put(out, arrived, me - way * h, n, dim), moving | {way: arrived}
+
+        return self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))[0]
+
+    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        chains = self.chains(n)
+        length = dict(chains)
+        wide = accumulator(x.dtype)
+
+        def tile(at: Any) -> jax.Array:
+            return take(x, at, n, dim).astype(wide)
+
+        def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+            # What started `hops` devices before its owner gathers a tile at each it passes.
+            arrived = shift(sums[way], axes, way)
+            return sums | {way: arrived + tile(me + way * (length[way] - h))}
+
+        started = {way: tile(me + way * hops) for way, hops in chains}
+        sums = self.travel([(way, hops - 1) for way, hops in chains], hop, started)
+        return sum((shift(sums[w], axes, w) for w, _ in chains), start=tile(me)).astype(x.dtype)
+
+    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        flat, restore = flattened(x, lax.axis_size(axes))
+        return restore(self.all_gather(self.reduce_scatter(flat, axes, 0), axes, 0))
+
+    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        flat, restore = flattened(x, lax.axis_size(axes))
+        return restore(self.all_gather(self.scatter(flat, axes, 0, root), axes, 0))
+
+    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+        flat, restore = flattened(x, lax.axis_size(axes))
+        return restore(self.gather(self.reduce_scatter(flat, axes, 0), axes, 0, root))
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        chains = self.chains(n)
+        length = dict(chains)
+
+        def hop(moving: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+            # The root sends the farthest tile first; after the last hop each holds its own.
+            leaving = take(x, root + way * (length[way] - h + 1), n, dim)
+            leaving = jnp.where(me == root, leaving, moving[way])
+            pairs = [(root + way * d, root + way * (d + 1)) for d in range(length[way])]
+            return moving | {way: permute(leaving, axes, pairs)}
+
+        own = take(x, root, n, dim)
+        moving = self.travel(chains, hop, {way: own for way, _ in chains})
+        for way, hops in chains:
+            distance = (way * (me - root)) % n
+            own = jnp.where((distance > 0) & (distance <= hops), moving[way], own)
+        return own
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        chains = self.chains(n)
+        length = dict(chains)
+
+        def hop(carry: Any, way: int, h: Any) -> Any:
+            out, moving = carry
+            pairs = [(root - way * (d + 1), root - way * d) for d in range(length[way])]
+            arrived = permute(moving[way], axes, pairs)
+            return put(out, arrived, root - way * h, n, dim), moving | {way: arrived}
+
+        out, _ = self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))
+        return jnp.where(me == root, out, jnp.zeros((), out.dtype))
+
+    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        chains = self.chains(n)
+        out = room_for(take(x, me, n, split), axes, concat)
+
+        def direct(out: jax.Array, way: int, h: Any) -> jax.Array:
+            arrived = shift(take(x, me + way * h, n, split), axes, way * h)
+            return put(out, arrived, me - way * h, n, concat)
+
+        if self.unroll:
+            return self.travel(chains, direct, out)
+
+        def forwarded(carry: Any, way: int, h: Any) -> Any:
+            out, moving = carry
+            arrived = shift(moving[way], axes, way)
+            mine = lax.dynamic_index_in_dim(arrived, h - 1, 0, keepdims=False)
+            return put(out, mine, me - way * h, n, concat), moving | {way: arrived}
+
+        leaving = {
+            way: jnp.stack([take(x, me + way * h, n, split) for h in range(1, hops + 1)])
+            for way, hops in chains
+        }
+        return self.travel(chains, forwarded, (out, leaving))[0]
+
+
+def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+    """What device i - by holds, on device i (numbers modulo n)."""
+    return permute(x, axes, [(i, i + by) for i in range(lax.axis_size(axes))])
+
+
+def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
+    """`lax.ppermute` with device numbers modulo n; zeros where nothing arrives.
+
+    ppermute counts along the axes in the mesh's order, whatever order it is given; every other
+    collective, and `axis_index`, in the order given.
+    """
+    order = sorted(axes, key=jax.sharding.get_abstract_mesh().axis_names.index)
+    ids = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
+    ids = ids.transpose([order.index(a) for a in axes]).reshape(-1)
+    return lax.ppermute(
+        x, tuple(order), [(int(ids[a % ids.size]), int(ids[b % ids.size])) for a, b in pairs]
+    )
+
+
+def take(x: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
+    """Tile `at` (modulo n) of n along `dim`."""
+    size = x.shape[dim] // n
+    return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
+
+
+def put(out: jax.Array, tile: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
+    """`out` with `tile` as its tile `at` (modulo n) of n along `dim`."""
+    return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
+
+
+def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Zeros for n tiles along `dim`, this device's own in its place."""
+    n = lax.axis_size(axes)
+    shape = (*tile.shape[:dim], n * tile.shape[dim], *tile.shape[dim + 1 :])
+    present = tuple(jax.typeof(tile).manual_axis_type.varying)
+    return put(vary(jnp.zeros(shape, tile.dtype), present), tile, lax.axis_index(axes), n, dim)
+
+
+def flattened(x: jax.Array, n: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """`x` as one dim, padded with zeros to a multiple of n; and the way back."""
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % n))
+    return flat, lambda flat: flat[: x.size].reshape(x.shape)

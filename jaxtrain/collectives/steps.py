@@ -1,0 +1,212 @@
+"""The algorithms of this package written out as data: which device sends how many bytes how far.
+
+An algorithm is a list of steps one after another, a step a few permutes side by side: those of
+`ring.py` and `recursive.py`, one for one (a test compares them with the traced programs). From
+these `cost.py` counts bytes and time. Nothing here imports JAX: algorithms have names, and what is
+sent is bytes of a dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtrain.mesh.hardware import did_you_mean, refuse
+
+COLLECTIVES = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
+    *("broadcast", "reduce", "gather", "scatter"),
+)
+"""The functions of `algorithm.py`."""
+
+PADDED = ("all_reduce", "broadcast", "reduce")
+"""Collectives of any number of elements; of the others n must divide the buffer."""
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Each of `senders` sends `nbytes` to the device `distance` further on, modulo n. `exchange`:
+    instead, the devices whose numbers differ in just the bit `distance` send to each other.
+    Devices are numbered from the root."""
+
+    nbytes: float
+    senders: range
+    distance: int
+    exchange: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Permutes that run side by side, `times` times in a row."""
+
+    permutes: tuple[Permute, ...]
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective on n devices of `elements` in the whole buffer: the bytes of one, and of one
+    while it is summed (by rings and recursive; fp32 for narrower floats)."""
+
+    collective: str
+    n: int
+    elements: int
+    itemsize: int
+    sum_itemsize: int
+
+
+def schedule(
+    collective: str, algorithm: str, n: int, buffer_bytes: int, dtype: str = "float32"
+) -> list[Step]:
+    """The steps of `algorithm`, one of SCHEDULES, on n devices.
+
+    `buffer_bytes` is the whole buffer on one device: the operand, or for all_gather and gather the
+    result. `dtype` is NumPy's name. Raises ValueError as `read_message` does.
+    """
+    message = read_message(collective, algorithm, tuple(SCHEDULES), n, buffer_bytes, dtype)
+    return SCHEDULES[algorithm](message) if n > 1 else []
+
+
+def read_message(
+    collective: str,
+    algorithm: str,
+    algorithms: tuple[str, ...],
+    n: int,
+    buffer_bytes: int,
+    dtype: str,
+) -> Message:
+    """What is asked for, checked. Raises ValueError with everything that is wrong: names that are
+    not known, n < 1, bytes that are negative, no whole elements or do not split over n."""
+    problems = []
+    for what, word, known in (
+        ("collective", collective, COLLECTIVES),
+        ("algorithm", algorithm, algorithms),
+    ):
+        if word not in known:
+            names = ", ".join(known)
+            near = did_you_mean(word, known).removesuffix(f"; use one of {names}")
+            problems.append(f"{what} {word!r} is none of {names}{near}")
+    if n < 1:
+        problems.append(f"n={n} devices; a collective has at least 1")
+    if buffer_bytes < 0:
+        problems.append(f"buffer_bytes={buffer_bytes} is negative; give the bytes of the buffer")
+    itemsize, sum_itemsize = _itemsizes(dtype)
+    if not itemsize:
+        problems.append(f"dtype {dtype!r} has no known size; use a name like float32 or int8")
+    part = itemsize * (1 if collective in PADDED else n)
+    if not problems and buffer_bytes % part:
+        over = "" if part == itemsize else f" that split over n={n} devices"
+        problems.append(
+            f"buffer_bytes={buffer_bytes} are no {dtype} elements{over}; "
+            f"pad to {-(-buffer_bytes // part) * part}"
+        )
+    refuse(f"{algorithm} {collective}", problems)
+    return Message(collective, n, buffer_bytes // itemsize, itemsize, sum_itemsize)
+
+
+def _itemsizes(dtype: str) -> tuple[int, int]:
+    """Bytes of one element, and of one in a sum; zeros where the name says none."""
+    named = re.fullmatch(r"(bfloat|float|uint|int|complex)(8|16|32|64|128)(_[a-z0-9]+)?", dtype)
+    itemsize = int(named[2]) // 8 if named else 0
+    narrow = named is not None and named[1].endswith("float") and itemsize < 4
+    return itemsize, 4 if narrow else itemsize
+
+
+def _ring(message: Message, directions: int, unroll: bool = True) -> list[Step]:
+    """`ring.Ring(directions, unroll)`: tiles of ceil(elements / n)."""
+    size = -(-message.elements // message.n)
+    tile, sums = size * message.itemsize, size * message.sum_itemsize
+    return _neighbours(message.collective, message.n, tile, sums, directions, unroll)
+
+
+def _neighbours(
+    collective: str, n: int, tile: float, sums: float, directions: int, unroll: bool
+) -> list[Step]:
+    """Each step sends a tile (`sums` bytes where it is a sum) to the right neighbour, with two
+    directions to the left one too, until the n - 1 others are reached. all_to_all sends its tiles
+    straight to their owners, a step each though none waits for another; looped, it sends in each
+    step as much as in the first."""
+    everyone = range(n)
+    right = n - 1 if directions == 1 else n // 2
+    left = n - 1 - right
+
+    def chains(to_right: Permute, to_left: Permute) -> list[Step]:
+        both, rest = Step((to_right, to_left), left), Step((to_right,), right - left)
+        return [step for step in (both, rest) if step.times]
+
+    gather_all = chains(Permute(tile, everyone, 1), Permute(tile, everyone, -1))
+    reduce_scatter = chains(Permute(sums, everyone, 1), Permute(sums, everyone, -1))
+    scatter = chains(Permute(tile, range(right), 1), Permute(tile, range(0, -left, -1), -1))
+    gather = chains(Permute(tile, range(-right, 0), 1), Permute(tile, range(1, left + 1), -1))
+    exchange = chains(Permute(right * tile, everyone, 1), Permute(left * tile, everyone, -1))
+    if unroll:
+        direct = [(h,) if h > left else (h, -h) for h in range(1, right + 1)]
+        exchange = [Step(tuple(Permute(tile, everyone, d) for d in step)) for step in direct]
+    return {
+        "all_gather": gather_all,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": reduce_scatter + gather_all,
+        "all_to_all": exchange,
+        "broadcast": scatter + gather_all,
+        "reduce": reduce_scatter + gather,
+        "gather": gather,
+        "scatter": scatter,
+    }[collective]
+
+
+def _recursive(message: Message) -> list[Step]:
+    """`recursive.Recursive()`: ceil(log2 n) steps, in each a partner at distance 1, 2, 4, ..."""
+    n, everyone = message.n, range(message.n)
+    whole, sums = (message.elements * size for size in (message.itemsize, message.sum_itemsize))
+    tile, tile_sums = whole // n, sums // n
+    up = [1 << k for k in range((n - 1).bit_length())]
+    inner = 1 << (n.bit_length() - 1)
+    doubling = [Permute(sums, range(inner), d, exchange=True) for d in up if d < inner]
+    if inner < n:  # those beyond a power of two hand theirs in, and get the sum at the end
+        doubling = [
+            Permute(sums, range(inner, n), -inner),
+            *doubling,
+            Permute(sums, range(n - inner), inner),
+        ]
+    permutes = {
+        "all_gather": [Permute(min(d, n - d) * tile, everyone, -d) for d in up],
+        "reduce_scatter": [Permute(min(d, n - d) * tile_sums, everyone, d) for d in up[::-1]],
+        "all_reduce": doubling,
+        "all_to_all": [Permute(sum(i & d > 0 for i in everyone) * tile, everyone, d) for d in up],
+        "broadcast": [Permute(whole, range(min(d, n - d)), d) for d in up],
+        "reduce": [Permute(sums, range(d, min(2 * d, n)), -d) for d in up[::-1]],
+        "gather": [Permute(d * tile, range(d, n, 2 * d), -d) for d in up],
+        "scatter": [Permute(d * tile, range(0, n - d, 2 * d), d) for d in up[::-1]],
+    }
+    return [Step((permute,)) for permute in permutes[message.collective]]
+
+
+_UNROOTED = {
+    "broadcast": "all_reduce",
+    "reduce": "all_reduce",
+    "gather": "all_gather",
+    "scatter": "reduce_scatter",
+}
+
+
+def _lax(message: Message) -> list[Step]:
+    """`lax_form.Lax()`, whose rooted collectives are masked ones of all devices. How the compiler
+    moves bytes is its own affair; counted are the fewest, as rings in two directions send them,
+    without padding and with sums in their own dtype."""
+    name = _UNROOTED.get(message.collective, message.collective)
+    tile = message.elements * message.itemsize / message.n
+    return _neighbours(name, message.n, tile, tile, directions=2, unroll=True)
+
+
+SCHEDULES: dict[str, Callable[[Message], list[Step]]] = {
+    "lax": _lax,
+    "ring_1": lambda message: _ring(message, 1),
+    "ring_2": lambda message: _ring(message, 2),
+    "ring_1_looped": lambda message: _ring(message, 1, unroll=False),
+    "ring_2_looped": lambda message: _ring(message, 2, unroll=False),
+    "recursive": _recursive,
+}
+"""`Lax()`, `Ring(1)`, `Ring(2)`, the same with unroll=False, `Recursive()`. `lax` is counted as
+unpadded rings in two directions with sums in their own dtype, its rooted collectives as the ones of
+all devices that they are."""

@@ -1,0 +1,164 @@
+"""The communicator in which every collective is a line of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
+from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.sharding import Leaf, ways
+from jaxtrain.nn.bundle import gather_bundle, scatter_bundle
+from jaxtrain.nn.communicator import Local, Params
+
+
+@dataclass(frozen=True, eq=False)
+class Explicit(Local):
+    """Inside a shard_map over the whole mesh; all values vary over all its axes.
+
+    FSDP is an all-gather per block and a reduce-scatter back; tensor parallelism is Megatron's
+    sequence-parallel form: tokens are gathered before a column-split matmul and their partial
+    sums reduce-scattered after a row-split one. Those sums, of activations and their gradients
+    over `tensor`, are in the compute dtype, as Megatron's; weight gradients' in `reduce_dtype`.
+    """
+
+    sizes: Mapping[str, int] = field(kw_only=True)
+    """Mesh axes of size > 1, in mesh order."""
+    places: Mapping[str, Leaf] = field(kw_only=True)
+    tensor: tuple[str, ...] = ()
+    """Mesh axes over which heads, hidden units and vocabulary are split."""
+    reduce_dtype: Any = jnp.float32
+    collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
+    gather_weights: bool = True
+    """False: parameters were gathered outside the differentiated function (once a step)."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def gather(self, params: Params, prefix: str) -> Params:
+        if not self.gather_weights:
+            return super().gather(params, prefix)
+        return _gather(self, prefix, params)
+
+    def fetch(self, params: Params, prefix: str) -> Params:
+        if not self.gather_weights:
+            return super().gather(params, prefix)
+        whole = super().gather(params, prefix)
+        return gather_bundle(whole, self._gathered(params, prefix), self.collectives.fsdp)
+
+    def scatter(self, grads: Params, prefix: str) -> Params:
+        if not self.gather_weights:
+            return grads
+        grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
+        return scatter_bundle(grads, self._gathered(grads, prefix), self.collectives.fsdp)
+
+    def _gathered(self, params: Params, prefix: str) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """name -> (dim, mesh axes) of every parameter that is split at rest only."""
+        found = {}
+        for name, value in params.items():
+            place = self.places[prefix + name]
+            lead = len(place.axes) - value.ndim
+            for dim, (rest, use) in enumerate(zip(place.params, place.in_use, strict=True)):
+                if rest != use:
+                    found[name] = (dim - lead, rest[len(use) :])
+        return found
+
+    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        by = self.collectives.tensor
+        if isinstance(by, Ring):
+            return gather_matmul(x, weights, self.tensor, by)
+        x = _gather_tokens(self.tensor, by, x)
+        return tuple(x @ w for w in weights)
+
+    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        by = self.collectives.tensor
+        if isinstance(by, Ring):
+            return matmul_scatter(x, weight, self.tensor, by)
+        return _scatter_tokens("row", self.tensor, by, x @ weight)
+
+    def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+        local = ids - self.vocab_offset(vectors.shape[0])
+        mine = (local >= 0) & (local < vectors.shape[0])
+        found = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
+        found = jnp.where(mine[:, None], found, jnp.zeros((), found.dtype))
+        return _scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
+
+    def tokens(self, per_token: jax.Array) -> jax.Array:
+        share = per_token.shape[0] // self.vocab_ways()
+        return lax.dynamic_slice_in_dim(per_token, self._tensor_index() * share, share, axis=0)
+
+    def all_tokens(self, x: jax.Array) -> jax.Array:
+        return all_gather(x, self.tensor, 0, self.collectives.tensor)
+
+    def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
+        return sum_scatter("head gradients", dx, self.tensor, 0, self.collectives.tensor)
+
+    def _tensor_index(self) -> Any:
+        return lax.axis_index(self.tensor) if self.tensor else 0
+
+    def vocab_offset(self, local: int) -> Any:
+        return self._tensor_index() * local
+
+    def sum_over_vocab(self, x: jax.Array) -> jax.Array:
+        return vary(sum_over("vocabulary", x, self.tensor), self.axes)
+
+    def max_over_vocab(self, x: jax.Array) -> jax.Array:
+        return vary(lax.pmax(x, self.tensor), self.axes) if self.tensor else x
+
+    def vocab_ways(self) -> int:
+        return ways(self.tensor, self.sizes)
+
+    def whole(self) -> Explicit:
+        """The same, for parameters that were gathered once before."""
+        return replace(self, gather_weights=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(comm: Explicit, prefix: str, params: Params) -> Params:
+    return comm.fetch(params, prefix)
+
+
+def _gather_forward(comm: Explicit, prefix: str, params: Params) -> tuple[Params, Params]:
+    # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
+    return comm.fetch(params, prefix), {k: v[:0] for k, v in params.items()}
+
+
+def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Params) -> tuple[Params]:
+    scattered = comm.scatter(grads, prefix)
+    return ({k: g.astype(like[k].dtype) for k, g in scattered.items()},)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_tokens(axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+    return all_gather(x, axes, 0, by)
+
+
+_gather_tokens.defvjp(
+    lambda axes, by, x: (all_gather(x, axes, 0, by), None),
+    lambda axes, by, _, dx: (sum_scatter("column gradients", dx, axes, 0, by),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scatter_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+    return sum_scatter(name, x, axes, 0, by)
+
+
+_scatter_tokens.defvjp(
+    lambda name, axes, by, x: (sum_scatter(name, x, axes, 0, by), None),
+    lambda name, axes, by, _, dy: (all_gather(dy, axes, 0, by),),
+)

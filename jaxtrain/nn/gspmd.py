@@ -1,0 +1,123 @@
+"""The communicator in which XLA's partitioner chooses the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.mesh.sharding import (
+    Leaf,
+    ShardingRules,
+    activation_dims,
+    named_sharding,
+    partition_spec,
+)
+from jaxtrain.nn.communicator import Attend, Local, Params
+
+
+@dataclass(frozen=True, eq=False)
+class Gspmd(Local):
+    """Sharding constraints from the rules; XLA's partitioner chooses the collectives.
+
+    It sums a matmul's partial results in the matmul's dtype: for gradients of matrices at least
+    `reduce_dtype`, rounded after the sum; for activations and theirs the compute dtype."""
+
+    mesh: jax.sharding.Mesh = field(kw_only=True)
+    rules: ShardingRules = field(kw_only=True)
+    places: Mapping[str, Leaf] = field(kw_only=True)
+    reduce_dtype: Any = jnp.float32
+
+    def _place(self, params: Params, prefix: str, what: str) -> Params:
+        out = {}
+        for name, value in params.items():
+            split = getattr(self.places[prefix + name], what)
+            split = split[len(split) - value.ndim :]
+            sharding = named_sharding(self.mesh, split)
+            out[name] = lax.with_sharding_constraint(value, sharding)
+        return out
+
+    def gather(self, params: Params, prefix: str) -> Params:
+        return self._place(super().gather(params, prefix), prefix, "in_use")
+
+    def fetch(self, params: Params, prefix: str) -> Params:
+        return self.gather(params, prefix)
+
+    def scatter(self, grads: Params, prefix: str) -> Params:
+        return self._place(grads, prefix, "params")
+
+    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_matmul(self.reduce_dtype, x, w) for w in weights)
+
+    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return _matmul(self.reduce_dtype, x, weight)
+
+    def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+        return _embed(self.reduce_dtype, vectors, ids)
+
+    def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+        """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
+        sizes = dict(self.mesh.shape)
+        table = self.rules.activations
+        spec = lambda *axes: partition_spec(activation_dims(axes, table, sizes=sizes))  # noqa: E731
+        queries = spec("batch", None, "heads", None)
+        keys = spec("batch", None, "kv_heads", None)
+        run = jax.shard_map(
+            kernel,
+            mesh=self.mesh,
+            in_specs=(queries, keys, keys, spec("batch", None)),
+            out_specs=queries,
+            check_vma=False,
+        )
+        return run(q, k, v, segments)
+
+    def chunks(self, per_token: jax.Array, count: int, *, rows: int) -> jax.Array:
+        # Within rows: a run of whole rows would lie on a few devices only.
+        rest = per_token.shape[1:]
+        split = per_token.reshape(rows, count, -1, *rest)
+        return jnp.moveaxis(split, 1, 0).reshape(count, -1, *rest)
+
+    def unchunk(self, chunked: jax.Array, *, rows: int) -> jax.Array:
+        count, rest = chunked.shape[0], chunked.shape[2:]
+        split = jnp.moveaxis(chunked.reshape(count, rows, -1, *rest), 0, 1)
+        return split.reshape(-1, *rest)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        split = activation_dims(axes, self.rules.activations, sizes=dict(self.mesh.shape))
+        return lax.with_sharding_constraint(x, named_sharding(self.mesh, split))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(reduce_dtype: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [tokens, n] @ weight; the weight's gradient leaves its matmul in `reduce_dtype`."""
+    return x @ weight
+
+
+def _matmul_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+    x, weight = saved
+    wide = jnp.promote_types(dy.dtype, reduce_dtype)
+    dw = jnp.matmul(x.T, dy, preferred_element_type=wide)
+    return (dy @ weight.T).astype(x.dtype), dw.astype(weight.dtype)
+
+
+_matmul.defvjp(lambda dtype, x, weight: (x @ weight, (x, weight)), _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed(reduce_dtype: Any, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+    return vectors[ids]
+
+
+def _embed_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, None]:
+    vectors, ids = saved
+    wide = jnp.promote_types(vectors.dtype, reduce_dtype)
+    summed = jnp.zeros(vectors.shape, wide).at[ids].add(dy.astype(wide))
+    return summed.astype(vectors.dtype), None
+
+
+_embed.defvjp(lambda dtype, vectors, ids: (vectors[ids], (vectors, ids)), _embed_backward)

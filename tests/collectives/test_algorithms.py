@@ -1,0 +1,243 @@
+"""Every collective of every algorithm against its `lax` twin: values and gradients.
+
+All cases of an algorithm run in one program, each waiting for the one before: XLA:CPU may start
+independent collectives in different orders on different devices, and then waits for ever.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.collectives import algorithm as collective
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+
+ALGORITHMS = (Ring(1), Ring(2), Ring(1, unroll=False), Ring(2, unroll=False), Recursive())
+SIZES = (1, 2, 3, 4, 8)
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+DIMS = {
+    "all_gather": ((0, 0), (1, 0), (2, 0)),
+    "reduce_scatter": ((0, 0), (2, 0)),
+    "all_reduce": ((0, 0),),
+    "all_to_all": ((0, 1), (0, 0), (0, 2), (2, 0), (2, 1)),
+    "broadcast": ((0, 0),),
+    "reduce": ((0, 0),),
+    "gather": ((0, 0), (2, 0)),
+    "scatter": ((0, 0), (2, 0)),
+}
+"""Dims that are joined or split; all_to_all's second is the one it joins."""
+
+
+class Case(NamedTuple):
+    name: str
+    dtype: str
+    dim: int = 0
+    other: int = 0
+
+    def shape(self, n):
+        splits = self.name in ("reduce_scatter", "scatter", "all_to_all")
+        return (2 * n, 3, n) if splits else (2, 3, 5)
+
+    def apply(self, x, axes, by):
+        n = jax.lax.axis_size(axes)
+        where = {
+            "all_reduce": (),
+            "all_to_all": (self.dim, self.other),
+            "broadcast": (n // 2,),
+            "reduce": (n - 1,),
+            "gather": (self.dim, n // 2),
+            "scatter": (self.dim, n - 1),
+        }.get(self.name, (self.dim,))
+        return getattr(collective, self.name)(x, axes, *where, by)
+
+
+FULL = tuple(Case(name, t, *dims) for name in DIMS for dims in DIMS[name] for t in DTYPES)
+SHORT = tuple(
+    case for case in FULL if case.dtype == "float32" or (case.dim, case.other) in ((0, 0), (0, 1))
+)
+"""Every dim in fp32, every dtype along one dim."""
+
+
+def mesh_of(shape, names=("data",)):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+
+
+def integers(shape, seed):
+    """-1, 0 and 1: their sums over 8 devices are exact in every dtype."""
+    return np.random.default_rng(seed).integers(-1, 2, shape)
+
+
+def normal(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def results(by, mesh, axes, cases, make, *, check_vma=True, compute=None):
+    """[(values, gradients)] of the cases, [devices, ...]: one program for all.
+
+    Arrays are rounded to a case's dtype, then computed in `compute` (None: that dtype).
+    """
+    everywhere, n = mesh.axis_names, int(np.prod([mesh.shape[a] for a in axes]))
+
+    def apply(case):
+        return lambda x: collective.vary(case.apply(x, axes, by), everywhere)
+
+    def local(xs, cotangents):
+        last, out = jnp.float32(0), []
+
+        def after(x):
+            return collective.vary(x[0] + (0 * last).astype(x.dtype), everywhere)
+
+        for case, x, dy in zip(cases, xs, cotangents, strict=True):
+            y = apply(case)(after(x))
+            last = y.reshape(-1)[0].astype(jnp.float32)
+            # Linear, so that the gradient is the same at any point and the forward pass is dead.
+            (dx,) = jax.vjp(apply(case), after(x))[1](after(dy))
+            last = dx.reshape(-1)[0].astype(jnp.float32)
+            out.append((y[None], dx[None]))
+        return out
+
+    def mapped(function):
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=P(everywhere), out_specs=P(everywhere),
+            check_vma=check_vma,
+        )  # fmt: skip
+
+    def rounded(shape, seed, dtype):
+        return jnp.asarray(make(shape, seed), dtype).astype(compute or dtype)
+
+    xs = [rounded((mesh.size, *c.shape(n)), [1, n, i], c.dtype) for i, c in enumerate(cases)]
+    cotangents = []
+    for i, (case, x) in enumerate(zip(cases, xs, strict=True)):
+        shape = jax.eval_shape(mapped(lambda x, case=case: apply(case)(x[0])[None]), x).shape
+        cotangents.append(rounded(shape, [2, n, i], case.dtype))
+    quick = {"xla_backend_optimization_level": 0}  # compile time is what this costs
+    found = jax.jit(mapped(local), compiler_options=quick)(xs, cotangents)
+    return jax.tree.map(np.asarray, found)
+
+
+def spelt(value):
+    """Test ids: the two tables of cases by name."""
+    return {SHORT: "short", FULL: "full"}.get(value, str(value))
+
+
+@lru_cache
+def twin(n, cases, make, compute=None):
+    return results(Lax(), mesh_of((n,)), ("data",), cases, make, compute=compute)
+
+
+def matches(found, wanted, cases, equal):
+    for case, *pairs in zip(cases, found, wanted, strict=True):
+        for what, a, b in zip(("values", "gradients"), *pairs, strict=True):
+            equal(a, b, case, f"{what} of {case}")
+
+
+def exactly(a, b, case, where):
+    np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32), err_msg=where)
+
+
+def table(quick, slow):
+    """Parameters of both, the second's marked slow."""
+    return [pytest.param(*p) for p in quick] + [
+        pytest.param(*p, marks=pytest.mark.slow) for p in slow if p not in quick
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by", "n", "check_vma", "cases"),
+    table(
+        [(by, n, True, SHORT) for by in ALGORITHMS for n in (1, 3)]
+        + [(Ring(2), 8, False, SHORT), (Recursive(), 4, False, SHORT)],
+        [(by, n, vma, FULL) for by in ALGORITHMS for n in SIZES for vma in (True, False)],
+    ),
+    ids=spelt,
+)
+def test_exact_on_small_integers(by, n, check_vma, cases):
+    found = results(by, mesh_of((n,)), ("data",), cases, integers, check_vma=check_vma)
+    matches(found, twin(n, cases, integers), cases, exactly)
+
+
+def within_rounding(a, b, case, where):
+    """fp32: 1e-6 of the maximum. 16 bits: one unit in the last place of the fp32 sum `b` rounded
+    once. (fp8's narrow range overflows on normal numbers: it is in the exact table only.)"""
+    if case.dtype == "float32":
+        np.testing.assert_array_less(np.abs(a - b), 1e-6 * np.abs(b).max() + 1e-30, where)
+        return
+    once = b.astype(a.dtype).astype(np.float32)
+    unit = np.spacing(np.abs(once)) * 2 ** (23 - {"bfloat16": 7, "float16": 10}[case.dtype])
+    np.testing.assert_array_less(np.abs(a.astype(np.float32) - once), 1.01 * unit, where)
+
+
+@pytest.mark.parametrize(
+    ("by", "n"),
+    table(
+        [(by, 3) for by in ALGORITHMS] + [(Ring(2), 8)],
+        [(by, n) for by in ALGORITHMS for n in SIZES],
+    ),
+    ids=str,
+)
+def test_sums_are_fp32_rounded_once(by, n):
+    cases = tuple(case for case in SHORT if case.dtype != "float8_e4m3fn")
+    found = results(by, mesh_of((n,)), ("data",), cases, normal)
+    matches(found, twin(n, cases, normal, "float32"), cases, within_rounding)
+
+
+@pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor"), ("tensor", "data")])
+@pytest.mark.parametrize("by", [Ring(2), Recursive()], ids=str)
+def test_over_some_axes_of_a_mesh(by, axes):
+    mesh = mesh_of((2, 3), ("data", "tensor"))
+    cases = tuple(Case(name, "float32", *dims[0]) for name, dims in DIMS.items())
+    wanted = results(Lax(), mesh, axes, cases, integers)
+    matches(results(by, mesh, axes, cases, integers), wanted, cases, exactly)
+
+
+@pytest.mark.parametrize("by", [*ALGORITHMS, Lax()], ids=str)
+def test_no_axes_is_the_identity(by):
+    x = jnp.arange(6.0).reshape(2, 3)
+    for name in DIMS:
+        where = {"all_reduce": (), "all_to_all": (0, 1), "gather": (0, 0), "scatter": (0, 0)}
+        assert getattr(collective, name)(x, (), *where.get(name, (0,)), by) is x
+
+
+def refused(function, shape=(5, 2)):
+    mesh = mesh_of((2,))
+    return jax.eval_shape(
+        jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P("data")), jnp.zeros(shape)
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: collective.reduce_scatter(x, ("data",), 0, Ring()), "pad it to 6"),
+        (lambda x: collective.all_to_all(x, ("data",), 0, 1, Ring()), "5 entries, which do not"),
+        (lambda x: collective.scatter(x, ("data",), 0, 0, Ring()), "data = 2 devices"),
+        (lambda x: collective.broadcast(x, ("data",), 2, Ring()), "root=2 .* use 0 to 1"),
+        (lambda x: collective.gather(x, ("data",), 0, -1, Ring()), "root=-1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        refused(function)
+
+
+def test_a_ring_has_one_or_two_directions():
+    with pytest.raises(ValueError, match="directions=3"):
+        Ring(3)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("directions", [1, 2])
+def test_chains_reach_every_other_device_once(n, directions):
+    chains = Ring(directions).chains(n)
+    reached = [way * h % n for way, hops in chains for h in range(1, hops + 1)]
+    assert sorted(reached) == list(range(1, n))
+    assert max((hops for _, hops in chains), default=0) == -(-(n - 1) // directions)

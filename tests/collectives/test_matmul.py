@@ -1,0 +1,107 @@
+"""Collective matmuls against the dense product: values and both gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
+from jaxtrain.collectives.ring import Ring
+
+RINGS = (Ring(1), Ring(2), Ring(1, unroll=False), Ring(2, unroll=False))
+K, COLUMNS = 6, (4, 5)
+
+
+def on_devices(function, n, in_specs, out_specs, check_vma):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("tensor",))
+    return jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
+    )
+
+
+def draw(make, *shapes):
+    rng = np.random.default_rng(11)
+    if make == "integers":
+        return [rng.integers(-1, 2, s) for s in shapes]
+    return [rng.normal(size=s) for s in shapes]
+
+
+def close(found, wanted, make, dtype):
+    for a, b in zip(found, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if make == "integers":
+            np.testing.assert_array_equal(a, b)
+        else:
+            # One rounding of the result; a 16-bit product's own is 2^-8.
+            bound = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
+            assert np.abs(a - b).max() <= bound * np.abs(b).max()
+
+
+TABLE = [
+    *((ring, 3, True, "float32", make) for ring in RINGS for make in ("normal", "integers")),
+    *((Ring(2), n, vma, "float32", "normal") for n in (1, 2, 8) for vma in (True, False)),
+    *((ring, 4, True, "bfloat16", make) for ring in RINGS[1:3] for make in ("normal", "integers")),
+]
+
+
+@pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)
+def test_gather_matmul(ring, n, check_vma, dtype, make):
+    """Two weights share one gather. x [tokens, K] split by tokens, weights by columns."""
+    tokens = 2 * n
+    x, *ws = draw(make, (tokens, K), *((K, n * c) for c in COLUMNS))
+    dys = draw(make, *((tokens, n * c) for c in COLUMNS))
+    x, ws, dys = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, ws, dys))
+
+    def local(x, ws, dys):
+        ys, pull = jax.vjp(lambda x, ws: gather_matmul(x, ws, ("tensor",), ring), x, tuple(ws))
+        # The cotangent waits for the product: no two rings of a program may race.
+        dys = [dy + (0 * y).astype(dy.dtype) for dy, y in zip(dys, ys, strict=True)]
+        return ys, pull(tuple(dys))
+
+    rows, columns = P("tensor"), [P(None, "tensor")] * 2
+    run = on_devices(
+        local, n, (rows, columns, columns), (tuple(columns), (rows, tuple(columns))), check_vma
+    )
+    (y0, y1), (dx, (dw0, dw1)) = run(x, ws, dys)
+    x, w0, w1, dy0, dy1 = (np.asarray(a, np.float64) for a in (x, *ws, *dys))
+    wanted = (x @ w0, x @ w1, dy0 @ w0.T + dy1 @ w1.T, x.T @ dy0, x.T @ dy1)
+    close((y0, y1, dx, dw0, dw1), wanted, make, dtype)
+
+
+@pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)
+def test_matmul_scatter(ring, n, check_vma, dtype, make):
+    """x [tokens, K n] split by columns, the weight by rows; the result by tokens."""
+    tokens = 2 * n
+    x, w, dy = (
+        jnp.asarray(a, dtype)
+        for a in draw(make, (tokens, K * n), (K * n, COLUMNS[0]), (tokens, COLUMNS[0]))
+    )
+
+    def local(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: matmul_scatter(x, w, ("tensor",), ring), x, w)
+        return y, *pull(dy + (0 * y).astype(dy.dtype))
+
+    columns, rows = P(None, "tensor"), P("tensor")
+    run = on_devices(local, n, (columns, rows, rows), (rows, columns, rows), check_vma)
+    found = run(x, w, dy)
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    close(found, (x @ w, dy @ w.T, x.T @ dy), make, dtype)
+
+
+def test_without_axes_it_is_the_product():
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    np.testing.assert_array_equal(matmul_scatter(x, w, (), Ring()), x @ w)
+    np.testing.assert_array_equal(gather_matmul(x, (w,), (), Ring())[0], x @ w)
+
+
+def test_tokens_that_do_not_split_are_refused():
+    def local(x, w):
+        return matmul_scatter(x, w, ("tensor",), Ring())
+
+    with pytest.raises(ValueError, match="5 entries, which do not split over tensor = 2"):
+        on_devices(local, 2, (P(), P()), P("tensor"), True)(jnp.ones((5, 3)), jnp.ones((3, 4)))
