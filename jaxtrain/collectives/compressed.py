@@ -1,0 +1,138 @@
+"""An all-reduce of compressed numbers in two phases, each with error feedback.
+
+Encode, all-to-all, decode and sum in fp32, encode again, all-gather, decode (Tang et al. 2021,
+1-bit Adam; Karimireddy et al. 2019). So the bytes a device sends do not grow with the
+number of devices, as they do where everybody's encoding goes to everybody. What an encoding loses
+is added to the next step's numbers, on the worker and on the owner alike: late, never lost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
+from jaxtrain.collectives.compression import Codec, count, flag, refuse
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.collectives.vary import Axes, vary
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """How gradients are summed in fewer bytes.
+
+    codec: `PowerSGD` for matrices by `powersgd_all_reduce`, any other by `compressed_all_reduce`.
+    error_feedback: False drops what was lost and the state that carries it. `Sign`, `TopK` and
+      `PowerSGD` are biased, and need not converge without.
+    warmup_steps: the first steps, which sum exactly (Tang et al. 2021 take about 15% of the run,
+      until Adam's second moment has settled).
+    by: what moves the bytes.
+    """
+
+    codec: Codec | PowerSGD
+    error_feedback: bool = True
+    warmup_steps: int = 0
+    by: Algorithm = field(default_factory=Lax)
+
+    def __post_init__(self) -> None:
+        violations = flag("error_feedback", self.error_feedback)
+        if isinstance(self.codec, type) or not hasattr(self.codec, "payload_bytes"):
+            violations.append(f"codec={self.codec!r} is no codec; use a value such as Int8()")
+        refuse(violations + count("warmup_steps", self.warmup_steps, 0))
+
+    def at(self, step: int) -> Codec | PowerSGD | None:
+        """The codec of step `step`, counted from 0; None: sum exactly. The host keeps a compiled
+        step for each value: a branch on the device would hold a collective."""
+        return None if step < self.warmup_steps else self.codec.at(step)
+
+
+class ErrorState(NamedTuple):
+    """What one device's encodings have lost and not yet sent: of its own numbers, and of the sums
+    in its tile. Over all devices, the workers' errors and the owners' errors joined are exactly
+    what the results so far lack of the true sums."""
+
+    worker: jax.Array
+    """[size] fp32."""
+    owner: jax.Array
+    """[ceil(size / n)] fp32; 0 beyond the end of the last tile."""
+
+
+def no_errors(size: int, n: int) -> ErrorState:
+    """The state before the first step, of one of n devices."""
+    worker, owner = (jnp.zeros(shape, jnp.float32) for shape in (size, math.ceil(size / n)))
+    return ErrorState(worker, owner)
+
+
+def sent_bytes(size: int, n: int, codec: Codec) -> int:
+    """Bytes one of n devices sends for one `compressed_all_reduce` of `size` numbers."""
+    return 2 * (n - 1) * codec.payload_bytes(math.ceil(size / n))
+
+
+def compressed_all_reduce(
+    x: jax.Array,
+    error: ErrorState | None,
+    axes: Axes,
+    codec: Codec,
+    key: jax.Array,
+    by: Algorithm,
+) -> tuple[jax.Array, ErrorState | None]:
+    """The sum over devices of `x` [size] fp32, nearly, with equal bits on all; and the next state.
+
+    Inside `jax.shard_map`. `key`: the same on all devices, another each step. `error` None: no
+    feedback. One device gets `x` and `error` back. A number that is not finite, in `x` or in a
+    sum, makes the result and the next state so: keep the old state where the step is skipped.
+    Raises ValueError for numbers or a state of another shape or dtype.
+    """
+    n = lax.axis_size(axes) if axes else 1
+    check_operands(x, error, n)
+    if n == 1:
+        return x, error
+    size, tile, me = x.size, math.ceil(x.size / n), lax.axis_index(axes)
+    x = vary(x, axes)
+    mine = x if error is None else x + error.worker
+    rows = jnp.pad(mine, (0, n * tile - size)).reshape(n, tile)
+    payload, lost = encoded(rows, codec, key, me)
+    arrived = all_to_all(payload, axes, 0, 0, by)
+
+    total = codec.decode(arrived, tile, key).sum(0) + (0 if error is None else error.owner)
+    # Padding that is not zero would enter the scales of the numbers beside it, and grow.
+    inside = me * tile + jnp.arange(tile) < size
+    total = jnp.where(inside, total, 0)
+    payload, lost_sum = encoded(total[None], codec, key, n + me)
+    gathered = all_gather(payload, axes, 0, by)
+    result = codec.decode(gathered, tile, key).reshape(-1)[:size]
+    if error is None:
+        return result, None
+    return result, ErrorState(lost.reshape(-1)[:size], jnp.where(inside, lost_sum[0], 0))
+
+
+def encoded(
+    rows: jax.Array, codec: Codec, key: jax.Array, stream: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(payload, what it has lost of `rows`)."""
+    # What is subtracted must be the bytes that are sent: without the barrier a compiler may encode
+    # once more with other roundings, or take a rounding and its inverse for nothing at all.
+    payload = lax.optimization_barrier(codec.encode(rows, key, stream))
+    return payload, rows - codec.decode(payload, rows.shape[1], key)
+
+
+def check_operands(x: jax.Array, error: ErrorState | None, n: int) -> None:
+    violations = []
+    if x.ndim != 1 or x.dtype != jnp.float32:
+        violations.append(
+            f"what is compressed must be fp32 of one dim and is {x.dtype}{list(x.shape)}; "
+            "use x.astype(float32).reshape(-1)"
+        )
+    wanted = ((x.size,), (math.ceil(x.size / n),))
+    if error is not None and (error.worker.shape, error.owner.shape) != wanted:
+        violations.append(
+            f"the errors of {x.size} numbers on {n} devices have shapes {wanted} and these "
+            f"{(error.worker.shape, error.owner.shape)}; begin with no_errors({x.size}, {n})"
+        )
+    refuse(violations)

@@ -1,0 +1,94 @@
+"""PowerSGD: matrices summed as two thin factors (Vogels et al. 2019, algorithms 1 and 2).
+
+One step of power iteration a training step, begun where the last one ended, finds the leading
+directions of the sum; error feedback sends the others later. The factors are sums themselves, so
+they need no more than plain all-reduces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import Algorithm, all_reduce
+from jaxtrain.collectives.compression import count, refuse
+from jaxtrain.collectives.vary import Axes, vary
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Sums of matrices [..., rows, cols] by their best directions, `rank` of them.
+
+    A leaf of more dims is a stack of matrices; one that is no matrix (and which dims stack, only
+    the logical axes tell) is the caller's to sum exactly. Vogels et al. take rank 2 for a ResNet, 4
+    for an LSTM.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        refuse(count("rank", self.rank))
+
+    def payload_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of both factors: what an all-reduce would have 4 * prod(shape) of."""
+        *stack, rows, cols = shape
+        return 4 * math.prod(stack) * self.rank * (rows + cols)
+
+    def at(self, step: int) -> PowerSGD:
+        return self
+
+
+class PowerSGDState(NamedTuple):
+    error: jax.Array | None
+    """[..., rows, cols] fp32, each device's own: what its matrices lack in the estimates so far.
+    None: no feedback."""
+    q: jax.Array
+    """[..., cols, rank] fp32, the same on all devices: the last right factor, columns scaled to
+    a greatest entry of 1 (only their span matters)."""
+
+
+def first_state(
+    shape: tuple[int, ...], codec: PowerSGD, key: jax.Array, *, error_feedback: bool
+) -> PowerSGDState:
+    """The state before the first step; `key` the same on all devices. Raises ValueError for a shape
+    that is no matrix, or too small for the rank."""
+    if len(shape) < 2 or codec.rank > min(shape[-2:]):
+        raise ValueError(
+            f"rank={codec.rank} needs matrices of that many rows and columns, and the shape is "
+            f"{list(shape)}; sum it exactly, or lower the rank"
+        )
+    error = jnp.zeros(shape, jnp.float32) if error_feedback else None
+    return PowerSGDState(error, jax.random.normal(key, (*shape[:-2], shape[-1], codec.rank)))
+
+
+def powersgd_all_reduce(
+    matrices: jax.Array, state: PowerSGDState, axes: Axes, by: Algorithm
+) -> tuple[jax.Array, PowerSGDState]:
+    """The sum over devices of `matrices` [..., rows, cols] fp32, projected on `rank` directions,
+    with equal bits on all where `by` sums so; and the next state.
+
+    Inside `jax.shard_map`. One device gets `matrices` and `state` back. A number that is not finite
+    makes the result and the next errors so: keep the old state where the step is skipped.
+    """
+    n = lax.axis_size(axes) if axes else 1
+    if n == 1:
+        return matrices, state
+    matrices, q = vary(matrices, axes), vary(state.q, axes)
+    mine = matrices if state.error is None else matrices + state.error
+    p, _ = jnp.linalg.qr(all_reduce(_matmul(mine, q), axes, by))
+    right = all_reduce(_matmul(mine.mT, p), axes, by)
+    estimate = _matmul(p, right.mT)
+    # A direction in which the sum is zero keeps its last column: from zeros it would not return.
+    top = jnp.abs(right).max(-2, keepdims=True)
+    q = jnp.where(top > 0, right / top, q)
+    error = None if state.error is None else mine - estimate / n
+    return estimate, PowerSGDState(error, q)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
