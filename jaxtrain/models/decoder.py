@@ -158,11 +158,13 @@ class Decoder(nnx.Module):
         """
         targets = batch["targets"].reshape(-1)
         weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
-        x = self.hidden(batch, key=key, comm=comm, loop=loop)
+        table, ids = self._gathered(comm, "embedding", batch["tokens"])
+        x = self.hidden(table, {**batch, "tokens": ids}, key=key, comm=comm, loop=loop)
+        head, x = (table, x) if self.config.tied else self._gathered(comm, "head", x)
         total = cross_entropy(
             comm,
             x,
-            self._gathered(comm, "embedding" if self.config.tied else "head"),
+            head,
             targets,
             weights.astype(jnp.float32),
             self.head_config,
@@ -171,11 +173,18 @@ class Decoder(nnx.Module):
         return total, jnp.sum(weights.astype(jnp.float32)) / comm.vocab_ways()
 
     def hidden(
-        self, batch: Batch, *, key: jax.Array | None, comm: Communicator, loop: LayerLoop
+        self,
+        table: jax.Array,
+        batch: Batch,
+        *,
+        key: jax.Array | None,
+        comm: Communicator,
+        loop: LayerLoop,
     ) -> jax.Array:
-        """The final hidden states [tokens share, embed], normalised."""
+        """The final hidden states [tokens share, embed], normalised; `table`: the embedding as
+        used, [vocab slice, embed]."""
         context = self._context(batch, key, comm)
-        x = self._embed(batch["tokens"], context, comm)
+        x = self._embed(table, batch["tokens"], context, comm)
         first = len(self.config.prefix)
         for i, block in enumerate(self.prefix):
             x = _run_block(block, f"prefix.{i}.", x, context, comm, loop, layer=i)
@@ -185,8 +194,12 @@ class Decoder(nnx.Module):
             x = _run_block(block, f"suffix.{i}.", x, context, comm, loop, layer=last + i)
         return self.norm(x)
 
-    def _gathered(self, comm: Communicator, name: str) -> jax.Array:
-        return comm.gather({name: getattr(self, name)[...]}, "")[name]
+    def _gathered(
+        self, comm: Communicator, name: str, after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """A table as it is used, and `after`."""
+        whole, after = comm.gather({name: getattr(self, name)[...]}, "", after)
+        return whole[name], after
 
     def _context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
         rows, seq = batch["tokens"].shape
@@ -201,13 +214,16 @@ class Decoder(nnx.Module):
         ropes = tuple(tables(rope, positions, size) for rope, size in self.config.ropes)
         return Context(positions, batch.get("segments"), ropes, keys)
 
-    def _embed(self, ids: jax.Array, context: Context, comm: Communicator) -> jax.Array:
+    def _embed(
+        self, table: jax.Array, ids: jax.Array, context: Context, comm: Communicator
+    ) -> jax.Array:
         config = self.config
-        x = comm.embed(self._gathered(comm, "embedding"), ids.reshape(-1))
+        x = comm.embed(table, ids.reshape(-1))
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         if config.learned_positions is not None:
-            x = x + self._gathered(comm, "positions")[comm.tokens(context.positions.reshape(-1))]
+            positions, x = self._gathered(comm, "positions", x)
+            x = x + positions[comm.tokens(context.positions.reshape(-1))]
         x = comm.constrain(x, "batch*seq", "embed")
         return dropout(x, config.dropout, context.keys, name="embedding")
 
@@ -255,11 +271,12 @@ class Decoder(nnx.Module):
         positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
         context = self._context({"tokens": ids, "positions": positions}, None, comm)
         context = context._replace(index=index)
-        x = self._embed(ids, context, comm)
+        table, ids = self._gathered(comm, "embedding", ids)
+        x = self._embed(table, ids, context, comm)
         first, n = len(self.prefix), len(self.period)
         out: list[Any] = list(caches)
         for i, block in enumerate(self.prefix):
-            used = _used(block, f"prefix.{i}.", comm)
+            used, x = _used(block, f"prefix.{i}.", comm, x)
             x, out[i] = used(x, context, comm, layer=i, cache=caches[i])
         parts = [take_apart(block) for block in self.period]
 
@@ -277,8 +294,9 @@ class Decoder(nnx.Module):
         )
         for i, block in enumerate(self.suffix, start=first + n):
             name = f"suffix.{i - first - n}."
-            x, out[i] = _used(block, name, comm)(x, context, comm, layer=0, cache=caches[i])
-        head = self._gathered(comm, "embedding" if self.config.tied else "head")
+            used, x = _used(block, name, comm, x)
+            x, out[i] = used(x, context, comm, layer=0, cache=caches[i])
+        head = table if self.config.tied else self._gathered(comm, "head", x)[0]
         z = logits(self.norm(x), head, self.head_config)
         return z.reshape(rows, new, -1), out
 
@@ -293,10 +311,13 @@ def _table(
     return table
 
 
-def _used(block: Block, prefix: str, comm: Communicator) -> Block:
-    """The block with its parameters as they are used."""
+def _used(
+    block: Block, prefix: str, comm: Communicator, after: jax.Array
+) -> tuple[Block, jax.Array]:
+    """The block with its parameters as they are used, and `after`."""
     part = take_apart(block)
-    return put_together(part.static, comm.gather(part.params, prefix))
+    params, after = comm.gather(part.params, prefix, after)
+    return put_together(part.static, params), after
 
 
 def _run_block(
@@ -313,7 +334,8 @@ def _run_block(
     part = take_apart(block)
 
     def run(params: Any, x: jax.Array, context: Context) -> jax.Array:
-        used = put_together(part.static, comm.gather(params, prefix))
+        params, x = comm.gather(params, prefix, x)
+        used = put_together(part.static, params)
         return used(x, context, comm, layer=layer)[0]
 
     return rematerialised(run, loop.remat)(part.params, x, context)

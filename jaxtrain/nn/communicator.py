@@ -25,9 +25,11 @@ Attend = Callable[..., jax.Array]
 class Communicator(Protocol):
     """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
 
-    def gather(self, params: Params, prefix: str) -> Params:
+    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
         """Parameters as they are used: whole over the axes that only split them at rest, in the
-        compute dtype. Differentiable: the adjoint is `scatter`."""
+        compute dtype; not before `after` exists, which is returned: where a gather stands in the
+        source it stays, in the loop over microbatches and in the pass. Differentiable: the adjoint
+        is `scatter`."""
         ...
 
     def fetch(self, params: Params, prefix: str) -> Params:
@@ -96,13 +98,13 @@ class Local:
 
     compute_dtype: Any = jnp.float32
 
-    def gather(self, params: Params, prefix: str) -> Params:
+    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
+        return self.fetch(params, prefix), after
+
+    def fetch(self, params: Params, prefix: str) -> Params:
         # One-dim leaves keep their dtype: they are small, and norms are computed in fp32.
         dtype = self.compute_dtype
         return {k: v.astype(dtype) if v.ndim > 1 else v for k, v in params.items()}
-
-    def fetch(self, params: Params, prefix: str) -> Params:
-        return Local.gather(self, params, prefix)
 
     def scatter(self, grads: Params, prefix: str) -> Params:
         return grads

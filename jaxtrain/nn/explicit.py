@@ -46,15 +46,15 @@ class Explicit(Local):
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sizes)
 
-    def gather(self, params: Params, prefix: str) -> Params:
+    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
         if not self.gather_weights:
-            return super().gather(params, prefix)
-        return _gather(self, prefix, params)
+            return super().gather(params, prefix, after)
+        return _gather(self, prefix, params, after)
 
     def fetch(self, params: Params, prefix: str) -> Params:
+        whole = super().fetch(params, prefix)
         if not self.gather_weights:
-            return super().gather(params, prefix)
-        whole = super().gather(params, prefix)
+            return whole
         return gather_bundle(whole, self._gathered(params, prefix), self.collectives.fsdp)
 
     def scatter(self, grads: Params, prefix: str) -> Params:
@@ -124,19 +124,23 @@ class Explicit(Local):
         return replace(self, gather_weights=False)
 
 
+Gathered = tuple[Params, jax.Array]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(comm: Explicit, prefix: str, params: Params) -> Params:
-    return comm.fetch(params, prefix)
+def _gather(comm: Explicit, prefix: str, params: Params, after: jax.Array) -> Gathered:
+    params, after = lax.optimization_barrier((params, after))
+    return comm.fetch(params, prefix), after
 
 
-def _gather_forward(comm: Explicit, prefix: str, params: Params) -> tuple[Params, Params]:
+def _gather_forward(comm: Explicit, prefix: str, params: Params, after: jax.Array) -> Any:
     # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
-    return comm.fetch(params, prefix), {k: v[:0] for k, v in params.items()}
+    return _gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
 
 
-def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Params) -> tuple[Params]:
-    scattered = comm.scatter(grads, prefix)
-    return ({k: g.astype(like[k].dtype) for k, g in scattered.items()},)
+def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Gathered) -> Gathered:
+    scattered = comm.scatter(grads[0], prefix)
+    return {k: g.astype(like[k].dtype) for k, g in scattered.items()}, grads[1]
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

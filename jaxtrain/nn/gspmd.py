@@ -42,11 +42,8 @@ class Gspmd(Local):
             out[name] = lax.with_sharding_constraint(value, sharding)
         return out
 
-    def gather(self, params: Params, prefix: str) -> Params:
-        return self._place(super().gather(params, prefix), prefix, "in_use")
-
     def fetch(self, params: Params, prefix: str) -> Params:
-        return self.gather(params, prefix)
+        return self._place(super().fetch(params, prefix), prefix, "in_use")
 
     def scatter(self, grads: Params, prefix: str) -> Params:
         return self._place(grads, prefix, "params")

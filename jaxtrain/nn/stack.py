@@ -31,8 +31,7 @@ class LayerLoop:
     unroll: layers are unrolled into the program (True) or scanned. On XLA:CPU a scanned loop
       costs 1.3x; on accelerators scanning keeps compile time flat in depth.
     remat: a name of `remat.REMAT`.
-    prefetch: fetch the next layer's weights during this layer (scanned loops; unrolled programs
-      leave the order to the compiler's scheduler).
+    prefetch: fetch the next layer's weights during this layer (scanned loops only).
     reshard_after_forward: fetch weights again in the backward pass (ZeRO-3) or keep them from the
       forward pass: less communication, the memory of all layers' weights.
     """
@@ -76,7 +75,8 @@ def _slice(params: Params, layer: Any) -> Params:
 
 def _pinned(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
     """The shards, not before `x` exists: keeps XLA from merging a backward fetch with the
-    forward one (which would keep every layer's weights) or hoisting it out of the loop."""
+    forward one (which would keep every layer's weights) or hoisting it out of a loop: of layers,
+    or of microbatches."""
     return lax.optimization_barrier((params, x))
 
 
@@ -85,7 +85,8 @@ def _run(static: _Static, params: Params, x: jax.Array, extras: Any) -> jax.Arra
     """Without a derivative: nothing is saved."""
 
     def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return static.body(static.fetch(_slice(params, layer)), x, extras, layer), None
+        shards, x = _pinned(_slice(params, layer), x)
+        return static.body(static.fetch(shards), x, extras, layer), None
 
     if static.loop.unroll:
         for layer in range(static.layers):
@@ -135,29 +136,34 @@ def _forward(static: _Static, params: Params, x: jax.Array, extras: Any) -> tupl
         y, saved = _linearise(static, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
+    def fetched(layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
+        shards, x = _pinned(_slice(params, layer), x)
+        return static.fetch(shards), x
+
     if loop.unroll:
         out = []
         for layer in range(layers):
-            x, saved = layer_step(x, static.fetch(_slice(params, layer)), layer)
+            weights, x = fetched(layer, x)
+            x, saved = layer_step(x, weights, layer)
             out.append(saved)
         return x, (params, extras, out)
     if not loop.prefetch:
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            shards, x = _pinned(_slice(params, layer), x)
-            return layer_step(x, static.fetch(shards), layer)
+            weights, x = fetched(layer, x)
+            return layer_step(x, weights, layer)
 
         x, out = lax.scan(step, x, jnp.arange(layers))
         return x, (params, extras, out)
 
     def ahead(carry: tuple[jax.Array, Params], layer: Any) -> tuple[Any, Any]:
         x, weights = carry
-        shards, x = _pinned(_slice(params, layer + 1), x)
-        following = static.fetch(shards)
+        following, x = fetched(layer + 1, x)
         x, saved = layer_step(x, weights, layer)
         return (x, following), saved
 
-    (x, last), out = lax.scan(ahead, (x, static.fetch(_slice(params, 0))), jnp.arange(layers - 1))
+    weights, x = fetched(0, x)
+    (x, last), out = lax.scan(ahead, (x, weights), jnp.arange(layers - 1))
     x, saved = layer_step(x, last, layers - 1)
     return x, (params, extras, (out, saved))
 

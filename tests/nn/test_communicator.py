@@ -70,7 +70,7 @@ def inputs():
 
 def block(comm, params, x, ids):
     """Every operation that has a derivative, in one function: [tokens share, embed]."""
-    p = comm.gather(params, "block.")
+    p, x = comm.gather(params, "block.", x)
     x = x * jnp.expand_dims(p["norm"], 0) + comm.embed(p["table"], ids)
     up, gate = comm.column(x, p["up"], p["gate"])
     return x + comm.row(jnp.tanh(up) * gate, p["down"])
@@ -178,7 +178,7 @@ def test_gspmd_sums_weight_gradients_in_the_reduce_dtype(mesh, reduce, tmp_path,
     matrices = {k: params[k] for k in ("up", "down", "table")}
 
     def loss(matrices, x, ids):
-        p = comm.gather(matrices, "block.")
+        p, x = comm.gather(matrices, "block.", x)
         x = comm.constrain(x.astype(jnp.bfloat16), "batch*seq", "embed")
         (up,) = comm.column(x + comm.embed(p["table"], ids), p["up"])
         y = comm.constrain(comm.row(jnp.tanh(up), p["down"]), "batch*seq", "embed")
@@ -261,13 +261,16 @@ def test_gather_sends_the_compute_dtype_and_reduces_in_the_reduce_dtype(mesh, co
 
     def on_device(params):
         params = jax.tree.map(lambda a: vary(a, AXES), params)
-        used = comm.gather(params, "block.")
+        used = comm.fetch(params, "block.")
         assert {k: v.dtype for k, v in used.items()} == {
             k: jnp.float32 if k == "norm" else compute for k in params
         }
-        grads = jax.grad(
-            lambda p: sum(jnp.sum(v.astype(jnp.float32)) for v in comm.gather(p, "block.").values())
-        )(params)
+
+        def loss(params):
+            whole, _ = comm.gather(params, "block.", vary(jnp.float32(0), AXES))
+            return sum(jnp.sum(v.astype(jnp.float32)) for v in whole.values())
+
+        grads = jax.grad(loss)(params)
         assert all(g.dtype == jnp.float32 for g in grads.values())
         grads["norm"] = jax.lax.pmean(grads["norm"], AXES)
         return {k: g if k == "norm" else jax.lax.pmean(g, "data") for k, g in grads.items()}
@@ -287,8 +290,9 @@ def test_gather_sends_the_compute_dtype_and_reduces_in_the_reduce_dtype(mesh, co
 def test_local_leaves_everything_as_it_is():
     params, x, ids, _ = inputs()
     comm = Local(jnp.bfloat16)
-    assert comm.gather(params, "")["norm"].dtype == jnp.float32
-    assert comm.gather(params, "")["up"].dtype == jnp.bfloat16
+    used, after = comm.gather(params, "", x)
+    assert (used["norm"].dtype, used["up"].dtype) == (jnp.float32, jnp.bfloat16)
+    assert after is x
     same = (
         *(comm.tokens(x), comm.all_tokens(x), comm.scatter_head_gradient(x)),
         *(comm.sum_over_vocab(x), comm.max_over_vocab(x), comm.constrain(x, "batch*seq", "embed")),

@@ -54,7 +54,9 @@ def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
     def run(tokens: jax.Array) -> jax.Array:
         module = put_together(model.assembly.split.static, model.params)
         loop = LayerLoop(unroll=True, remat="none")
-        x = module.hidden({"tokens": tokens}, key=None, comm=Local(), loop=loop)
+        x = module.hidden(
+            module.embedding[...], {"tokens": tokens}, key=None, comm=Local(), loop=loop
+        )
         head = module.embedding[...] if module.config.tied else module.head[...]
         return logits(x, head, module.head_config)
 
