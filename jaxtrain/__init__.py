@@ -20,7 +20,20 @@ _WHERE = {
         "SavePolicy",
     ),
     "jaxtrain.collectives.choice": ("Collectives",),
+    "jaxtrain.collectives.compressed": (
+        "Compressed",
+        "Guard",
+    ),
+    "jaxtrain.collectives.compression": (
+        "Fp8",
+        "Int8",
+        "RandomK",
+        "Sign",
+        "TopK",
+    ),
+    "jaxtrain.collectives.hierarchical": ("Hierarchical",),
     "jaxtrain.collectives.lax_form": ("Lax",),
+    "jaxtrain.collectives.powersgd": ("PowerSGD",),
     "jaxtrain.collectives.recursive": ("Recursive",),
     "jaxtrain.collectives.ring": ("Ring",),
     "jaxtrain.data": (

@@ -11,13 +11,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 JSON = "JSON alone on the standard output; what people read goes to standard error"
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
+DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}
+"""Where the driver of a platform's devices shows that there are any."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,19 +69,47 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
     certify.add_argument("--json", action="store_true", help=JSON)
 
-    bench = command("bench", _bench, "measure against a plain loop, in turn in one run")
-    bench.add_argument("what", choices=("step",))
-    bench.add_argument("experiment")
-    bench.add_argument("--mesh", default="meshes/cpu_1.toml")
-    bench.add_argument("--steps", type=int, default=10)
-    bench.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
-    bench.add_argument("--json", action="store_true", help=JSON)
+    compiled = command("compile", _compile, "what a step takes and sends, on a mesh here or not")
+    compiled.add_argument("experiment")
+    compiled.add_argument("--mesh", required=True)
+    compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
+    compiled.add_argument("--json", action="store_true", help=JSON)
+
+    _bench_commands(commands)
 
     tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
     tokenize.add_argument("experiment")
     tokenize.add_argument("--out", required=True, help="directory of the token files")
     tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     return parser
+
+
+def _bench_commands(commands: Any) -> None:
+    text = "measure against the plain form, in turn in one run"
+    bench = commands.add_parser("bench", help=text, description=text)
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+
+    text = "the step of an experiment beside a plain jax and optax loop of the same model"
+    step = kinds.add_parser("step", help=text, description=text)
+    step.set_defaults(run=_bench_step)
+    step.add_argument("experiment")
+    step.add_argument("--mesh", default="meshes/cpu_1.toml")
+    step.add_argument("--steps", type=int, default=10)
+
+    text = "every collective by every algorithm beside lax's own"
+    collectives = kinds.add_parser("collectives", help=text, description=text)
+    collectives.set_defaults(run=_bench_collectives)
+    collectives.add_argument("--mesh", required=True)
+    for name, text in (
+        ("collectives", "a,b or all; default all, across processes those of a training step"),
+        ("algorithms", "a,b or all; default all, fewer across processes and beyond 16MiB"),
+        ("sizes", "of the whole buffer on one device; default 4KiB,64KiB,1MiB,16MiB,64MiB"),
+        ("processes", "how many share simulated devices; default 1,2,4, on accelerators 1"),
+    ):
+        collectives.add_argument(f"--{name}", metavar="A,B", help=text)
+    for sub in (step, collectives):
+        sub.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+        sub.add_argument("--json", action="store_true", help=JSON)
 
 
 def _mesh(options: Any) -> Any:
@@ -179,11 +211,76 @@ def _certify(options: Any) -> int:
     return FAILED if certificate.failed else 0
 
 
-def _bench(options: Any) -> int:
+def _compile(options: Any) -> int:
+    spec = _mesh(options)
+    if spec.simulated or spec.chip.platform == "cpu":
+        _set_simulation_flags(options, spec)
+    elif not any(Path(device).exists() for device in DEVICE_FILES[spec.chip.platform]):
+        from jaxtrain.mesh.absent import ENVIRONMENT
+
+        os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+    from jaxtrain.planner.compile import compile_experiment
+
+    report = compile_experiment(options.experiment, spec, compiler_log=_compiler_log)
+    for part in (report.table(), report.summary()):
+        print(part, file=_told(options))
+    if options.json:
+        print(json.dumps(report.as_json()))
+    return FAILED if report.violations or report.fits is False else 0
+
+
+@contextmanager
+def _compiler_log() -> Iterator[Callable[[], str]]:
+    """What is written to the standard error meanwhile, by libraries too; passed on at the end."""
+    sys.stderr.flush()
+    kept, text = os.dup(2), ""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: text
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            sys.stderr.write(text)
+
+
+def _bench_step(options: Any) -> int:
     from jaxtrain.train.bench import bench_step
 
     found = bench_step(options.experiment, _mesh(options), steps=options.steps)
     print(found.table(), file=_told(options))
+    if options.json:
+        print(json.dumps(found.as_json()))
+    return 0
+
+
+def _bench_collectives(options: Any) -> int:
+    from jaxtrain.train import bench_collectives as bench
+
+    readers: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
+        "collectives": (str.strip, bench.MEASURED),
+        "algorithms": (str.strip, bench.OURS),
+        "sizes": (bench.read_size, ()),
+        "processes": (bench.read_count, ()),
+    }
+    chosen: dict[str, Any] = {}
+    for name, (read, everything) in readers.items():
+        text = getattr(options, name)
+        if text is not None:
+            whole = text == "all" and everything
+            chosen[name] = everything if whole else [read(word) for word in text.split(",")]
+    try:
+        found = bench.bench_collectives(
+            _mesh(options),
+            **chosen,
+            progress=lambda text: print(text, flush=True, file=_told(options)),
+        )
+    except RuntimeError as error:  # a process's last words say more than where we waited for it
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return FAILED
+    print(found.summary(), file=_told(options))
     if options.json:
         print(json.dumps(found.as_json()))
     return 0

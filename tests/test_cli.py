@@ -413,6 +413,70 @@ def test_certify_exits_with_1_when_a_layout_failed(
     assert {"layouts", "failed", "worst_loss_rel", "worst_grad_rel"} <= set(found)
 
 
+BENCH = ["bench", "collectives", "--mesh", str(ROOT / "meshes" / "cpu_8.toml")]
+
+
+def test_bench_collectives_measures_what_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every flag reaches the function; the JSON stands alone on the standard output."""
+    from jaxtrain.train import bench_collectives as bench
+
+    row = bench.Row("all_reduce", "ring_1", 2, 65536, 1.0, 2.0, 7.0, None)
+    calls: list[dict[str, Any]] = []
+
+    def measured(spec: Any, *, progress: Callable[[str], None], **chosen: Any) -> Any:
+        calls.append({"devices": spec.devices, **chosen})
+        progress("a line")
+        return bench.CollectivesReport("cpu_8", 8, (row,))
+
+    monkeypatch.setattr(bench, "bench_collectives", measured)
+    flags = ["--collectives", "all_reduce, scatter", "--algorithms", "all"]
+    flags += ["--sizes", "64KiB,1MiB", "--processes", "2,4"]
+    assert cli.main([*BENCH, *flags, "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["a line", "across 2 processes, faster than lax: ring_1 1 of 1"]
+    (found,) = json.loads(said.out)["rows"]
+    keys = {"collective", "algorithm", "processes", "bytes", "seconds", "lax_seconds", "ratio"}
+    assert found.keys() >= keys | {"sent_bytes"}
+    assert cli.main(BENCH) == 0
+    assert "{" not in capsys.readouterr().out
+    asked = {
+        "collectives": ["all_reduce", "scatter"],
+        "algorithms": bench.OURS,
+        "sizes": [2**16, 2**20],
+        "processes": [2, 4],
+    }
+    assert calls == [{"devices": 8} | asked, {"devices": 8}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--collectives", "all_reduc"], "did you mean 'all_reduce'?"),
+        (["--algorithms", "ring"], "algorithms: 'ring' is not known"),
+        (["--sizes", "1MB"], "write 65536, 64KiB or 1MiB"),
+        (["--processes", "3"], "use 1, 2, 4, 8"),
+        (["--processes", "two"], "'two' is no whole number"),
+    ],
+)
+def test_bench_collectives_refuses_with_code_2(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*BENCH, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_collectives_exits_with_1_when_a_process_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")  # a process of JAX's does not start
+    flags = ["--collectives", "all_reduce", "--sizes", "4KiB", "--processes", "1"]
+    assert cli.main([*BENCH, *flags]) == 1
+    told = capsys.readouterr().err
+    assert "ended with" in told and "xla_no_such_flag" in told and "Traceback" not in told
+
+
 @pytest.mark.parametrize("tokenizer", ["ByteTokenizer()", "BpeTokenizer(vocab=270)"])
 def test_what_tokenize_says_trains(tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It counts the tokens, and prints the data value that reads them."""

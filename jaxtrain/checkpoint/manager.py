@@ -164,6 +164,11 @@ class CheckpointManager:
         placed = leaf_table.from_store(wanted, arrays, records)
         return jax.tree.unflatten(jax.tree.structure(template), placed), record["metadata"]
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each leaf saved with `step`, by path; reads one small file."""
+        leaves = read_record(self.directory, step)["leaves"]
+        return {name: tuple(shape) for name, (shape, _, _) in leaves.items()}
+
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata saved with `step`; reads one small file, without Orbax."""
         return read_record(self.directory, step)["metadata"]

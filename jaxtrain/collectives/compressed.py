@@ -24,8 +24,37 @@ from jaxtrain.collectives.vary import Axes, vary
 
 
 @dataclass(frozen=True)
+class Guard:
+    """When compressed sums are given up for exact ones: at the first sample beyond a bound.
+
+    every: steps between samples; a sampled step makes the exact sums too, and pays for both.
+    max_error: bound of |compressed - exact| / |exact|, over all compressed leaves. min_cosine:
+      bound of the cosine between them. With error feedback what earlier sums lack is in the
+      compressed one, so neither is that of the codec alone. None: no bound.
+    """
+
+    every: int = 50
+    max_error: float | None = None
+    min_cosine: float | None = 0.1
+
+    def __post_init__(self) -> None:
+        violations = count("every", self.every)
+        if self.max_error is None and self.min_cosine is None:
+            violations.append("max_error and min_cosine are both None; use for example 2.0 or 0.1")
+        if self.max_error is not None and not self.max_error > 0:
+            violations.append(f"max_error={self.max_error!r} must be positive; use for example 2.0")
+        if self.min_cosine is not None and not -1 <= self.min_cosine <= 1:
+            violations.append(f"min_cosine={self.min_cosine!r} must lie in [-1, 1]; use 0.1")
+        refuse(violations)
+
+
+@dataclass(frozen=True)
 class Compressed:
     """How gradients are summed in fewer bytes.
+
+    Error feedback makes up for what a codec loses where the update is linear in the gradient: SGD
+    without clipping. AdamW and `clip_norm` are not: with them `Sign` and `TopK` end well above the
+    exact run, while `Int8`, `Fp8` and a `PowerSGD` of some rank do not (experiments/LOG.md).
 
     codec: `PowerSGD` for matrices by `powersgd_all_reduce`, any other by `compressed_all_reduce`.
     error_feedback: False drops what was lost and the state that carries it. `Sign`, `TopK` and
@@ -33,12 +62,14 @@ class Compressed:
     warmup_steps: the first steps, which sum exactly (Tang et al. 2021 take about 15% of the run,
       until Adam's second moment has settled).
     by: what moves the bytes.
+    guard: when to go back to exact sums for good; None: never.
     """
 
     codec: Codec | PowerSGD
     error_feedback: bool = True
     warmup_steps: int = 0
     by: Algorithm = field(default_factory=Lax)
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         violations = flag("error_feedback", self.error_feedback)

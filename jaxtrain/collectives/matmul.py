@@ -65,10 +65,14 @@ def gather_products(
         outs, moving = carry
         # Both from the carry: the next tile is on its way while this one is multiplied.
         following = shift(moving[way], axes, way)
-        return multiplied(outs, moving[way], me - way * h), moving | {way: following}
+        outs = multiplied(outs, moving[way], me - way * h)
+        # Every hop its product: left free, a scheduler puts all products behind one of them.
+        outs, following = lax.optimization_barrier((outs, following))
+        return outs, moving | {way: following}
 
     moving = {way: shift(x, axes, way) for way, _ in chains}
     outs = tuple(room_for(x @ w, axes, 0) for w in weights), room_for(x, axes, 0)
+    outs, moving = lax.optimization_barrier((outs, moving))
     short = [(way, hops - 1) for way, hops in chains]
     outs, moving = ring.travel(short, hop, (outs, moving))
     for way, hops in chains:
@@ -92,12 +96,15 @@ def scattered_products(xs: Weights, weights: Weights, axes: Axes, ring: Ring) ->
 
     def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
         arrived = shift(sums[way], axes, way)
-        return sums | {way: arrived + product(me + way * (length[way] - h))}
+        own = product(me + way * (length[way] - h))
+        arrived, own = lax.optimization_barrier((arrived, own))
+        return sums | {way: arrived + own}
 
     started = {way: product(me + way * hops) for way, hops in chains}
     sums = ring.travel([(way, hops - 1) for way, hops in chains], hop, started)
     arrived = [shift(sums[way], axes, way) for way, _ in chains]
-    return sum(arrived, start=product(me)).astype(xs[0].dtype)
+    arrived, own = lax.optimization_barrier((arrived, product(me)))
+    return sum(arrived, start=own).astype(xs[0].dtype)
 
 
 PRODUCT_SCATTERS: dict[str, Callable[[Weights, Weights, Axes, Ring], jax.Array]] = {

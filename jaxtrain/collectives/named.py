@@ -8,28 +8,54 @@ doubled by a test, which must then see the certificate fail (`tests/train/test_m
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 from jax import lax
 
 from jaxtrain.collectives import algorithm
 from jaxtrain.collectives.algorithm import Algorithm
-from jaxtrain.collectives.vary import Axes
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.vary import Axes, same
+
+
+class AllReduce(Protocol):
+    """Whatever sums over devices: an `Algorithm`, or several in levels (`hierarchical.py`)."""
+
+    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """The sum over the devices of `axes`, with equal bits on all of them."""
+        ...
 
 
 def _sum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes)
 
 
+def _reduced(x: jax.Array, axes: Axes, by: AllReduce) -> jax.Array:
+    # Of the compiler's own sum types know that it is equal everywhere: they need not be told.
+    return _sum(x, axes) if isinstance(by, Lax) else same(by.all_reduce(x, axes), axes)
+
+
 SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
     "loss": _sum,
-    "gradients": _sum,
-    "small gradients": _sum,
     "gradient norm": _sum,
     "vocabulary": _sum,
 }
-"""All-reduces: loss and token count; gradients of leaves over the axes they are whole on; the same
-for small leaves in one bucket; squared norms; exp-sums and target logits of the vocabulary."""
+"""All-reduces: loss and token count; squared norms; exp-sums and target logits of the
+vocabulary."""
+
+GRADIENT_SUMS: dict[str, Callable[[jax.Array, Axes, AllReduce], jax.Array]] = {
+    "gradients": _reduced,
+    "small gradients": _reduced,
+    "layer gradients": _reduced,
+}
+"""All-reduces by the experiment's reducer, of gradients over the axes a leaf is whole on: leaf by
+leaf; small leaves in buckets; either of them within the backward pass of their layer."""
+
+LINK_SUMS: dict[str, Callable[[jax.Array, Axes, Algorithm], jax.Array]] = {
+    "slow links": algorithm.all_reduce,
+}
+"""The all-reduce within a hierarchical one; its reduce-scatters are in SUM_SCATTERS."""
 
 SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int, Algorithm], jax.Array]] = {
     "weight gradients": algorithm.reduce_scatter,
@@ -38,15 +64,26 @@ SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int, Algorithm], jax.Array]] 
     "column gradients": algorithm.reduce_scatter,
     "embedding": algorithm.reduce_scatter,
     "head gradients": algorithm.reduce_scatter,
+    "fast links": algorithm.reduce_scatter,
 }
 """Reduce-scatters: adjoint of the FSDP gather; gradients to ZeRO-1/2 owners; outputs of row-split
-matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head. Those
-made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
+matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head; those
+of hierarchical sums. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
 
 
 def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:
     """`x` summed over mesh axes `axes` by the reduction registered as `name`."""
     return SUMS[name](x, axes) if axes else x
+
+
+def gradient_sum(name: str, x: jax.Array, axes: Axes, by: AllReduce) -> jax.Array:
+    """As `sum_over`, by the reducer `by`; typed as equal on all devices of `axes`."""
+    return GRADIENT_SUMS[name](x, axes, by) if axes else x
+
+
+def link_sum(name: str, x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
+    """As `sum_over`, by the algorithm `by`; typed as varying."""
+    return LINK_SUMS[name](x, axes, by) if axes else x
 
 
 def sum_scatter(name: str, x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.checkpoint.manager import SavePolicy
+from jaxtrain.collectives.buckets import SMALL_LEAF
 from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
@@ -29,6 +32,15 @@ class Execution:
     collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
     check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
       reduction; False only where a library kernel refuses it.
+    reducer: what sums gradients over the mesh axes on which a leaf is whole, in the explicit step:
+      `data`, and `fsdp` where it splits nothing of the leaf. What it splits is reduce-scattered, by
+      `collectives`. `Compressed` changes what is learned, a little, and a resumed run keeps it.
+    small_leaf: gradients of leaves up to so many elements (a device's part) are summed together.
+    reduce_layers: sum the gradients of each layer within the backward pass, beside the arithmetic
+      of the layer below it, and not once a step after it; `small_leaf` then counts in a layer. With
+      microbatches the bytes of these sums are sent once each: `microbatches` times as many. What
+      is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
+      ever.
     """
 
     mode: str | None = None
@@ -36,9 +48,12 @@ class Execution:
     attention: Any = None
     collectives: Collectives | None = None
     check_vma: bool | None = None
+    reducer: Reducer = Lax()  # noqa: RUF009 (frozen)
+    small_leaf: int = SMALL_LEAF
+    reduce_layers: bool = False
 
     def __post_init__(self) -> None:
-        refuse(kind_violations(self))
+        refuse(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
 
 
 @dataclass(frozen=True)

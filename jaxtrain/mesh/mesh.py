@@ -94,8 +94,10 @@ class MeshSpec:
         return replace(self, axes=sizes)
 
     def simulate(self) -> MeshSpec:
-        """The same mesh on fake CPU devices (see `simulation.simulation_flags`)."""
-        return replace(self, simulated=True)
+        """The same mesh on fake CPU devices (see `simulation.simulation_flags`). Options are of the
+        chip's own compiler: another refuses them."""
+        kept = self.compiler_options if self.chip.platform == "cpu" else ()
+        return replace(self, simulated=True, compiler_options=kept)
 
 
 def format_axes(axes: Axes) -> str:

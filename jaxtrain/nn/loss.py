@@ -61,10 +61,15 @@ def cross_entropy(
     dtype, targets and weights [all tokens]. `rows`: tokens are chunked within rows, so the chunk
     count divides tokens / rows.
     """
-    seq = targets.shape[0] // rows
-    wanted = -(-targets.shape[0] // config.chunk_tokens)
-    chunks = next((n for n in range(min(wanted, seq), seq + 1) if seq % n == 0), seq)
-    return _cross_entropy(_Static(comm, config, max(chunks, 1), rows), x, head, targets, weights)
+    chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens)
+    return _cross_entropy(_Static(comm, config, chunks, rows), x, head, targets, weights)
+
+
+def chunk_count(tokens: int, rows: int, chunk_tokens: int) -> int:
+    """Into how many chunks the tokens of `rows` rows are divided: the fewest that divide a row and
+    hold at most `chunk_tokens`, or the row's length."""
+    seq, wanted = tokens // rows, -(-tokens // chunk_tokens)
+    return max(1, next((n for n in range(min(wanted, seq), seq + 1) if seq % n == 0), seq))
 
 
 def logits(x: jax.Array, head: jax.Array, config: HeadConfig, offset: Any = 0) -> jax.Array:

@@ -66,7 +66,8 @@ class Collective:
     (Patarasuk & Yuan 2009): 2(n-1)/n of the buffer for all-reduce, (n-1)/n for all-gather,
     reduce-scatter and all-to-all (for the ragged one an upper bound), all of it for
     collective-permute, which names the groups its pairs connect. `groups` are positions in the
-    flattened mesh. `count` is how often it runs in one run of the program; `in_branch`: at most.
+    flattened mesh. `count` is how often it runs in one run of the program (`in_branch`: at most);
+    `arrays`: how many buffers of that dtype a combiner has put into it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Collective:
     group_size: int
     groups: Groups
     count: int
+    arrays: int
     is_async: bool
     in_branch: bool
     op_name: str
@@ -138,8 +140,10 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
     groups = _groups(module, kind, attributes)
     size = max(map(len, groups), default=1)
     buffers: Counter[str] = Counter()
+    arrays: Counter[str] = Counter()
     for shape in (leaf for leaves in body.operand_shapes(each) for leaf in leaves):
         buffers[shape.dtype] += shape.bytes * (size if kind == "all-gather" else 1)
+        arrays[shape.dtype] += 1
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes.get("metadata", ""))
     return [
         Collective(
@@ -151,6 +155,7 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
             group_size=size,
             groups=groups,
             count=1,
+            arrays=arrays[dtype],
             is_async=deferred,
             in_branch=False,
             op_name=op_name[1] if op_name else "",

@@ -57,6 +57,14 @@ def _iota(text: str) -> np.ndarray:
     return ids.reshape(dims) if dims else ids.reshape(-1)
 
 
+def _device_ids(text: str) -> np.ndarray:
+    """A list `0,2,1,3`, an iota, or an iota's short form `[2,4]T(1,0)` over its own shape."""
+    short = re.fullmatch(r"\[([\d,]+)\](T\([\d,]+\))?", text)
+    if short:
+        text = f"<=[{short[1]}]{short[2] or ''}"
+    return (_iota(text) if "<=" in text else np.array(_numbers(text))).reshape(-1)
+
+
 def _mesh_groups(text: str) -> Groups:
     match = _MESH.fullmatch(text)
     if match is None:
@@ -67,8 +75,7 @@ def _mesh_groups(text: str) -> Groups:
     count = int(np.prod(sizes))
     ids = np.arange(count)
     if device_ids:
-        listed = _iota(device_ids) if "<=" in device_ids else np.array(_numbers(device_ids))
-        ids = listed.reshape(-1)
+        ids = _device_ids(device_ids)
     position = np.indices(sizes).reshape(len(sizes), -1)
     # Devices that differ only in the chosen coordinates are one group, in the order chosen.
     inside, outside = np.zeros(count, int), position.copy()

@@ -17,6 +17,8 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _NAME = re.compile(r"%?([\w.\-]+)$")
+_WRAPPED = re.compile(r"\n(?=\"|\}\})")
+"""Pallas writes a kernel's metadata over several lines of one instruction."""
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -134,7 +136,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = name = root = ""
     body: dict[str, Instruction] | None = None
-    for line in text.splitlines():
+    for line in _WRAPPED.sub("", text).splitlines():
         if body is None:
             header = None if line.startswith("HloModule") else _HEADER.match(line)
             if header:

@@ -33,6 +33,7 @@ from jaxtrain.nn.param import named_key
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import whole_matrices
 from jaxtrain.optim.muon import Muon
+from jaxtrain.train.residuals import Part, compressed_parts, no_residuals
 from jaxtrain.train.state import TrainState, state_splits
 from jaxtrain.train.violations import (
     batch_sizes,
@@ -41,7 +42,13 @@ from jaxtrain.train.violations import (
     listed,
     mesh_violations,
     model_violations,
+    unused_reducer,
 )
+
+KEEP_BARRIERS = "cse_barrier_expander"
+"""XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
+time: with it nothing is rematerialised there, and gathers leave their places. Other platforms keep
+their barriers that long by themselves."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Assembly:
     loop: LayerLoop
     split: Split
     places: Mapping[str, Leaf]
+    parts: Mapping[str, Part]
+    """The leaves whose gradients are summed compressed."""
     transform: optax.GradientTransformation
     abstract: TrainState
     splits: TrainState
@@ -79,6 +88,15 @@ class Assembly:
     @property
     def collectives(self) -> Collectives:
         return self.experiment.execution.collectives or default_collectives(self.spec)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The mesh's own. On CPU also KEEP_BARRIERS."""
+        options: dict[str, Any] = dict(self.spec.compiler_options)
+        if platform_of(self.spec) == "cpu":
+            off = (options.get("xla_disable_hlo_passes"), KEEP_BARRIERS)
+            options["xla_disable_hlo_passes"] = ",".join(filter(None, off))
+        return options
 
     @property
     def largest_batch(self) -> int:
@@ -183,13 +201,16 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     split = take_apart(_abstract_model(experiment))
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     violations += unplaced
+    execution = experiment.execution
+    parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes)
+    violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     if violations:
         raise ValueError(listed(violations, spec))
     sizes_of_batch = batch_sizes(experiment.batch)
     transform = experiment.optimizer.build(
         split.axes, steps=experiment.steps, batch=sizes_of_batch[-1]
     )
-    abstract = jax.eval_shape(lambda: initial_state(experiment, transform))
+    abstract = jax.eval_shape(lambda: initial_state(experiment, transform, parts))
     return Assembly(
         experiment=experiment,
         spec=spec,
@@ -198,9 +219,10 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
         loop=_loop(experiment.execution, spec),
         split=split,
         places=places,
+        parts=parts,
         transform=transform,
         abstract=abstract,
-        splits=state_splits(abstract, places, experiment.sharding, sizes),
+        splits=state_splits(abstract, places, parts, experiment.sharding, sizes),
         fields=token_fields(experiment.data) if fields is None else fields,
     )
 
@@ -222,8 +244,10 @@ def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     return fields
 
 
-def initial_state(experiment: Experiment, transform: optax.GradientTransformation) -> TrainState:
-    """The state before the first step; a function of the seed only."""
+def initial_state(
+    experiment: Experiment, transform: optax.GradientTransformation, parts: Mapping[str, Part]
+) -> TrainState:
+    """The state before the first step; but for residuals a function of the seed only."""
     split = take_apart(make_model(experiment))
     dtype = experiment.precision.params
     params = {k: v.astype(dtype) for k, v in split.params.items()}
@@ -236,6 +260,7 @@ def initial_state(experiment: Experiment, transform: optax.GradientTransformatio
         ema=dict(params) if experiment.ema_decay is not None else {},
         loss_scale=() if scale is None else scale.init(),
         skipped=jnp.zeros((), jnp.int32),
+        residuals=no_residuals(experiment.execution.reducer, parts, experiment.seed),
     )
 
 

@@ -2,8 +2,8 @@
 
 For each layout: initial parameters equal to the bit, losses of five steps within 1e-5 (relative),
 gradients within 1e-5 (max|a-b| / max|b| per leaf), the gradient norm within 1e-5, all against one
-device. The experiment's own sharding, precision, loop and dropout give way to those of the layout;
-fp16 is in none.
+device. The experiment's own sharding, precision, loop, reducer and dropout give way to those of the
+layout; fp16 is in none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.reducer import ExactReducer
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment, load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
@@ -84,12 +87,30 @@ LOOPS: dict[str, LayerLoop] = {
         unroll=False, remat="dots_and_attention", prefetch=False
     ),
 }
-MODES: dict[str, tuple[str, Collectives | None]] = {
-    "explicit": ("explicit", Collectives()),
-    "explicit, ring": ("explicit", Collectives(Ring(), Ring())),
-    "explicit, ring looped": ("explicit", Collectives(*2 * (Ring(1, unroll=False),))),
-    "explicit, recursive": ("explicit", Collectives(Recursive(), Recursive())),
-    "gspmd": ("gspmd", None),
+
+
+class Mode(NamedTuple):
+    """Who communicates, and by what; gspmd chooses itself."""
+
+    name: str
+    collectives: Collectives | None
+    reducer: ExactReducer = Lax()
+    reduce_layers: bool = False
+
+
+def _explicit(by: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
+    return Mode("explicit", Collectives(by, by), reducer)
+
+
+MODES: dict[str, Mode] = {
+    "explicit": _explicit(Lax(), Lax()),
+    "explicit, ring": _explicit(Ring(), Ring()),
+    "explicit, ring looped, layer by layer": _explicit(
+        Ring(1, unroll=False), Ring(1, unroll=False)
+    )._replace(reduce_layers=True),
+    "explicit, recursive": _explicit(Recursive(), Recursive()),
+    "explicit, hierarchical sums": _explicit(Lax(), Hierarchical(slow=Ring(), fast=Lax())),
+    "gspmd": Mode("gspmd", None),
 }
 EVERYWHERE = ("explicit", "explicit, ring", "gspmd")
 """Modes in which `all` runs every factorisation."""
@@ -276,7 +297,7 @@ def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float 
 def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     """The experiment as this layout runs it."""
     e, d = experiment, layout.dropout
-    mode, collectives = MODES[layout.mode]
+    mode = MODES[layout.mode]
     parts = {
         part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
         for part in ("prefix", "period", "suffix")
@@ -289,7 +310,14 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
         microbatches=layout.microbatches,
         precision=PRECISIONS[layout.precision],
         sharding=SHARDING[layout.sharding],
-        execution=Execution(mode, LOOPS[layout.loop], e.execution.attention, collectives),
+        execution=Execution(
+            mode.name,
+            LOOPS[layout.loop],
+            e.execution.attention,
+            mode.collectives,
+            reducer=mode.reducer,
+            reduce_layers=mode.reduce_layers,
+        ),
     )
 
 
@@ -313,6 +341,7 @@ def _run(experiment: Experiment, layout: Layout) -> _Outcome:
     step = jax.jit(
         make_train_step(assembly, mesh, keep_gradients=True),
         in_shardings=(where, assembly.batch_shardings(mesh)),
+        compiler_options=assembly.compiler_options or None,
     )
     found, grads = [], {}
     for at in range(STEPS):

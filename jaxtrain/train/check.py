@@ -22,8 +22,8 @@ from jaxtrain.train.step import make_loss
 class CheckReport:
     """parameters: all of them, the padded rows of the vocabulary not counted.
 
-    bytes_per_device: params, optimizer, other state (a model's own, average, step, scale), batch;
-    and total, which is the compiled step's argument bytes.
+    bytes_per_device: params, optimizer, other state (a model's own, average, step, scale, residuals
+    of compressed sums), batch; and total, which is the compiled step's argument bytes.
     """
 
     assembly: Assembly
@@ -81,7 +81,7 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
     weights = {
         "params": weigh("params"),
         "optimizer": weigh("optimizer"),
-        "other": weigh("rest", "ema", "step", "loss_scale", "skipped"),
+        "other": weigh("rest", "ema", "step", "loss_scale", "skipped", "residuals"),
         "batch": bytes_per_device(assembly.abstract_batch(), assembly.batch_splits, sizes),
     }
     weights["total"] = sum(weights.values())

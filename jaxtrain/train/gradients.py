@@ -18,25 +18,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.collectives.algorithm import Algorithm
-from jaxtrain.collectives.named import sum_over, sum_scatter
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.buckets import SMALL_LEAF, buckets
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over, sum_scatter
+from jaxtrain.collectives.vary import same, vary
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec
+from jaxtrain.train.compressed_sums import CompressedSums, flushed
+from jaxtrain.train.residuals import Residuals
 
 Arrays = dict[str, Any]
-SMALL_LEAF = 16384
-"""Elements; gradients of leaves up to this size are summed in one bucket."""
 
 LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[jax.Array, jax.Array, Arrays]]
 """(params, rest, microbatch, key) -> (share of the loss sum, share of the count, rest after)."""
 
 
 class Gradients(NamedTuple):
-    """Sums over the batch: nothing is divided yet. `grads` rest as the optimizer's state does."""
+    """Sums over the batch: nothing is divided yet. `grads` rest as the optimizer's state does.
+
+    residuals: of compressed sums. exact: the sums that a measured step of those made beside them.
+    """
 
     loss: jax.Array
     count: jax.Array
     grads: Arrays
     rest: Arrays
+    residuals: Residuals = {}  # noqa: RUF012 (never changed)
+    exact: Arrays = {}  # noqa: RUF012
 
 
 def accumulate(
@@ -76,7 +83,7 @@ def accumulate(
         total, count, grads, rest = one(carry.rest, at)
         before = (carry.loss, carry.count, carry.grads)
         total, count, grads = jax.tree.map(jnp.add, before, (total, count, grads))
-        return Gradients(total, count, grads, rest), None
+        return carry._replace(loss=total, count=count, grads=grads, rest=rest), None
 
     shapes = jax.eval_shape(lambda: one(rest, (0, first)))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:3])
@@ -93,7 +100,13 @@ class Reduction(NamedTuple):
     sizes: Mapping[str, int]
     sharded: bool
     """Scatter each microbatch (ZeRO-2, FSDP) or once a step (ZeRO-1)."""
-    scatter_by: Algorithm
+    scatter_by: Algorithm = Lax()
+    reducer: AllReduce = Lax()
+    """What sums over the axes a leaf is whole on."""
+    small_leaf: int = SMALL_LEAF
+    """Leaves up to so many elements are summed together."""
+    layers: bool = False
+    """Sum the gradients of each layer in the backward pass: `by_layer`."""
 
     def settle(self, grads: Arrays) -> Arrays:
         """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
@@ -102,7 +115,11 @@ class Reduction(NamedTuple):
 
     def finish(self, grads: Arrays) -> Arrays:
         """Once a step: what is left to scatter, and sums over the axes a leaf is whole on."""
-        return self._summed(grads if self.sharded else self._scattered(grads))
+        return self.summed(self.split(grads))
+
+    def split(self, grads: Arrays) -> Arrays:
+        """Once a step: what is left to scatter."""
+        return grads if self.sharded else self._scattered(grads)
 
     def begins(self, place: Leaf) -> Dims:
         """The split in which the backward pass leaves a leaf's gradient."""
@@ -121,24 +138,46 @@ class Reduction(NamedTuple):
                 )
         return out
 
-    def _summed(self, grads: Arrays) -> Arrays:
-        """All-reduce over the axes on which a leaf is whole; small leaves in one bucket."""
-        out = dict(grads)
-        buckets: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for name, g in grads.items():
-            split = {a for d in self.places[name].optimizer for a in d}
-            axes = tuple(a for a in self.sizes if a not in split)
-            if axes and g.size <= SMALL_LEAF:
-                buckets[axes].append(name)
-            else:
-                out[name] = sum_over("gradients", g, axes)
-        for axes, names in buckets.items():
-            flat = jnp.concatenate([grads[name].reshape(-1) for name in names])
-            flat, start = sum_over("small gradients", flat, axes), 0
-            for name in names:
-                g = grads[name]
-                out[name] = flat[start : start + g.size].reshape(g.shape)
-                start += g.size
+    def whole_on(self, name: str) -> tuple[str, ...]:
+        """The mesh axes on which the optimizer's part of a leaf is whole, in mesh order."""
+        split = {a for d in self.places[name].optimizer for a in d}
+        return tuple(a for a in self.sizes if a not in split)
+
+    def by_layer(self, name: str) -> bool:
+        """Whether the backward pass sums the leaf's gradient, a layer at a time: one that is
+        stacked over layers, and that nothing is to scatter first."""
+        place = self.places[name]
+        return self.layers and "layers" in place.axes and self.begins(place) == place.optimizer
+
+    def sum_layer(self, grads: Arrays, prefix: str) -> Arrays:
+        """One layer's gradients, named without `prefix`, summed in fp32 where that is `by_layer`;
+        typed as varying, as all values of the backward pass are."""
+        axes = {k: self.whole_on(prefix + k) for k in grads if self.by_layer(prefix + k)}
+        mine = {k: grads[k].astype(jnp.float32) for k in axes}
+        summed = self._all_reduced(mine, axes, "layer gradients", "layer gradients")
+        return {**grads, **{k: vary(g, tuple(self.sizes)) for k, g in summed.items()}}
+
+    def summed(self, grads: Arrays) -> Arrays:
+        """Sums over the axes on which a leaf is whole, of those the backward pass has not made."""
+        axes = {name: self.whole_on(name) for name in grads}
+        done = {k: same(g, axes[k]) for k, g in grads.items() if self.by_layer(k)}
+        rest = {k: g for k, g in grads.items() if k not in done}
+        return done | self._all_reduced(rest, axes, "gradients", "small gradients")
+
+    def _all_reduced(
+        self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str
+    ) -> Arrays:
+        """`grads` summed by the reductions of those names; small leaves in buckets."""
+        together = buckets(grads, axes, self.small_leaf)
+        bucketed = {name for bucket in together for name in bucket.names}
+        out = {
+            k: gradient_sum(large, g, axes[k], self.reducer)
+            for k, g in grads.items()
+            if k not in bucketed
+        }
+        for bucket in together:
+            flat = gradient_sum(small, bucket.joined(grads), bucket.axes, self.reducer)
+            out |= bucket.parted(flat, grads)
         return out
 
 
@@ -150,59 +189,88 @@ def explicit(
     batch_specs: Arrays,
     fetch: Callable[[Arrays], Arrays],
     check_vma: bool = True,
+    compressed: CompressedSums | None = None,
+    residual_specs: Any = None,
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale) -> Gradients, by one shard_map, every axis manual.
+    """(params, rest, batch, key, scale, residuals) -> Gradients, by one shard_map, every axis
+    manual.
 
     `fetch` gathers all parameters for use; needed when gradients are scattered once a step.
+    `compressed` sums its parts' gradients, and `residual_specs` says how its residuals are split.
     """
     places, axes = reduction.places, tuple(reduction.sizes)
 
     def typed(tree: Any) -> Any:
         return jax.tree.map(lambda x: vary(x, axes), tree)
 
-    def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any) -> Any:
-        params, batch, scale = typed(params), typed(batch), typed(scale)
+    def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
+        unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
         if not reduction.sharded:
             params = fetch(params)
         sums = accumulate(
             loss, params, {}, batch, key=key, scale=scale, settle=reduction.settle, types=typed
         )
         total, count = sum_over("loss", jnp.stack([sums.loss, sums.count]), axes)
-        return total, count, reduction.finish(sums.grads)
+        if compressed is None:
+            return total, count, reduction.finish(sums.grads), residuals, {}
+        unit = unit * jnp.where(count > 0, count, 1.0)
+        return total, count, *_finished(reduction, compressed, sums.grads, residuals, unit, key)
 
+    whole, specs = partition_spec(()), {k: partition_spec(p.optimizer) for k, p in places.items()}
+    measured = compressed.parts if compressed and compressed.choice.measured else {}
+    residual_specs = residual_specs or {}
     run = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(
             {k: partition_spec(p.params) for k, p in places.items()},
-            batch_specs,
-            partition_spec(()),
-            partition_spec(()),
+            *(batch_specs, whole, whole, residual_specs),
         ),
-        out_specs=(
-            partition_spec(()),
-            partition_spec(()),
-            {k: partition_spec(p.optimizer) for k, p in places.items()},
-        ),
+        out_specs=(whole, whole, specs, residual_specs, {k: specs[k] for k in measured}),
         check_vma=check_vma,
     )
-    return lambda params, rest, batch, key, scale: Gradients(
-        *run(params, batch, key, scale), rest=rest
-    )
+
+    def sums(params: Arrays, rest: Arrays, *others: Any) -> Gradients:
+        total, count, grads, residuals, exact = run(params, *others)
+        return Gradients(total, count, grads, rest, residuals, exact)
+
+    return sums
+
+
+def _finished(
+    reduction: Reduction,
+    compressed: CompressedSums,
+    grads: Arrays,
+    residuals: Residuals,
+    unit: jax.Array,
+    key: jax.Array,
+) -> tuple[Arrays, Residuals, Arrays]:
+    """`Reduction.finish` where some leaves are summed compressed: (gradients, residuals after,
+    exact sums where measured)."""
+    split = reduction.split(grads)
+    mine = {k: g for k, g in split.items() if k in compressed.parts}
+    rest = {k: g for k, g in split.items() if k not in compressed.parts}
+    made, residuals, exact = compressed.sum(mine, residuals, unit, key)
+    return made | reduction.summed(rest), residuals, exact
 
 
 def gspmd(loss: LossFunction, *, constrain: Callable[[Arrays], Arrays]) -> Callable[..., Gradients]:
     """As `explicit`, under sharding constraints: `constrain` states the optimizer's split of
     gradients, and XLA chooses the collectives, whose dtype is that of the operations they complete
-    (`Gspmd.reduce_dtype`). On one device this is plain code."""
+    (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid back."""
 
-    def run(params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any) -> Gradients:
+    def run(
+        params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
+    ) -> Gradients:
         def settle(grads: Arrays) -> Arrays:
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
-        return accumulate(
+        sums = accumulate(
             loss, params, rest, batch, key=key, scale=scale, settle=settle, types=lambda x: x
         )
+        unit = scale * jnp.where(sums.count > 0, sums.count, 1.0)
+        grads, residuals = flushed(sums.grads, residuals, unit)
+        return sums._replace(grads=grads, residuals=residuals)
 
     return run
 

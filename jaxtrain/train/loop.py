@@ -120,10 +120,16 @@ RESUMABLE = (
     "experiment.evaluation",
     "experiment.checkpoints",
     "experiment.sample",
-    "experiment.execution",
+    "experiment.execution.mode",
+    "experiment.execution.loop",
+    "experiment.execution.attention",
+    "experiment.execution.collectives",
+    "experiment.execution.check_vma",
+    "experiment.execution.reduce_layers",
     "experiment.sharding",
 )
-"""Fields a resumed run may change: none of them changes what is learned."""
+"""Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
+sums do, and `small_leaf` says which leaves they are of."""
 
 
 class _Loop:

@@ -15,10 +15,14 @@ import jax
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble, initial_state
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
+from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.train.restore import restored
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
@@ -30,7 +34,8 @@ CACHE_DIR = Path("~/.cache/jaxtrain")
 class Session:
     """What a training loop works with. `state` is replaced at every step (its buffers are donated).
 
-    `compiled` holds one program for each batch size met so far.
+    `compiled` holds one program for each batch size met so far, and for compressed sums one for
+    each `Choice`: the first step of another is compiled when it is met.
     """
 
     assembly: Assembly
@@ -42,7 +47,8 @@ class Session:
     loader: Loader
     evaluate: Evaluator
     compile_s: float
-    compiled: dict[int, Any] = field(default_factory=dict)
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    guard: GuardReader = field(default_factory=GuardReader)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
@@ -59,11 +65,14 @@ class Session:
 
     def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         micro, rows = batch["rows"].shape
-        program = self.compiled.get(micro * rows)
+        choice = self.guard.choose(self.experiment.execution.reducer)
+        which = program_key(micro * rows, choice)
+        program = self.compiled.get(which)
         if program is None:
-            program = compile_step(self.assembly, self.mesh, self.shardings, batch)
-            self.compiled[micro * rows] = program
+            program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
+            self.compiled[which] = program
         self.state, metrics = program(self.state, batch)
+        self.guard.push(metrics)
         return metrics
 
     def alive(self) -> bool:
@@ -92,6 +101,7 @@ def open_session(
     """
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
+    refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.latest() or 0) if checkpoints else 0
     dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
@@ -107,14 +117,17 @@ def open_session(
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_step, assembly, mesh, where)
+        choice = choose(experiment.execution.reducer, start, -1)
+        compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
         state = _first_state(assembly, where, checkpoints, start)
         program = compiling.result()
     compile_s = time.perf_counter() - began
+    guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
     session = Session(assembly, mesh, where, dataset, state, start, loader, evaluate, compile_s)
-    session.compiled[assembly.largest_batch] = program
+    session.guard = guard
+    session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 
 
@@ -133,18 +146,15 @@ def _first_state(
 ) -> TrainState:
     """Restored, or born sharded: initialised under jit, each device making its part."""
     if checkpoints is not None and start:
-        template = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            assembly.abstract,
-            where,
-        )
-        return checkpoints.restore(start, template)[0]
+        return restored(assembly, where, checkpoints, start)
     return initialise(assembly, where)
 
 
 def initialise(assembly: Assembly, where: TrainState) -> TrainState:
     """The initial state on its devices; the same bits on every mesh."""
-    make: Callable[[], TrainState] = partial(initial_state, assembly.experiment, assembly.transform)
+    make: Callable[[], TrainState] = partial(
+        initial_state, assembly.experiment, assembly.transform, assembly.parts
+    )
     return jax.jit(make, out_shardings=where)()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ShardingRules, dims, named_sharding, ways
 from jaxtrain.optim.optimizer import state_axes
+from jaxtrain.train.residuals import Part, residual_splits
 
 Arrays = dict[str, Any]
 
@@ -19,7 +20,8 @@ Arrays = dict[str, Any]
 @dataclass(frozen=True)
 class TrainState:
     """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
-    finite. rest: a user model's BatchStat, RngState and the like. ema: averaged weights, or {}."""
+    finite. rest: a user model's BatchStat, RngState and the like. ema: averaged weights, or {}.
+    residuals: what compressed sums carry (`residuals.py`), or {}."""
 
     step: jax.Array
     params: Arrays
@@ -28,13 +30,19 @@ class TrainState:
     ema: Arrays
     loss_scale: Any
     skipped: jax.Array
+    residuals: Any = field(default_factory=dict)
 
 
 def state_splits(
-    abstract: TrainState, places: Mapping[str, Leaf], rules: ShardingRules, sizes: Mapping[str, int]
+    abstract: TrainState,
+    places: Mapping[str, Leaf],
+    parts: Mapping[str, Part],
+    rules: ShardingRules,
+    sizes: Mapping[str, int],
 ) -> TrainState:
     """How every leaf is split: parameters and their average by the `params` table, optimizer state
-    by `optimizer` (factored moments by the axes they keep), the rest whole."""
+    by `optimizer` (factored moments by the axes they keep), residuals of the compressed `parts`
+    each on its device, the rest whole."""
 
     def of_optimizer(leaf: Any, axes: Axes) -> Dims:
         return dims(axes, rules.optimizer_table, sizes=sizes, what="optimizer state")
@@ -52,6 +60,7 @@ def state_splits(
         ema={k: params[k] for k in abstract.ema},
         loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
         skipped=whole,
+        residuals=residual_splits(abstract.residuals, parts),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.named import sum_over
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Local
@@ -21,7 +23,9 @@ from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
 from jaxtrain.optim.precision import select_if_finite
 from jaxtrain.optim.rate import rate_fn
 from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.compressed_sums import Choice, CompressedSums
 from jaxtrain.train.gradients import Gradients, Reduction, explicit, gspmd, squared_norm
+from jaxtrain.train.guard import make_watch
 from jaxtrain.train.own_module import own_loss
 from jaxtrain.train.state import TrainState
 
@@ -31,16 +35,23 @@ StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-    assembly: Assembly, mesh: jax.sharding.Mesh, *, keep_gradients: bool = False
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    *,
+    keep_gradients: bool = False,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> StepFunction:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
+    choice: how gradients are summed by a compressed reducer.
+
     metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
-    update_norm, learning_rate, loss_scale, skipped (so far), all fp32 scalars; with
-    `keep_gradients` also the gradients before clipping.
+    update_norm, learning_rate, loss_scale, skipped (so far), all fp32 scalars; those of
+    `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
     e, transform = assembly.experiment, assembly.transform_on(mesh)
-    sums = make_gradients(assembly, mesh)
+    sums = make_gradients(assembly, mesh, choice)
+    watch = make_watch(assembly, mesh, choice)
     norm = partial(norms, assembly=assembly, mesh=mesh)
     rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
     step_key = named_key(jax.random.key(e.seed), "step")
@@ -49,12 +60,14 @@ def make_train_step(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
         # The loss is a sum over tokens; a loss scale is meant for their mean.
         seed = scale / assembly.tokens_power_of_two(batch)
-        g = sums(state.params, state.rest, batch, jax.random.fold_in(step_key, state.step), seed)
+        key = jax.random.fold_in(step_key, state.step)
+        g = sums(state.params, state.rest, batch, key, seed, carried(state.residuals))
         count = jnp.where(g.count > 0, g.count, 1.0)
         grads = jax.tree.map(lambda x: x / (count * seed), g.grads)
         (grad_norm,) = norm((grads,), "optimizer")
         kept_gradients = {"gradients": grads} if keep_gradients else {}
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
+        residuals, reduced = watch(g, state)
         if e.clip_norm is not None:
             grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         shards = assembly.constrain(state.params, mesh, "optimizer")
@@ -65,17 +78,18 @@ def make_train_step(
         ema: Arrays = {}
         if e.ema_decay is not None:
             ema = ema_update(state.ema, params, e.ema_decay, state.step, warmup=True)
-        kept = (state.params, state.optimizer, state.rest, state.ema)
-        moved = (params, optimizer, g.rest, ema)
-        params, optimizer, rest, ema = select_if_finite(finite, moved, kept)
+        kept = (state.params, state.optimizer, state.rest, state.ema, state.residuals)
+        moved = (params, optimizer, g.rest, ema, residuals)
+        params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
         after = TrainState(
             state.step + 1, params, optimizer, rest, ema,
-            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
+            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite, residuals,
         )  # fmt: skip
         return after, dict(
             loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
             update_norm=update_norm, learning_rate=rate(state.step - state.skipped),
-            loss_scale=scale, skipped=after.skipped.astype(jnp.float32), **kept_gradients,
+            loss_scale=scale, skipped=after.skipped.astype(jnp.float32), **reduced,
+            **kept_gradients,
         )  # fmt: skip
 
     return assembly.with_matmul_precision(step)
@@ -95,19 +109,25 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., An
     return loss
 
 
-def make_gradients(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale) -> Gradients, in the assembly's mode."""
+def make_gradients(
+    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice
+) -> Callable[..., Gradients]:
+    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
     if assembly.explicit:
-        comm = explicit_communicator(assembly)
-        sharded = assembly.experiment.sharding.accumulate_sharded
-        reduction = Reduction(assembly.places, assembly.sizes, sharded, assembly.collectives.fsdp)
+        reducer, reduction = assembly.experiment.execution.reducer, make_reduction(assembly)
+        splits = assembly.splits.residuals
+        specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
+        compressed = isinstance(reducer, Compressed)
+        comm = explicit_communicator(assembly, reduction)
         return explicit(
-            make_loss(assembly, comm if sharded else comm.whole()),
+            make_loss(assembly, comm if reduction.sharded else comm.whole()),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
             fetch=lambda params: comm.fetch(params, ""),
             check_vma=assembly.check_vma,
+            compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
+            residual_specs=carried(specs),
         )
 
     def constrain(grads: Arrays) -> Arrays:
@@ -116,16 +136,49 @@ def make_gradients(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[...,
     return gspmd(make_loss(assembly, gspmd_communicator(assembly, mesh)), constrain=constrain)
 
 
-def explicit_communicator(assembly: Assembly) -> Explicit:
+def carried(residuals: Arrays) -> Arrays:
+    """Those that the sums themselves read and write."""
+    return {name: tree for name, tree in residuals.items() if name != "tripped"}
+
+
+def make_reduction(assembly: Assembly) -> Reduction:
+    """How the explicit step's gradients reach the optimizer's split."""
+    execution = assembly.experiment.execution
+    reducer = execution.reducer
+    return Reduction(
+        assembly.places,
+        assembly.sizes,
+        assembly.experiment.sharding.accumulate_sharded,
+        assembly.collectives.fsdp,
+        reducer.by if isinstance(reducer, Compressed) else reducer,
+        execution.small_leaf,
+        execution.reduce_layers,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _SummedByLayer(Explicit):
+    """A layer's gradients are summed where the backward pass hands them back."""
+
+    reduction: Reduction = field(kw_only=True)
+
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
+        return self.reduction.sum_layer(super().scatter(grads, prefix), prefix)
+
+
+def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
+    """`reduction`: of a backward pass; it may want to sum layer by layer."""
     precision = assembly.experiment.precision
-    return Explicit(
-        precision.compute,
+    fields: dict[str, Any] = dict(
         sizes=assembly.sizes,
         places=assembly.places,
         tensor=assembly.tensor,
         reduce_dtype=precision.reduce,
         collectives=assembly.collectives,
     )
+    if reduction is not None and reduction.layers:
+        return _SummedByLayer(precision.compute, **fields, reduction=reduction)
+    return Explicit(precision.compute, **fields)
 
 
 def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
@@ -187,19 +240,22 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
 
 
 def compile_step(
-    assembly: Assembly, mesh: jax.sharding.Mesh, shardings: TrainState, batch: Any = None
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    batch: Any = None,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Any:
     """The compiled step for the shapes of `batch` (arrays or ShapeDtypeStructs), state donated."""
     whole = named_sharding(mesh, ())
-    options: dict[str, Any] = dict(assembly.spec.compiler_options)
     return (
         jax.jit(
-            make_train_step(assembly, mesh),
+            make_train_step(assembly, mesh, choice=choice),
             donate_argnums=0,
             in_shardings=(shardings, assembly.batch_shardings(mesh)),
             out_shardings=(shardings, whole),
             keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
         )
         .lower(assembly.abstract, batch or assembly.abstract_batch())
-        .compile(compiler_options=options or None)
+        .compile(compiler_options=assembly.compiler_options or None)
     )

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.data import BatchRamp, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.axes import BATCH_AXES
@@ -35,7 +37,32 @@ def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
             f"execution.collectives={experiment.execution.collectives!r} is for mode='explicit'; "
             f"under gspmd XLA chooses them: use collectives=None"
         )
+    if mode == "gspmd" and experiment.execution.reducer != Lax():
+        violations.append(
+            f"execution.reducer={experiment.execution.reducer!r} is for mode='explicit'; under "
+            f"gspmd XLA sums the gradients: use reducer=Lax()"
+        )
+    if experiment.execution.reduce_layers and isinstance(experiment.execution.reducer, Compressed):
+        violations.append(
+            "execution.reduce_layers=True sums in every microbatch, and a compressed reducer "
+            "carries its errors from step to step; use reduce_layers=False or an exact reducer"
+        )
+    if mode == "gspmd" and experiment.execution.reduce_layers:
+        violations.append(
+            "execution.reduce_layers=True is for mode='explicit'; under gspmd XLA chooses when it "
+            "sums: use reduce_layers=False"
+        )
     return mode
+
+
+def unused_reducer(reducer: Any, parts: Mapping[str, Any], small_leaf: int) -> list[str]:
+    """A compressed reducer that no leaf is large enough for; `parts` are those that are."""
+    if not isinstance(reducer, Compressed) or parts:
+        return []
+    return [
+        f"execution.reducer={reducer!r} compresses no leaf: none its codec takes has more than "
+        f"execution.small_leaf={small_leaf} elements; use a lower small_leaf, or reducer=Lax()"
+    ]
 
 
 def field_violations(experiment: Experiment) -> list[str]:

@@ -89,7 +89,7 @@ def on_the_host(codec, x, worker, owner, key):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_nothing_is_lost_for_good_and_all_devices_agree(codec, n):
     """Returned sums + workers' errors + owners' errors = true sums, after every step."""
     step = on_devices(codec, (n,))
@@ -118,6 +118,7 @@ def test_the_result_is_that_of_two_phases_on_the_host(codec):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -135,6 +136,7 @@ def test_what_moves_the_bytes_changes_no_bit(codec, how):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_sum_over_one_axis_leaves_the_other_alone(codec):
     worker, owner = zeros(8)
@@ -148,6 +150,7 @@ def test_a_sum_over_one_axis_leaves_the_other_alone(codec):
             np.testing.assert_array_equal(np.asarray(a)[pair], b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_without_feedback_the_first_result_is_the_same_and_no_state_is_left(codec):
     args = (normal(8, SIZE), *zeros(8), KEY)
@@ -187,7 +190,7 @@ def test_a_number_that_is_not_finite_reaches_every_device(codec):
     assert not np.isfinite(step(x, *zeros(8), KEY)[0]).all(1).any()
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize(
     ("codec", "most"),
     [

@@ -42,6 +42,7 @@ def blocks(x, block):
     return [(r, i, min(i + block, size)) for r in range(n) for i in range(0, size, block)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_payload_bytes_are_those_of_the_payload(codec, size):
@@ -61,6 +62,7 @@ def test_payload_bytes_of_long_rows_beside_fp32(codec, most):
     assert codec.payload_bytes(10**6) / (4 * 10**6) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 50, 513])
 @pytest.mark.parametrize("codec", SCALED, ids=str)
 def test_errors_of_scaled_codecs_are_bounded_by_their_blocks(codec, size):
@@ -87,6 +89,7 @@ def test_zeros_stay_zeros(codec):
     np.testing.assert_array_equal(round_trip(codec, jnp.zeros((2, 301))), np.zeros((2, 301)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_no_codec_leaves_more_than_there_was(codec):
     """|x - C(x)| <= |x|: what error feedback rests on (Karimireddy et al. 2019, assumption A)."""
@@ -95,6 +98,7 @@ def test_no_codec_leaves_more_than_there_was(codec):
     assert (lost < np.linalg.norm(x, axis=1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 8, 21, 1001])
 def test_sign_is_the_sign_times_the_mean_magnitude(size):
     x = np.asarray(normal(2, size))
@@ -105,6 +109,7 @@ def test_sign_is_the_sign_times_the_mean_magnitude(size):
     np.testing.assert_allclose(round_trip(Sign(block=20), jnp.asarray(x)), wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", [Int8(block=32, stochastic=False), Fp8(block=48), Sign(block=20)], ids=str
 )
@@ -115,6 +120,7 @@ def test_a_short_block_is_encoded_as_if_it_were_alone(codec):
     np.testing.assert_array_equal(round_trip(codec, x), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("density", [0.01, 0.25, 1.0])
 @pytest.mark.parametrize("size", [1, 40, 333])
@@ -128,6 +134,7 @@ def test_top_k_is_numpys(size, density, ties):
     np.testing.assert_array_equal(round_trip(TopK(density), jnp.asarray(x)), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 100, 250])
 def test_random_k_keeps_one_of_each_stretch_the_same_in_all_rows(size):
     x = np.asarray(normal(3, size))
@@ -168,6 +175,7 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not():
     assert np.abs((means[False] - x) / deviation).max() > 20
 
 
+@pytest.mark.slow
 def test_streams_are_other_noise_and_keys_other_places():
     x = normal(1, 512)
     assert (round_trip(Int8(), x, stream=0) != round_trip(Int8(), x, stream=1)).any()
@@ -179,6 +187,7 @@ def test_streams_are_other_noise_and_keys_other_places():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_number_that_is_not_finite_is_seen_in_its_row_alone(codec):
     bad = np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)

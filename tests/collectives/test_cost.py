@@ -131,7 +131,9 @@ def compiled(names, n, by):
     return hlo.collectives(jax.jit(run).lower(shapes).compile().as_text())
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    "n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES if n != 3)]
+)
 @pytest.mark.parametrize("algorithm", KERNELS)
 def test_steps_are_the_compiled_permutes(algorithm, n):
     said, found = Counter(), Counter()

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives import named
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import same, vary
 
 AXES = ("data", "tensor")
 
@@ -47,6 +49,17 @@ def group_dims(axes):
 def test_sum_over_leaves_the_sum_everywhere(mesh, name, axes):
     x = values(3)
     found = on_devices(lambda x: named.sum_over(name, x, axes), mesh)(x)
+    wanted = x.sum(group_dims(axes), keepdims=True) if axes else x
+    np.testing.assert_allclose(found, jnp.broadcast_to(wanted, x.shape), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(), ("data",), ("tensor",), ("data", "tensor")])
+@pytest.mark.parametrize("by", [Lax(), Ring(), Recursive()], ids=str)
+@pytest.mark.parametrize("name", [*named.GRADIENT_SUMS, *named.LINK_SUMS])
+def test_a_sum_by_a_reducer_leaves_the_sum_everywhere(mesh, name, by, axes):
+    summed = named.link_sum if name in named.LINK_SUMS else named.gradient_sum
+    x = values(3)
+    found = on_devices(lambda x: summed(name, x, axes, by), mesh)(x)
     wanted = x.sum(group_dims(axes), keepdims=True) if axes else x
     np.testing.assert_allclose(found, jnp.broadcast_to(wanted, x.shape), rtol=1e-6, atol=1e-6)
 
@@ -116,3 +129,29 @@ def test_vary_changes_the_type_only(mesh):
 
     x = values(2)
     np.testing.assert_array_equal(on_devices(types, mesh)(x), x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_same_changes_the_type_only(mesh, check_vma):
+    def local(x):
+        whole = same(vary(x, AXES), ("tensor",))
+        if check_vma:
+            assert jax.typeof(whole).manual_axis_type.varying == frozenset({"data"})
+            assert same(whole, ("tensor",)) is whole
+        return whole
+
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=check_vma)
+    )
+    x = values(2)[0, 0]
+    np.testing.assert_array_equal(run(x), jnp.concatenate([x, x]))
+    assert "custom" not in run.lower(x).as_text().lower(), "the word of equality is in the program"
+
+
+@pytest.mark.parametrize("by", [Ring(), Recursive()], ids=str)
+def test_types_still_see_an_axis_that_no_reducer_summed_over(mesh, by):
+    def local(x):
+        return named.gradient_sum("gradients", vary(x, AXES), ("tensor",), by)
+
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())(values(2)[0, 0])

@@ -178,6 +178,8 @@ ENTRY %main (a: f32[], b: f32[]) -> f32[] {{
         ("mesh[a=2,b=4] {a,b:(2)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("mesh[a=2,b=4], device_ids=([2,4]<=[4,2]T(1,0)) {a}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("mesh[a=2,b=2], device_ids=(3,1,0,2) {b}", ((3, 1), (0, 2))),
+        ("mesh[a=1,b=4], device_ids=([2,2]T(1,0)) {b}", ((0, 2, 1, 3),)),
+        ("mesh[a=2,b=2], device_ids=([4]) {b}", ((0, 1), (2, 3))),
     ],
 )
 def test_replica_groups_in_every_form(text: str, groups: tuple) -> None:

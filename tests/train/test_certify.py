@@ -26,14 +26,16 @@ def report(differences: list[Difference]) -> str:
     return "\n".join(map(str, differences))
 
 
+def shown(layout: Layout) -> set[str]:
+    """The mode, and in an explicit one the loop, which is ours there."""
+    return {layout.mode} if layout.mode == "gspmd" else {layout.mode, layout.loop}
+
+
 def chosen(every: list[Layout]) -> list[Layout]:
     """The first fp32 layout of each mode, and of each loop in an explicit one."""
     kept: list[Layout] = []
     for layout in every:
-        seen = {name for each in kept for name in (each.mode, each.loop)}
-        fresh = {layout.mode, layout.loop} - seen
-        if layout.mode == "gspmd":
-            fresh &= {"gspmd"}
+        fresh = shown(layout).difference(*map(shown, kept))
         splits = layout.axes != (("data", 8),)  # there nothing is gathered
         if fresh and splits and layout.precision == "fp32":
             kept.append(layout)

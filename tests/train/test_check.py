@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtrain
+from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
 from jaxtrain.mesh.mesh import make_mesh
@@ -87,11 +88,18 @@ def test_bytes_are_those_of_the_arrays_on_every_device(
         assert held_by(device, others) == report.bytes_per_device["other"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids="dropout {}".format)
-def test_total_is_the_argument_bytes_of_the_compiled_step(dropout: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "reducer"),
+    [(0.0, jaxtrain.Lax()), (0.1, jaxtrain.Lax()), (0.0, jaxtrain.Compressed(PowerSGD(2)))],
+    ids=str,
+)
+def test_total_is_the_argument_bytes_of_the_compiled_step(
+    dropout: float, reducer: Any, tmp_path: Path
+) -> None:
     """Also where the program reads less than it is given: rows number dropout's masks only."""
     model = replace(experiment().model, dropout=dropout)
     given = experiment(model=model, data=BigramChain(250, 16, isolate_documents=True))
+    given = replace(given, execution=jaxtrain.Execution(reducer=reducer, small_leaf=100))
     spec = jaxtrain.mesh_from_axes(data=2, fsdp=2, tensor=2)
     session = open_session(given, spec, cache_dir=tmp_path)
     (program,) = session.compiled.values()

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
 from jaxtrain.train import gradients
 from jaxtrain.train.gradients import Reduction, accumulate, gspmd, squared_norm
@@ -51,7 +55,7 @@ RAGGED = {
 def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
     params, batch = problem(RAGGED[name])
     found = gspmd(loss, constrain=lambda g: g)(
-        params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0)
+        params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0), {}
     )
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
@@ -78,7 +82,7 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     low = {"w": params["w"].astype(jnp.bfloat16), "v": params["v"]}
     args = (low, {"seen": jnp.int32(0), "n": jnp.float32(0)}, batch, KEY)
     one, eight = (
-        gspmd(half, constrain=lambda g: g)(*args, jnp.float32(scale)) for scale in (1.0, 8.0)
+        gspmd(half, constrain=lambda g: g)(*args, jnp.float32(scale), {}) for scale in (1.0, 8.0)
     )
     assert {g.dtype for g in one.grads.values()} == {jnp.dtype(jnp.float32)}
     for leaf in one.grads:
@@ -87,7 +91,7 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     for number in range(3):
         keys.append(float(jax.random.normal(jax.random.fold_in(KEY, number), ())))
     plain = gspmd(loss, constrain=lambda g: g)(
-        low, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0)
+        low, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0), {}
     )
     drift = np.asarray(one.grads["v"] - plain.grads["v"])
     np.testing.assert_allclose(drift, np.full(4, sum(keys)), rtol=1e-4)
@@ -151,13 +155,16 @@ def contributions(split: Any, shape: tuple[int, ...], name: str) -> tuple[np.nda
     return np.stack(local), dense
 
 
+REDUCERS = [Lax(), Ring(1), Recursive(), Hierarchical(), Hierarchical(Recursive(), Ring())]
+
+
+@pytest.mark.parametrize("reducer", REDUCERS, ids=str)
 @pytest.mark.parametrize("bucket", [0, 10**9], ids=["each leaf", "one bucket"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["every microbatch", "once a step"])
 def test_reductions_give_the_dense_sum_in_the_optimizers_split(
-    sharded: bool, bucket: int, monkeypatch: pytest.MonkeyPatch
+    sharded: bool, bucket: int, reducer: Any
 ) -> None:
-    monkeypatch.setattr(gradients, "SMALL_LEAF", bucket)
-    reduction = Reduction(PLACES, SIZES, sharded)
+    reduction = Reduction(PLACES, SIZES, sharded, reducer=reducer, small_leaf=bucket)
     # `gather`'s adjoint has already scattered what rests split, when that is per microbatch.
     pairs = {k: contributions(reduction.begins(p), p.shape, k) for k, p in PLACES.items()}
     mesh = eight_devices()
@@ -183,14 +190,36 @@ def test_reductions_give_the_dense_sum_in_the_optimizers_split(
 @pytest.mark.parametrize("bucket", [True, False])
 def test_small_leaves_travel_together(bucket: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(gradients, "sum_over", lambda name, x, axes: called.append(name) or x)
-    monkeypatch.setattr(gradients, "SMALL_LEAF", 12 if bucket else 0)
+    monkeypatch.setattr(gradients, "gradient_sum", lambda name, x, *by: called.append(name) or x)
     places = {k: PLACES["small"] for k in ("a", "b", "c")}
     grads = {k: jnp.full(S, float(i)) for i, k in enumerate(places)}
-    out = Reduction(places, SIZES, True).finish(grads)
+    out = Reduction(places, SIZES, True, small_leaf=12 if bucket else 0).finish(grads)
     assert called == (["small gradients"] if bucket else ["gradients"] * 3)
     for name, g in grads.items():
         np.testing.assert_array_equal(out[name], g)
+
+
+@pytest.mark.parametrize("small_leaf", [0, 10**6])
+def test_a_layers_leaves_are_summed_once(small_leaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacked ones in their layer, together where they are small; the others at the end."""
+    called: list[str] = []
+    monkeypatch.setattr(gradients, "gradient_sum", lambda name, x, *by: called.append(name) or x)
+    monkeypatch.setattr(gradients, "vary", lambda x, axes: x)
+    monkeypatch.setattr(gradients, "same", lambda x, axes: x)
+    stacked = PLACES["small"]._replace(axes=("layers",))
+    places = {
+        "p.a": stacked,
+        "p.b": stacked,
+        "p.zero": PLACES["zero"]._replace(axes=("layers", None)),
+        "p.alone": PLACES["small"],
+    }
+    reduction = Reduction(places, SIZES, True, small_leaf=small_leaf, layers=True)
+    layer = {k.removeprefix("p."): jnp.zeros(3) for k in places}
+    assert reduction.sum_layer(layer, "p.").keys() == layer.keys()
+    assert called == (["layer gradients"] if small_leaf else ["layer gradients"] * 2)
+    called.clear()
+    assert reduction.summed({k: jnp.zeros(3) for k in places}).keys() == places.keys()
+    assert len(called) == 2 and "layer gradients" not in called
 
 
 @pytest.mark.parametrize("table", ["params", "optimizer"])

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from jaxtrain.train.certify import MESHES, _options, layouts
+from jaxtrain.train.certify import EVERYWHERE, MESHES, _options, layouts
 from jaxtrain.train.layouts import covering_array, factorisation_count, factorisations
 
 
@@ -60,8 +60,7 @@ def test_all_holds_every_mesh_in_both_modes_and_quick(devices: int) -> None:
     assert len(everything) == count == len(set(everything[: count - quick_count])) + quick_count
     assert everything[count - quick_count :] == quick
     sizes = [n for n in (8, 4, 2, 1) if n <= devices]
-    pairs = {(tuple(f.values()), m) for n in sizes for f in factorisations(n)
-             for m in ("explicit", "gspmd")}  # fmt: skip
+    pairs = {(tuple(f.values()), m) for n in sizes for f in factorisations(n) for m in EVERYWHERE}
     listed = everything[: count - quick_count]
     assert {(tuple(n for _, n in each.axes), each.mode) for each in listed} == pairs
 

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from jaxtrain.collectives.matmul import PRODUCT_SCATTERS
-from jaxtrain.collectives.named import SUM_SCATTERS, SUMS
+from jaxtrain.collectives.named import GRADIENT_SUMS, LINK_SUMS, SUM_SCATTERS, SUMS
 from jaxtrain.train import certify
 from jaxtrain.train.certify import Layout, layouts
 
@@ -32,17 +32,21 @@ def own_products(xs: Any, weights: Any, axes: tuple[str, ...], ring: Any) -> Any
 
 REMOVED: dict[int, Callable[..., Any]] = {
     id(SUMS): lambda x, axes: x,
+    id(GRADIENT_SUMS): lambda x, axes, by: x,
+    id(LINK_SUMS): lambda x, axes, by: x,
     id(SUM_SCATTERS): own_tile,
     id(PRODUCT_SCATTERS): own_products,
 }
-TABLES = {name: table for table in (SUMS, SUM_SCATTERS, PRODUCT_SCATTERS) for name in table}
+EVERY = (SUMS, GRADIENT_SUMS, LINK_SUMS, SUM_SCATTERS, PRODUCT_SCATTERS)
+TABLES = {name: table for table in EVERY for name in table}
 DEFAULT = {
     ("gradient norm", "removed"),
     ("vocabulary", "removed"),
     ("small gradients", "doubled"),
+    ("fast links", "removed"),
     ("weight gradients", "removed"),
 }
-"""One that types catch, one within the loss, one all-reduce too many, one reduce-scatter gone."""
+"""One that types catch, one within the loss, one all-reduce too many, two reduce-scatters gone."""
 
 
 def ordered(name: str) -> tuple[list[Layout], int]:
@@ -59,6 +63,9 @@ def ordered(name: str) -> tuple[list[Layout], int]:
             "row matmul": tensor and layout.mode == "explicit, ring",
             "column gradients matmul": tensor and layout.mode == "explicit, ring",
         }
+        uses["layer gradients"] = "layer by layer" in layout.mode
+        for links in ("slow links", "fast links"):
+            uses[links] = layout.mode == "explicit, hierarchical sums" and len(layout.axes) > 1
         plain = layout.reference() == Layout((("data", 1),)).reference()
         return not uses.get(name, True), layout.mode == "gspmd", not plain
 
@@ -76,7 +83,7 @@ def cases() -> list[Any]:
 
 
 def test_no_name_is_in_two_tables() -> None:
-    assert len(TABLES) == len(SUMS) + len(SUM_SCATTERS) + len(PRODUCT_SCATTERS)
+    assert len(TABLES) == sum(len(table) for table in EVERY)
 
 
 @pytest.mark.parametrize(("name", "how"), cases())

@@ -129,6 +129,12 @@ def test_a_stop_without_checkpoints_does_not_claim_a_save(own, tmp_path):
 
 
 def test_algorithms_for_the_mode_without_collectives_of_ours_are_refused(decoder):
+    execution = jaxtrain.Execution(mode="gspmd", reducer=jaxtrain.Hierarchical())
+    with pytest.raises(ValueError, match="under gspmd XLA sums the gradients: use reducer=Lax"):
+        assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(data=2))
+    execution = jaxtrain.Execution(mode="gspmd", reduce_layers=True)
+    with pytest.raises(ValueError, match="XLA chooses when it sums: use reduce_layers=False"):
+        assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(data=2))
     execution = jaxtrain.Execution(mode="gspmd", collectives=jaxtrain.Collectives())
     with pytest.raises(ValueError, match="under gspmd XLA chooses them: use collectives=None"):
         assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(fsdp=2))

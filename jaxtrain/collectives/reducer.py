@@ -1,0 +1,17 @@
+"""How gradients are summed over the devices that hold a leaf whole: a field of the experiment.
+
+Every algorithm's `all_reduce` is a reducer, and so is one made of several of them.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+
+ExactReducer = Lax | Ring | Recursive | Hierarchical
+"""Reducers that change no sum beyond the order in which it is rounded."""
+
+Reducer = ExactReducer | Compressed

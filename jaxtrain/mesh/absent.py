@@ -1,0 +1,172 @@
+"""Meshes of chips that are not here, to compile for: the compiler needs a chip's facts, not a chip.
+
+What is compiled on such a mesh cannot run, but says what it would take: memory, collectives, the
+schedule. A TPU's compiler is in the extra `tpu`, a GPU's in `cuda12` or `cuda13`; either works on a
+Linux machine without any of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What a process sets before JAX starts. JAX_PLATFORMS keeps a plugin from looking for its device,
+and failing (GPUs need it); the last lets two processes compile for TPUs at once; those between
+silence a library that believes it is on a TPU host, and choose nothing."""
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """What XLA's GPU compiler asks of a device (`GpuTargetConfigProto`). Memory in bytes."""
+
+    name: str
+    capability: int
+    cores: int
+    fpus_per_core: int
+    shared_per_core: int
+    l2: int
+    clock_ghz: float
+    memory: int
+    bandwidth: int
+
+    def target(self) -> str:
+        """The text proto. CUDA's versions are those of the wheels that jax 0.10 asks for."""
+        features = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
+        limits = "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
+        limits += " block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535"
+        return f"""gpu_device_info {{ {limits} threads_per_block_limit: 1024 threads_per_warp: 32
+            threads_per_core_limit: 2048 registers_per_core_limit: 65536
+            registers_per_block_limit: 65536 shared_memory_per_block: 49152
+            shared_memory_per_core: {self.shared_per_core}
+            shared_memory_per_block_optin: {self.shared_per_core - 1024}
+            core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
+            l2_cache_size: {self.l2} clock_rate_ghz: {self.clock_ghz}
+            device_memory_size: {self.memory} memory_bandwidth: {self.bandwidth}
+            cuda_compute_capability {{ major: {self.capability} feature_extension: {features} }}
+            device_address_bits: 64 name: "{self.name}" driver_version: "13.0.0"
+            runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+            dnn_version: "9.10.0" }}
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            device_description_str: "{self.name}" """
+
+
+_HOPPER = dict(capability=9, cores=132, fpus_per_core=128, shared_per_core=233472, l2=52428800)
+
+_GPUS = {
+    "a100_80g": _Gpu(
+        "NVIDIA A100-SXM4-80GB", 8, 108, 64, 167936, 41943040, 1.41, 85100068864, 2039040000000
+    ),
+    "h100_sxm": _Gpu(
+        "NVIDIA H100 80GB HBM3",
+        **_HOPPER,
+        clock_ghz=1.98,
+        memory=84942979072,
+        bandwidth=3352320000000,
+    ),
+    "h200": _Gpu(
+        "NVIDIA H200", **_HOPPER, clock_ghz=1.98, memory=151397597184, bandwidth=4800000000000
+    ),
+    "b200": _Gpu(
+        "NVIDIA B200", 10, 148, 128, 233472, 132644864, 1.965, 191514411008, 7672320000000
+    ),
+}
+"""By the name of the chip. Source: openxla/xla, xla/backends/gpu/target_config/specs."""
+
+_TPUS = {"tpu_v5e": "v5e", "tpu_v5p": "v5p", "tpu_v6e": "v6e", "tpu7x": "tpu7x"}
+"""The name of the chip -> libtpu's. v4 is left out: libtpu's has two devices a chip, a machine's
+has one of both cores."""
+
+
+def absent_mesh(spec: MeshSpec) -> Mesh:
+    """The mesh of `spec` with all seven mesh axes, of devices that can only be compiled for.
+
+    Raises ValueError as `absent_devices` does.
+    """
+    return make_mesh(spec, absent_devices(spec))
+
+
+def absent_devices(spec: MeshSpec) -> Sequence[Any]:
+    """Compile-only devices of the machine of `spec`: as many, in the same hosts and slices.
+
+    The process must have started with `ENVIRONMENT`. A mesh takes all of them: libtpu aborts the
+    process over a part of a slice. JAX's persistent cache cannot read what was compiled for them,
+    and warns: switch it off (jax_enable_compilation_cache).
+
+    Raises ValueError for a chip or a topology that the compiler does not know, and where its plugin
+    is missing or cannot start.
+    """
+    if spec.chip.name in _TPUS:
+        return _described(spec, "tpu", **_tpu_slices(spec))
+    if spec.chip.name in _GPUS:
+        hosts = spec.devices // spec.devices_per_host
+        shape = f"1x{hosts}x{spec.devices_per_host}"
+        target = _GPUS[spec.chip.name].target()
+        return _described(
+            spec, "cuda", topology_name=spec.chip.name, topology=shape, target_config=target
+        )
+    raise ValueError(
+        f"{spec.where}: {spec.chip.name} is not a chip that can be compiled for without one; "
+        f"those are {', '.join((*_TPUS, *_GPUS))}. A mesh of any chip runs with --simulate"
+    )
+
+
+def _tpu_slices(spec: MeshSpec) -> dict[str, Any]:
+    """What libtpu asks of a machine: the torus of one slice, its hosts, and how many slices."""
+    if spec.topology is None:
+        raise ValueError(
+            f'{spec.where} has no topology; add the torus of one slice, as topology = "4x4"'
+        )
+    sides = [int(side) for side in spec.topology.split("x")]
+    slices = spec.devices // (math.prod(sides) * spec.chip.devices_per_chip)
+    chips = spec.devices_per_host // spec.chip.devices_per_chip
+    bounds = {1: [1, 1, 1], 4: [2, 2, 1], 8: [2, 4, 1]}.get(chips)
+    if bounds is None:
+        raise ValueError(
+            f"{spec.where}: a TPU host has 1, 4 or 8 chips, and devices_per_host = "
+            f"{spec.devices_per_host} makes {chips}; use {4 * spec.chip.devices_per_chip}"
+        )
+    name = f"{_TPUS[spec.chip.name]}:{spec.topology}"
+    found: dict[str, Any] = dict(topology_name=name, chips_per_host_bounds=bounds)
+    return found | ({"num_slices": slices} if slices > 1 else {})
+
+
+def _described(spec: MeshSpec, platform: str, **asked: Any) -> Sequence[Any]:
+    from jax.experimental import topologies
+
+    plugins = ("libtpu",) if platform == "tpu" else ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(importlib.util.find_spec(name) for name in plugins):
+        extra = "tpu" if platform == "tpu" else "cuda12"
+        raise ValueError(
+            f"{spec.where}: no compiler for {spec.chip.name} is installed; "
+            f"pip install '.[{extra}]' brings it, with or without such a device"
+        )
+    try:
+        return topologies.get_topology_desc(platform=platform, **asked).devices
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).splitlines()[0]
+        if "INVALID_ARGUMENT" in text:
+            raise ValueError(
+                f"{spec.where}: the compiler knows no {asked['topology_name']}: "
+                f"{text.removeprefix('INVALID_ARGUMENT: ')}; use a slice that is sold, as "
+                f'topology = "4x4" with devices_per_host = 4'
+            ) from error
+        wanted = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+        raise ValueError(
+            f"{spec.where}: the compiler for {spec.chip.name} did not start ({text}); "
+            f"set before JAX starts: {wanted}"
+        ) from error

@@ -1,0 +1,213 @@
+"""An experiment compiled for a mesh that is here or not: what its step would take and send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.mesh.absent import absent_mesh
+from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.mesh import MeshSpec, load_mesh, make_mesh
+from jaxtrain.planner.contract import Contract, Key, contract, seen, unpredicted
+from jaxtrain.telemetry.branches import branch_violations
+from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
+from jaxtrain.telemetry.overlap import Tally, overlaps, tally
+from jaxtrain.train.assembly import Assembly, active_mesh
+from jaxtrain.train.check import CheckReport, check
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step, make_train_step
+
+CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
+"""Gives what the compiler writes to the process's standard error while the context is open."""
+
+REMATERIALISED = "Involuntary full rematerialization"
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """A compiled step, on one device.
+
+    memory: bytes, as `telemetry.hlo.peak_memory` has them. fits: whether the peak is within the
+    chip's memory; None where either is unknown. sent: what the program sends, by (kind, mesh axes,
+    dtype): count and bytes. contract: None where XLA chose the collectives. overlap: by kind, empty
+    where the program has no schedule. flops: of matmuls XLA sees; `opaque`: kernels it does not.
+    """
+
+    checked: CheckReport
+    memory: dict[str, int | None]
+    fits: bool | None
+    compile_s: float
+    flops: float
+    opaque: dict[str, int]
+    sent: dict[Key, tuple[int, float]]
+    contract: Contract | None
+    overlap: dict[str, Tally]
+    violations: tuple[str, ...]
+
+    def table(self) -> str:
+        """What the program sends, each line with the prediction beside it where there is one."""
+        header = ["collective", "mesh axes", "dtype", "times", "bytes a device sends"]
+        if self.contract is None:
+            rows = [[*_spelt(k), f"{n:,}", f"{b:,.0f}"] for k, (n, b) in sorted(self.sent.items())]
+            return "\n".join(_columns([header, *rows]))
+        header += ["predicted", "bytes", ""]
+        rows = [
+            [
+                *_spelt(line.key),
+                *(f"{line.compiled:,}", f"{line.compiled_bytes:,.0f}"),
+                *(f"{line.predicted:,}", f"{line.predicted_bytes:,.0f}"),
+                "kept" if line.kept else "BROKEN",
+            ]
+            for line in self.contract.lines
+        ]
+        return "\n".join(
+            [*_columns([header, *rows]), *map("known: {}".format, self.contract.rewrites)]
+        )
+
+    def summary(self) -> str:
+        """Memory, time and FLOPs of one device; overlap; then what is wrong."""
+        memory = ", ".join(
+            f"{name.removesuffix('_bytes')} {'?' if n is None else f'{n:,}'}"
+            for name, n in self.memory.items()
+        )
+        fits = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}[self.fits]
+        lines = [
+            self.checked.summary(),
+            f"compiled in {self.compile_s:.1f} s; bytes per device: {memory}: {fits}",
+            f"matmul FLOPs of a device's step: {self.flops:,.0f}",
+        ]
+        if self.opaque:
+            kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
+            lines.append(f"kernels whose FLOPs are not in it: {kernels}")
+        lines += [
+            f"{kind}: {each.asynchronous:,} of {each.count:,} asynchronous, {each.hidden:,} hidden "
+            f"behind a matmul"
+            for kind, each in sorted(self.overlap.items())
+            if each.asynchronous
+        ]
+        if why := unpredicted(self.checked.assembly):
+            lines.append(f"no contract: {why}")
+        return "\n".join([*lines, *self.violations])
+
+    def as_json(self) -> dict[str, Any]:
+        """What scripts may rely on."""
+        parts = self.checked.bytes_per_device
+        sizes = {"params": parts["params"], "optimizer": parts["optimizer"]}
+        sizes |= {"temp": self.memory["temp_bytes"], "peak": self.memory["peak_bytes"]}
+        found: list[dict[str, Any]] = [
+            {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
+            for k, (n, b) in sorted(self.sent.items())
+        ]
+        return {
+            "fits": self.fits,
+            "bytes_per_device": sizes,
+            "collectives": found,
+            "contract": None if self.contract is None else not self.contract.broken,
+            "flops": self.flops,
+            "compile_s": self.compile_s,
+            "violations": list(self.violations),
+        }
+
+
+def _spelt(key: Key) -> list[str]:
+    return [key.kind, " x ".join(key.axes), key.dtype]
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def compile_experiment(
+    experiment: Experiment | str | Path,
+    mesh: MeshSpec | str | Path,
+    *,
+    compiler_log: CompilerLog | None = None,
+) -> CompileReport:
+    """The train step compiled for a mesh, present or absent, and held to the contract.
+
+    Absent TPUs and GPUs need their compiler's plugin and a process that has started with
+    `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
+
+    violations: a broken contract, collectives in branches that devices take differently, weights
+    that XLA gathers whole because it finds no better way. Raises ValueError with every violation of
+    experiment and mesh, and where the mesh can neither be made nor compiled for.
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    checked = check(experiment, mesh)
+    assembly, spec = checked.assembly, load_mesh(mesh)
+    active = active_mesh(_mesh(spec), assembly.sizes)
+    refuse(spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0]))
+    law = _branches(assembly, active)
+    began = time.perf_counter()
+    with (compiler_log or _unseen)() as log:
+        where = shardings(assembly.abstract, assembly.splits, active)
+        compiled = compile_step(assembly, active, where)
+    elapsed, text = time.perf_counter() - began, compiled.as_text()
+    found, memory = collectives(text), peak_memory(compiled)
+    held = None if unpredicted(assembly) else contract(assembly, found)
+    peak, room = memory["peak_bytes"], spec.chip.hbm_gbytes
+    scheduled = "is_scheduled=true" in text.partition("\n")[0]
+    return CompileReport(
+        checked=checked,
+        memory=memory,
+        fits=None if peak is None or not room else peak <= room * 1e9,
+        compile_s=elapsed,
+        flops=dot_flops(text),
+        opaque=opaque_kernels(text),
+        sent=seen(found, assembly.sizes),
+        contract=held,
+        overlap=tally(overlaps(text)) if scheduled else {},
+        violations=(*law, *_rematerialised(log()), *_broken(held)),
+    )
+
+
+def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:
+    """Of this machine's devices if they are those; else of absent ones."""
+    platform = "cpu" if spec.simulated else spec.chip.platform
+    here = jax.devices()
+    if platform == "cpu" or (here[0].platform == platform and len(here) >= spec.devices):
+        return make_mesh(spec)
+    return absent_mesh(spec)
+
+
+def _unseen() -> AbstractContextManager[Callable[[], str]]:
+    return nullcontext(lambda: "")
+
+
+def _branches(assembly: Assembly, mesh: jax.sharding.Mesh) -> list[str]:
+    if not assembly.explicit:
+        return []
+    step = make_train_step(assembly, mesh)
+    return branch_violations(jax.make_jaxpr(step)(assembly.abstract, assembly.abstract_batch()))
+
+
+def _rematerialised(log: str) -> list[str]:
+    lines = [line.strip() for line in log.splitlines() if REMATERIALISED in line]
+    return [f"XLA gathers a whole tensor to split it another way: {line}" for line in lines]
+
+
+def _broken(held: Contract | None) -> list[str]:
+    if held is None:
+        return []
+    return [
+        f"the contract is broken: {line.key.kind} over {' x '.join(line.key.axes)} in "
+        f"{line.key.dtype}: predicted {line.predicted} of {line.predicted_bytes:,.0f} bytes, "
+        f"compiled {line.compiled} of {line.compiled_bytes:,.0f}"
+        for line in held.broken
+    ]

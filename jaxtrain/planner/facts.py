@@ -1,0 +1,82 @@
+"""What a prediction of a step may know: sizes, splits and policies, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Dims = tuple[tuple[str, ...], ...]
+"""For each dim of a tensor the mesh axes it is split over, major first."""
+
+
+@dataclass(frozen=True)
+class LeafFacts:
+    """A parameter: its whole shape, NumPy's name of its dtype, and its splits at rest, in the
+    optimizer and in use. `stacked`: dim 0 counts layers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    params: Dims
+    optimizer: Dims
+    in_use: Dims
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """tables: names of leaves that are gathered by themselves; outside: path prefixes of the blocks
+    beside the stack, such as "prefix.0."; in the stack a period of `period` blocks repeats
+    `periods` times. unroll, prefetch, reshard: `nn.stack.LayerLoop`'s; remat: any policy but
+    "none"."""
+
+    tables: tuple[str, ...]
+    outside: tuple[str, ...]
+    period: int
+    periods: int
+    unroll: bool
+    remat: bool
+    prefetch: bool
+    reshard: bool
+
+
+@dataclass(frozen=True)
+class SumFacts:
+    """How gradients are summed over the mesh axes on which a leaf is whole.
+
+    slow: the algorithm, over all those axes together; or, where `fast` names one too, over the
+      first of them in a hierarchical sum whose other levels are `fast`'s. small_leaf: elements up
+      to which leaves are summed in one bucket. by_layer: stacked leaves in the backward pass.
+    """
+
+    slow: str
+    fast: str | None
+    small_leaf: int
+    by_layer: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """The explicit step of a decoder.
+
+    sizes: mesh axes of size > 1, in mesh order. tensor: those that split heads, hidden units and
+      vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
+      the loss takes them in. leaves: parameters by path.
+    compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
+      once a step.
+    fsdp_by, tensor_by: algorithms, named as in `collectives.steps.SCHEDULES`.
+    """
+
+    sizes: Mapping[str, int]
+    tensor: tuple[str, ...]
+    tokens: int
+    embed: int
+    chunks: int
+    microbatches: int
+    leaves: Mapping[str, LeafFacts]
+    layers: LayerFacts
+    compute: str
+    reduce: str
+    sharded: bool
+    sums: SumFacts
+    fsdp_by: str
+    tensor_by: str

@@ -1,0 +1,283 @@
+"""The collectives of an explicit step, by arithmetic: the predicted side of the contract.
+
+Each entry is a line of the source: what moves, over which mesh axes, how often and how much.
+Nothing here has seen a program; what a compiler is known to rewrite is in `contract.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+
+from jaxtrain.collectives.steps import Permute, schedule
+from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+"""The instruction of each collective of `Lax`; the other algorithms are permutes."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective of the source, on each device.
+
+    `why` names the line; `buffer_bytes` is the whole logical buffer, of a permute what it sends;
+    `count`: how often in a step. `again`: the backward pass repeats what the forward pass has done.
+    """
+
+    why: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    buffer_bytes: int
+    count: int
+    again: bool = False
+
+
+def step_traffic(facts: StepFacts) -> list[Sent]:
+    """Everything that one training step sends, optimizer included."""
+    micro = [*_activations(facts), *_head(facts)]
+    once = [*_summed(facts), *_norms(facts), *_updated(facts)]
+    if facts.sharded:
+        micro += [*_weights(facts), *_scattered(facts)]
+    else:
+        once += [*_gathers(facts, "parameters", facts.leaves), *_scattered(facts)]
+    return [*_times(micro, facts.microbatches), *once]
+
+
+def _times(some: list[Sent], n: int) -> Iterator[Sent]:
+    yield from (replace(each, count=each.count * n) for each in some if n)
+
+
+def _moved(
+    facts: StepFacts,
+    why: str,
+    collective: str,
+    by: str,
+    axes: tuple[str, ...],
+    dtype: str,
+    elements: int,
+) -> list[Sent]:
+    """One collective of `elements` in the whole buffer by algorithm `by`."""
+    n = math.prod(facts.sizes[a] for a in axes)
+    if n == 1:
+        return []
+    order = tuple(a for a in facts.sizes if a in axes)
+    size = elements * ITEMSIZE[dtype]
+    if by == "lax":
+        return [Sent(why, KINDS[collective], order, dtype, size, 1)]
+    narrow = collective != "all_gather" and ITEMSIZE[dtype] < 4
+    travels = "float32" if narrow else dtype
+    return [
+        Sent(why, "collective-permute", crossed, travels, round(permute.nbytes), step.times)
+        for step in schedule(collective, by, n, size, dtype)
+        for permute in step.permutes
+        for crossed in [_crossed(facts.sizes, axes, permute)]
+    ]
+
+
+def _crossed(sizes: Mapping[str, int], axes: tuple[str, ...], permute: Permute) -> tuple[str, ...]:
+    """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
+    product of axes may be a neighbour along one of them."""
+    found, n = set(), math.prod(sizes[a] for a in axes)
+    for device in permute.senders:
+        far = device ^ permute.distance if permute.exchange else device + permute.distance
+        here, there = device % n, far % n
+        for axis in reversed(axes):
+            if here % sizes[axis] != there % sizes[axis]:
+                found.add(axis)
+            here, there = here // sizes[axis], there // sizes[axis]
+    return tuple(a for a in sizes if a in found)
+
+
+def _weights(facts: StepFacts) -> Iterator[Sent]:
+    """Parameters that rest split, gathered for use; their gradients scattered back. Leaves that are
+    used together travel together."""
+    layers = facts.layers
+    for prefix in (*layers.tables, *layers.outside, "period."):
+        stacked = prefix == "period."
+        times = layers.periods if stacked else 1
+        leaves = {k: v for k, v in facts.leaves.items() if k.startswith(prefix)}
+        name = prefix.rstrip(".")
+        gathers = _gathers(facts, f"weights of {name}", leaves, layers=layers.periods)
+        yield from _times(gathers, times)
+        again = _fetches_again(facts) if stacked else prefix in layers.outside and layers.remat
+        repeated = [replace(each, why=f"{each.why}, again", again=True) for each in gathers]
+        yield from _times(repeated, int(again))
+        for (axes, dtype), elements in _grouped(facts, leaves, lambda leaf: facts.reduce).items():
+            why = f"weight gradients of {name}"
+            elements //= layers.periods if stacked else 1
+            scatter = _moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, dtype, elements)
+            yield from _times(scatter, times)
+
+
+def _fetches_again(facts: StepFacts) -> int:
+    """How often the backward pass gathers a layer's weights. A prefetching loop does it once more
+    than there are layers: its last turn fetches for a turn that does not come. (A loop of one turn
+    is no loop to a compiler, which then drops what is not used.)"""
+    layers = facts.layers
+    if not layers.reshard:
+        return 0
+    looped = layers.prefetch and not layers.unroll and layers.periods > 2
+    return layers.periods + looped
+
+
+def _gathers(
+    facts: StepFacts, why: str, leaves: Mapping[str, LeafFacts], *, layers: int = 1
+) -> list[Sent]:
+    """One all-gather for each dtype and set of mesh axes; of one layer in `layers`, where leaves
+    are stacked."""
+
+    def dtype(leaf: LeafFacts) -> str:
+        return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
+
+    found = []
+    for (axes, name), elements in _grouped(facts, leaves, dtype).items():
+        elements //= layers if all(leaf.stacked for leaf in leaves.values()) else 1
+        found += _moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements)
+    return found
+
+
+def _grouped(
+    facts: StepFacts, leaves: Mapping[str, LeafFacts], dtype: Callable[[LeafFacts], str]
+) -> dict[tuple[tuple[str, ...], str], int]:
+    """(mesh axes gathered, dtype) -> elements as used, of leaves that are split at rest only."""
+    found: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
+    for leaf in leaves.values():
+        axes = next(
+            (r[len(u) :] for r, u in zip(leaf.params, leaf.in_use, strict=True) if r != u), ()
+        )
+        if axes:
+            found[axes, dtype(leaf)] += local_elements(facts, leaf, leaf.in_use)
+    return found
+
+
+def local_elements(facts: StepFacts, leaf: LeafFacts, split: Dims) -> int:
+    """Elements of a leaf that one device holds under a split."""
+    ways = math.prod(facts.sizes[a] for dim in split for a in dim)
+    return math.prod(leaf.shape) // ways
+
+
+def _activations(facts: StepFacts) -> Iterator[Sent]:
+    """Sequence parallelism over `tensor` (Korthikanti et al. 2022): tokens are gathered before a
+    column-split product and scattered after a row-split one, twice a block, and the other way round
+    in the backward pass."""
+
+    def moved(why: str, collective: str, count: int, *, again: bool = False) -> Iterator[Sent]:
+        size = facts.tokens * facts.embed
+        one = _moved(facts, why, collective, facts.tensor_by, facts.tensor, facts.compute, size)
+        return _times([replace(each, again=again) for each in one], count)
+
+    yield from moved("embedding", "reduce_scatter", 1)
+    yield from moved("embedding, backward", "all_gather", 1)
+    blocks = len(facts.layers.outside) + facts.layers.period * facts.layers.periods
+    for way in ("", ", backward"):
+        gather, scatter = ("columns", "rows") if not way else ("rows", "columns")
+        yield from moved(f"{gather}{way}", "all_gather", 2 * blocks)
+        yield from moved(f"{scatter}{way}", "reduce_scatter", 2 * blocks)
+    if facts.layers.remat:
+        # What a body returns is not needed to differentiate it: its last scatter is not repeated.
+        bodies = len(facts.layers.outside) + facts.layers.periods
+        yield from moved("columns, again", "all_gather", 2 * blocks, again=True)
+        yield from moved("rows, again", "reduce_scatter", 2 * blocks - bodies, again=True)
+
+
+def _head(facts: StepFacts) -> Iterator[Sent]:
+    """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
+    by, axes, size = facts.tensor_by, facts.tensor, facts.tokens * facts.embed
+    yield from _moved(facts, "head", "all_gather", by, axes, facts.compute, size)
+    yield from _moved(facts, "head gradients", "reduce_scatter", by, axes, facts.compute, size)
+    chunk = facts.tokens // facts.chunks
+    for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
+        sums = _moved(facts, why, "all_reduce", "lax", axes, "float32", each)
+        yield from _times(sums, facts.chunks)
+
+
+def _scattered(facts: StepFacts) -> Iterator[Sent]:
+    """Gradients on their way from where the backward pass leaves them to the optimizer's split."""
+    for name, leaf in facts.leaves.items():
+        now = leaf.params if facts.sharded else leaf.in_use
+        elements = local_elements(facts, leaf, now)
+        for begins, ends in zip(now, leaf.optimizer, strict=True):
+            axes = ends[len(begins) :]
+            why = f"gradient of {name} to its optimizer state"
+            yield from _moved(
+                facts, why, "reduce_scatter", facts.fsdp_by, axes, "float32", elements
+            )
+            elements //= math.prod(facts.sizes[a] for a in axes)
+
+
+def _summed(facts: StepFacts) -> Iterator[Sent]:
+    """Gradients over the axes on which a leaf is whole: once a step, but for the stacked leaves
+    that are summed layer by layer in the backward pass."""
+    layered = {name for name, leaf in facts.leaves.items() if _by_layer(facts, leaf)}
+    layer = _sums(facts, "gradients of a layer", layered, layers=facts.layers.periods)
+    yield from _times(layer, facts.layers.periods * facts.microbatches)
+    yield from _sums(facts, "gradients", facts.leaves.keys() - layered)
+
+
+def _by_layer(facts: StepFacts, leaf: LeafFacts) -> bool:
+    begins = leaf.params if facts.sharded else leaf.in_use
+    return facts.sums.by_layer and leaf.stacked and begins == leaf.optimizer
+
+
+def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
+    """All-reduces of leaves, or of one layer in `layers` of each; small ones in a bucket."""
+    buckets: dict[tuple[str, ...], int] = defaultdict(int)
+    found = []
+    for name in sorted(names):
+        leaf = facts.leaves[name]
+        split = {a for dim in leaf.optimizer for a in dim}
+        axes = tuple(a for a in facts.sizes if a not in split)
+        elements = local_elements(facts, leaf, leaf.optimizer) // layers
+        if elements <= facts.sums.small_leaf:
+            buckets[axes] += elements
+        else:
+            found += _all_reduced(facts, f"{why}: {name}", axes, elements)
+    for axes, elements in buckets.items():
+        found += _all_reduced(facts, f"{why}: small leaves", axes, elements)
+    return found
+
+
+def _all_reduced(
+    facts: StepFacts, why: str, axes: tuple[str, ...], elements: int
+) -> Iterator[Sent]:
+    """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
+    slow, fast = facts.sums.slow, facts.sums.fast
+    if fast is None or not axes:
+        yield from _moved(facts, why, "all_reduce", slow, axes, "float32", elements)
+        return
+    slowest, *others = axes
+    within = math.prod(facts.sizes[a] for a in others)
+    held = -(-elements // within) * within
+    for axis in reversed(others):
+        for collective in ("reduce_scatter", "all_gather"):
+            yield from _moved(facts, why, collective, fast, (axis,), "float32", held)
+        held //= facts.sizes[axis]
+    yield from _moved(facts, why, "all_reduce", slow, (slowest,), "float32", held)
+
+
+def _norms(facts: StepFacts) -> Iterator[Sent]:
+    everywhere = tuple(facts.sizes)
+    numbers = {"loss and token count": 2} | {
+        f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
+    }
+    for why, count in numbers.items():
+        yield from _moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
+
+
+def _updated(facts: StepFacts) -> Iterator[Sent]:
+    """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
+    for name, leaf in facts.leaves.items():
+        elements = local_elements(facts, leaf, leaf.optimizer)
+        for rests, updated in zip(leaf.params, leaf.optimizer, strict=True):
+            axes = updated[len(rests) :]
+            elements *= math.prod(facts.sizes[a] for a in axes)
+            why = f"{name}, updated"
+            yield from _moved(facts, why, "all_gather", "lax", axes, leaf.dtype, elements)

@@ -1,0 +1,75 @@
+"""No collective in a branch whose predicate differs between the devices that it joins.
+
+Devices that take different branches wait for each other for ever or, with permutes, compute wrong
+gradients without an error. The types of a traced program know over which mesh axes a value may
+differ, so the law is checked before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_AXES = ("axes", "axis_name", "axis_index_groups")
+
+
+def branch_violations(jaxpr: Any) -> list[str]:
+    """Each collective of a traced step (`jax.make_jaxpr`) that stands in a `cond` or a `while`
+    whose predicate varies over one of its own mesh axes.
+
+    The types are those of `check_vma=True`; a shard_map without them tells nothing.
+    """
+    return list(_in(getattr(jaxpr, "jaxpr", jaxpr)))
+
+
+def _in(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = list(_inner(eqn))
+        if name == "cond":
+            yield from _crossing("cond", _varying(eqn.invars[0]), inner)
+        elif name == "while":
+            condition = eqn.params["cond_jaxpr"].jaxpr
+            yield from _crossing("while", _varying(condition.outvars[0]), inner)
+        for each in inner:
+            yield from _in(each)
+
+
+def _crossing(what: str, varying: frozenset[str], inner: list[Any]) -> Iterator[str]:
+    for name, axes in (found for each in inner for found in _collectives(each)):
+        if shared := sorted(varying & set(axes)):
+            yield (
+                f"{name} over {', '.join(axes)} stands in a {what} whose predicate varies over "
+                f"{', '.join(shared)}: devices would wait for those that went the other way. Take "
+                f"it out of the branch and mask its result with jnp.where, or make the predicate "
+                f"equal on all of them"
+            )
+
+
+def _collectives(jaxpr: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, mesh axes) of every collective, at whatever depth. `axis_index` moves nothing."""
+    for eqn in jaxpr.eqns:
+        named = next((eqn.params[key] for key in _AXES if eqn.params.get(key) is not None), None)
+        axes = tuple(a for a in _tuple(named) if isinstance(a, str))
+        if axes and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+            yield eqn.primitive.name, axes
+        for each in _inner(eqn):
+            yield from _collectives(each)
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs an equation holds: bodies, branches, called functions."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            each = getattr(each, "jaxpr", each)
+            if hasattr(each, "eqns"):
+                yield each
+
+
+def _varying(variable: Any) -> frozenset[str]:
+    kind = getattr(variable.aval, "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,155 @@
+"""What compressed sums of gradients carry from step to step, and where it lives.
+
+An encoding's losses are kept on the device that made them and join its next gradients. So the train
+state has a dim of devices here, the only place where it knows of a mesh: on another one the sum of
+the residuals is what is kept (`redistributed`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.mesh.sharding import Dims, Leaf, ways
+from jaxtrain.nn.param import named_key
+from jaxtrain.optim.leaves import leaf_dims, matrices
+
+Arrays = dict[str, Any]
+Residuals = dict[str, Any]
+"""errors: leaf -> [devices that sum it, *shape] fp32, in units of the mean gradient: what the sums
+so far lack; absent without error feedback. factors: leaf -> [parts the leaf is split into, stack,
+columns of a part, rank] fp32, PowerSGD's right factors. tripped: int32, the step whose error was
+beyond the guard's bounds, or -1. {} without a compressed reducer."""
+
+
+class MatrixDims(NamedTuple):
+    """A device's part of a leaf as a stack of matrices."""
+
+    stack: int
+    rows: int
+    cols: int
+
+
+class Part(NamedTuple):
+    """A compressed leaf on a mesh: `whole` are the axes it is summed over, `split` the others that
+    its part depends on, both in mesh order."""
+
+    leaf: Leaf
+    whole: tuple[str, ...]
+    split: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part one device sums."""
+        leaf = self.leaf
+        divided = zip(leaf.shape, leaf.optimizer, strict=True)
+        return tuple(n // ways(axes, self.sizes) for n, axes in divided)
+
+    @property
+    def matrices(self) -> MatrixDims:
+        dims = leaf_dims(self.leaf.axes)
+        sides = (range(dims.stacked), dims.rows, dims.columns)
+        return MatrixDims(*(math.prod(self.shape[d] for d in side) for side in sides))
+
+    def takes(self, codec: Any) -> bool:
+        """Whether the codec can act: PowerSGD needs as many rows and columns as its rank."""
+        if not self.whole or codec is None:
+            return False
+        sides = self.matrices
+        return not isinstance(codec, PowerSGD) or codec.rank <= min(sides.rows, sides.cols)
+
+
+def compressed_parts(
+    reducer: Any, small_leaf: int, places: Mapping[str, Leaf], sizes: Mapping[str, int]
+) -> dict[str, Part]:
+    """The leaves a compressed reducer encodes; the same ones on every mesh. Those of up to
+    `small_leaf` elements are summed exactly, and for PowerSGD what is no matrix."""
+    if not isinstance(reducer, Compressed):
+        return {}
+    parts = {}
+    for name, leaf in places.items():
+        if math.prod(leaf.shape) <= small_leaf:
+            continue
+        if isinstance(reducer.codec, PowerSGD) and not matrices(leaf.axes):
+            continue
+        used = {a for dim in leaf.optimizer for a in dim}
+        whole = tuple(a for a in sizes if a not in used)
+        parts[name] = Part(leaf, whole, tuple(a for a in sizes if a in used), sizes)
+    return parts
+
+
+def no_residuals(reducer: Any, parts: Mapping[str, Part], seed: int) -> Residuals:
+    """The state before the first step."""
+    if not isinstance(reducer, Compressed):
+        return {}
+    state: Residuals = {"tripped": jnp.int32(-1)}
+    if reducer.error_feedback:
+        state["errors"] = {
+            name: jnp.zeros((ways(part.whole, part.sizes), *part.leaf.shape), jnp.float32)
+            for name, part in parts.items()
+        }
+    if isinstance(reducer.codec, PowerSGD):
+        state["factors"] = {
+            name: _first_factor(part, reducer.codec.rank, seed) for name, part in parts.items()
+        }
+    return state
+
+
+def _first_factor(part: Part, rank: int, seed: int) -> jax.Array:
+    sides, count = part.matrices, ways(part.split, part.sizes)
+    key = named_key(jax.random.key(seed), f"powersgd.{part.leaf.path}")
+    return jax.random.normal(key, (count, sides.stack, sides.cols, rank))
+
+
+def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> Any:
+    """How every leaf of the residuals is split: each device has its own."""
+    splits: dict[str, Any] = {"tripped": ()} if abstract else {}
+    if "errors" in abstract:
+        splits["errors"] = {k: (part.whole, *part.leaf.optimizer) for k, part in parts.items()}
+    if "factors" in abstract:
+        splits["factors"] = {k: (part.split, (), (), ()) for k, part in parts.items()}
+    return splits
+
+
+def stored_splits(abstract: Residuals, splits: Any, stored: Mapping[str, tuple[int, ...]]) -> Any:
+    """As `residual_splits` for residuals of the shapes that were `stored` (by path below
+    `residuals`), on another mesh: the devices' dim is whole where it is another."""
+
+    def fits(path: Any, leaf: Any, split: Dims) -> Dims:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        same = tuple(stored[name]) == tuple(leaf.shape)
+        return split if same else ((), *split[1:]) if name.startswith("errors.") else ()
+
+    return jax.tree_util.tree_map_with_path(fits, abstract, splits)
+
+
+def redistributed(stored: Residuals, abstract: Residuals, first: Residuals) -> Residuals:
+    """Residuals of another mesh on this one. Errors of a leaf are summed and dealt out in equal
+    shares, so that their sum stays what it was (to rounding; exactly for powers of two). Factors
+    of another shape begin again as in `first`: only the speed of PowerSGD's approach is in them."""
+    out = dict(stored)
+    if "errors" in abstract:
+        out["errors"] = {
+            k: _dealt(error, abstract["errors"][k].shape[0])
+            for k, error in stored["errors"].items()
+        }
+    if "factors" in abstract:
+        out["factors"] = {
+            k: old if old.shape == abstract["factors"][k].shape else first["factors"][k]
+            for k, old in stored["factors"].items()
+        }
+    return out
+
+
+def _dealt(error: jax.Array, count: int) -> jax.Array:
+    if len(error) == count:
+        return error
+    share = error.sum(0, keepdims=True) / count
+    return jnp.broadcast_to(share, (count, *error.shape[1:]))

@@ -1,0 +1,100 @@
+"""Sums in levels: the sum, equal bits everywhere, and what crosses each level's links."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.collectives.hierarchical import Hierarchical, sent_bytes
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import same
+from jaxtrain.telemetry.hlo import collectives
+
+AXES = ("replica", "data", "fsdp")
+REDUCERS = [
+    Hierarchical(),
+    Hierarchical(Ring(1), Ring(1)),
+    Hierarchical(Recursive(), Ring(unroll=False)),
+    Hierarchical(Lax(), Recursive()),
+]
+LEVELS = [(8,), (2, 4), (4, 2), (3, 2), (2, 2, 2)]
+
+
+@lru_cache
+def summed(by, levels, axes=None):
+    """jit of the sum over `axes` (None: all) of an array whose entry d device d holds."""
+    names = AXES[-len(levels) :]
+    devices = np.array(jax.devices()[: math.prod(levels)]).reshape(levels)
+    mesh = jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(levels))
+    over = axes or names
+    rest = tuple(a for a in names if a not in over)
+
+    def local(x):
+        return same(by.all_reduce(x[0], over), over)[None]
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(rest)))
+
+
+@pytest.mark.parametrize("shape", [(24,), (5, 3), (1,)], ids=str)
+@pytest.mark.parametrize("levels", LEVELS, ids=str)
+@pytest.mark.parametrize("by", REDUCERS, ids=str)
+def test_the_sum_is_on_every_device_to_the_bit(by, levels, shape):
+    rng = np.random.default_rng(len(levels))
+    x = rng.normal(size=(math.prod(levels), *shape)).astype(np.float32)
+    found = summed(by, levels)(x)
+    np.testing.assert_allclose(found[0], x.astype(np.float64).sum(0), rtol=1e-5, atol=1e-5)
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(shard.data, found.addressable_shards[0].data)
+
+
+@pytest.mark.parametrize("axes", [("replica", "fsdp"), ("data", "fsdp"), ("data",)], ids=str)
+@pytest.mark.parametrize("by", REDUCERS[:2], ids=str)
+def test_a_sum_over_some_axes_leaves_the_others_alone(by, axes):
+    x = np.random.default_rng(0).integers(-9, 9, (2, 2, 2, 7)).astype(np.float32)
+    dims = tuple(AXES.index(a) for a in axes)
+    wanted = x.sum(dims).reshape(-1, 7)
+    np.testing.assert_array_equal(summed(by, (2, 2, 2), axes)(x.reshape(8, 7)), wanted)
+
+
+@pytest.mark.parametrize("levels", [n for n in LEVELS if len(n) > 1], ids=str)
+@pytest.mark.parametrize("size", [48, 50])
+def test_what_is_sent_is_what_the_program_says(levels, size):
+    x = jnp.zeros((math.prod(levels), size))
+    found = collectives(summed(Hierarchical(), levels).lower(x).compile().as_text())
+    fast = len(levels) - 1
+    kinds = ["all-reduce", *fast * ["all-gather"], *fast * ["reduce-scatter"]]
+    assert sorted(each.kind for each in found) == sorted(kinds)
+    at = np.arange(math.prod(levels)).reshape(levels)
+    for level, wanted in enumerate(sent_bytes(size, levels)):
+        groups = np.moveaxis(at, level, -1).reshape(-1, levels[level])
+        mine = [each for each in found if as_set(each.groups) == as_set(groups)]
+        assert sum(each.total_wire_bytes for each in mine) == pytest.approx(wanted.device)
+
+
+def as_set(groups):
+    return {frozenset(map(int, group)) for group in groups}
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids=str)
+def test_a_node_sends_as_much_as_a_sum_over_nodes_of_whole_buffers(levels):
+    """Each level is an all-reduce, between what is below it, of the whole buffer."""
+    size = 96 * math.prod(levels)
+    for n, level in zip(levels, sent_bytes(size, levels), strict=True):
+        assert level.node == pytest.approx(2 * (n - 1) / n * size * 4)
+
+
+def test_one_level_is_the_slow_algorithm_itself():
+    x = np.random.default_rng(0).normal(size=(8, 33)).astype(np.float32)
+    for by in (Ring(), Recursive(), Lax()):
+        jaxpr = str(jax.make_jaxpr(summed(Hierarchical(by, Lax()), (8,)))(x))
+        assert "reduce_scatter" not in jaxpr and "all_gather" not in jaxpr
+        plain = summed(by, (8,))(x)
+        np.testing.assert_array_equal(summed(Hierarchical(by), (8,))(x), plain)

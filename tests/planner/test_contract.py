@@ -1,0 +1,144 @@
+"""The contract on layouts of the certificate: predicted and compiled collectives are equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.planner.contract import algorithm_name, axes_of, contract, facts_of
+from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.telemetry.hlo import collectives
+from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.certify import Layout, arranged, layouts
+from jaxtrain.train.shrink import shrink
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+EXPLICIT = [each for each in layouts(8, "quick")[0] if each.mode != "gspmd"]
+CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
+SHOWN = [
+    Layout(CUBE),
+    Layout(CUBE, "explicit, ring", "zero1", loop="scanned, prefetch, remat full"),
+    Layout(CUBE, "explicit, recursive", "data parallel", precision="bf16"),
+    Layout((("fsdp", 8),), loop="scanned, prefetch, kept weights", microbatches=1),
+]
+
+
+def assembled(layout: Layout, experiment=None):
+    small = experiment or shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    return assemble(arranged(small, layout), jaxtrain.mesh_from_axes(**dict(layout.axes)))
+
+
+def compiled(assembly):
+    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    return collectives(compile_step(assembly, mesh, where).as_text())
+
+
+def told(broken):
+    return "\n".join(map(str, broken))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*SHOWN[:2], *(pytest.param(e, marks=pytest.mark.slow) for e in (*SHOWN[2:], *EXPLICIT))],
+    ids=str,
+)
+def test_the_contract_is_kept(layout):
+    assembly = assembled(layout)
+    held = contract(assembly, compiled(assembly))
+    assert held.lines and not held.broken, told(held.broken)
+
+
+MODELS = {
+    "untied, with positions": dict(tied=False, learned_positions=16),
+    "blocks beside the stack": dict(layers=4, prefix=1, suffix=1),
+    "a period of two": dict(layers=4, period=2),
+    "four layers": dict(layers=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["unrolled, remat none", "scanned, prefetch, remat full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_contract_is_kept_for_other_shapes_of_model(name, loop):
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    (block,) = small.model.period
+    fields = {
+        k: (block,) * v if k in ("prefix", "suffix", "period") else v
+        for k, v in MODELS[name].items()
+    }
+    experiment = replace(small, model=replace(small.model, **fields))
+    assembly = assembled(Layout(CUBE, loop=loop), experiment)
+    held = contract(assembly, compiled(assembly))
+    assert not held.broken, told(held.broken)
+
+
+def test_a_collective_more_or_of_another_size_breaks_it():
+    assembly = assembled(SHOWN[0])
+    found = compiled(assembly)
+    at = next(i for i, each in enumerate(found) if each.kind == "all-gather")
+    for wrong in (
+        found[:at] + found[at + 1 :],
+        [*found, found[at]],
+        [replace(e, wire_bytes=e.wire_bytes + 4) if i == at else e for i, e in enumerate(found)],
+        [replace(e, dtype="bf16") if i == at else e for i, e in enumerate(found)],
+    ):
+        broken = contract(assembly, wrong).broken
+        assert broken and all(line.key.kind == "all-gather" for line in broken)
+
+
+def test_fsdp_sends_three_times_its_parameters():
+    """Two gathers and a reduce-scatter of every matrix (Rajbhandari et al. 2020, section 7)."""
+    layout = Layout((("fsdp", 8),), microbatches=1, loop="scanned, remat dots_and_attention")
+    assembly = assembled(layout)
+    facts = facts_of(assembly)
+    sent = [each for each in step_traffic(facts) if each.kind != "all-reduce"]
+    stacked = sum(
+        4 * int(np.prod(leaf.shape))
+        for name, leaf in facts.leaves.items()
+        if name.startswith("period") and any(leaf.params)
+    )
+    table = 4 * int(np.prod(facts.leaves["embedding"].shape))
+    assert sum(each.count * each.buffer_bytes for each in sent) == 3 * stacked + 2 * table
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        (((0, 1), (2, 3), (4, 5), (6, 7)), ("tensor",)),
+        (((0, 4), (1, 5), (2, 6), (3, 7)), ("data",)),
+        (((0, 2, 4, 6), (1, 3, 5, 7)), ("data", "fsdp")),
+        ((tuple(range(8)),), ("data", "fsdp", "tensor")),
+        (((0, 1), (2, 3)), ("tensor",)),  # a permute among some
+        (((0, 3),), ("fsdp", "tensor")),
+    ],
+)
+def test_axes_of_groups(groups, axes):
+    assert axes_of(groups, {"data": 2, "fsdp": 2, "tensor": 2}) == axes
+
+
+def test_what_xla_chooses_is_not_held_to_a_contract():
+    with pytest.raises(ValueError, match="only the explicit step"):
+        contract(assembled(Layout(CUBE, "gspmd")), [])
+    with pytest.raises(ValueError, match="on one device"):
+        contract(assembled(Layout((("data", 1),))), [])
+
+
+def test_names_of_algorithms():
+    values = (jaxtrain.Lax(), jaxtrain.Recursive(), jaxtrain.Ring(1), jaxtrain.Ring(unroll=False))
+    names = [algorithm_name(value) for value in values]
+    assert names == ["lax", "recursive", "ring_1", "ring_2_looped"]
+
+
+def test_sixteen_bits_are_told_as_a_rewrite():
+    assembly = assembled(Layout(CUBE, precision="bf16"))
+    held = contract(assembly, [])
+    assert any("16-bit" in words for words in held.rewrites)
+    assert {line.key.dtype for line in held.lines} == {"f32"}
