@@ -59,7 +59,7 @@ class Algorithm(Protocol):
 
 def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
     """`Algorithm.all_gather`; adjoint: `reduce_scatter`."""
-    return _all_gather(vary(x, axes), axes, dim, by) if axes else x
+    return _run(vary(x, axes), "all_gather", axes, (dim,), by) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
@@ -68,12 +68,12 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Arr
     if not axes:
         return x
     check_divides(x, axes, dim)
-    return _reduce_scatter(vary(x, axes), axes, dim, by)
+    return _run(vary(x, axes), "reduce_scatter", axes, (dim,), by)
 
 
 def all_reduce(x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
     """`Algorithm.all_reduce`; its own adjoint."""
-    return _all_reduce(vary(x, axes), axes, by) if axes else x
+    return _run(vary(x, axes), "all_reduce", axes, (), by) if axes else x
 
 
 def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm) -> jax.Array:
@@ -82,7 +82,7 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm)
     if not axes:
         return x
     check_divides(x, axes, split)
-    return _all_to_all(vary(x, axes), axes, split, concat, by)
+    return _run(vary(x, axes), "all_to_all", axes, (split, concat), by)
 
 
 def broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
@@ -90,7 +90,7 @@ def broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
     if not axes:
         return x
     check_root(axes, root)
-    return _broadcast(vary(x, axes), axes, root, by)
+    return _run(vary(x, axes), "broadcast", axes, (root,), by)
 
 
 def reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
@@ -98,7 +98,7 @@ def reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
     if not axes:
         return x
     check_root(axes, root)
-    return _reduce(vary(x, axes), axes, root, by)
+    return _run(vary(x, axes), "reduce", axes, (root,), by)
 
 
 def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
@@ -106,7 +106,7 @@ def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.
     if not axes:
         return x
     check_root(axes, root)
-    return _gather(vary(x, axes), axes, dim, root, by)
+    return _run(vary(x, axes), "gather", axes, (dim, root), by)
 
 
 def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
@@ -116,7 +116,7 @@ def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax
         return x
     check_root(axes, root)
     check_divides(x, axes, dim)
-    return _scatter(vary(x, axes), axes, dim, root, by)
+    return _run(vary(x, axes), "scatter", axes, (dim, root), by)
 
 
 def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
@@ -140,75 +140,34 @@ def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if narrow else dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
-    return by.all_gather(x, axes, dim)
+def only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
+    """`x` on device `root`, zeros elsewhere."""
+    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
-    return by.reduce_scatter(x, axes, dim)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_reduce(x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
-    return by.all_reduce(x, axes)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm) -> jax.Array:
-    return by.all_to_all(x, axes, split, concat)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
-    return by.broadcast(x, axes, root)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
-    return by.reduce(x, axes, root)
+_ADJOINT = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+    "gather": "scatter",
+    "scatter": "gather",
+}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
-    return by.gather(x, axes, dim, root)
+def _run(x: jax.Array, name: str, axes: Axes, where: tuple[int, ...], by: Algorithm) -> jax.Array:
+    """The collective `name`; `where`: the dims and the root it takes."""
+    return getattr(by, name)(x, axes, *where)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
-    return by.scatter(x, axes, dim, root)
+def _run_backward(
+    name: str, axes: Axes, where: tuple[int, ...], by: Algorithm, _: None, dy: jax.Array
+) -> tuple[jax.Array]:
+    back = where[::-1] if name == "all_to_all" else where  # what was joined is split again
+    return (_run(dy, _ADJOINT[name], axes, back, by),)
 
 
-_all_gather.defvjp(
-    lambda x, axes, dim, by: (by.all_gather(x, axes, dim), None),
-    lambda axes, dim, by, _, dy: (by.reduce_scatter(dy, axes, dim),),
-)
-_reduce_scatter.defvjp(
-    lambda x, axes, dim, by: (by.reduce_scatter(x, axes, dim), None),
-    lambda axes, dim, by, _, dy: (by.all_gather(dy, axes, dim),),
-)
-_all_reduce.defvjp(
-    lambda x, axes, by: (by.all_reduce(x, axes), None),
-    lambda axes, by, _, dy: (by.all_reduce(dy, axes),),
-)
-_all_to_all.defvjp(
-    lambda x, axes, split, concat, by: (by.all_to_all(x, axes, split, concat), None),
-    lambda axes, split, concat, by, _, dy: (by.all_to_all(dy, axes, concat, split),),
-)
-_broadcast.defvjp(
-    lambda x, axes, root, by: (by.broadcast(x, axes, root), None),
-    lambda axes, root, by, _, dy: (by.reduce(dy, axes, root),),
-)
-_reduce.defvjp(
-    lambda x, axes, root, by: (by.reduce(x, axes, root), None),
-    lambda axes, root, by, _, dy: (by.broadcast(dy, axes, root),),
-)
-_gather.defvjp(
-    lambda x, axes, dim, root, by: (by.gather(x, axes, dim, root), None),
-    lambda axes, dim, root, by, _, dy: (by.scatter(dy, axes, dim, root),),
-)
-_scatter.defvjp(
-    lambda x, axes, dim, root, by: (by.scatter(x, axes, dim, root), None),
-    lambda axes, dim, root, by, _, dy: (by.gather(dy, axes, dim, root),),
-)
+_run.defvjp(lambda x, *static: (_run(x, *static), None), _run_backward)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.vary import Axes, vary
 
 
@@ -30,17 +30,13 @@ class Lax:
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
 
     def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        return self.all_reduce(_only_on(root, x, axes), axes)
+        return self.all_reduce(only_on(root, x, axes), axes)
 
     def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        return _only_on(root, self.all_reduce(x, axes), axes)
+        return only_on(root, self.all_reduce(x, axes), axes)
 
     def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
-        return _only_on(root, self.all_gather(x, axes, dim), axes)
+        return only_on(root, self.all_gather(x, axes, dim), axes)
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
-        return self.reduce_scatter(_only_on(root, x, axes), axes, dim)
-
-
-def _only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
-    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))
+        return self.reduce_scatter(only_on(root, x, axes), axes, dim)

@@ -88,11 +88,11 @@ def scattered_products(xs: Weights, weights: Weights, axes: Axes, ring: Ring) ->
     wide = accumulator(xs[0].dtype)
 
     def product(at: Any) -> jax.Array:
-        tiles = [take(x, at, n, 0) for x in xs]
-        return sum(
-            jnp.matmul(tile, w, preferred_element_type=wide)
-            for tile, w in zip(tiles[1:], weights[1:], strict=True)
-        ) + jnp.matmul(tiles[0], weights[0], preferred_element_type=wide)
+        first, *others = (
+            jnp.matmul(take(x, at, n, 0), w, preferred_element_type=wide)
+            for x, w in zip(xs, weights, strict=True)
+        )
+        return sum(others, start=first)
 
     def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
         arrived = shift(sums[way], axes, way)

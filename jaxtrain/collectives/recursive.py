@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.algorithm import accumulator
+from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.ring import permute, shift
 from jaxtrain.collectives.vary import Axes
 
@@ -119,11 +119,6 @@ def _tree_pairs(n: int, root: int, distance: int) -> list[tuple[int, int]]:
     return [
         ((root + r) % n, (root + r + distance) % n) for r in range(0, n - distance, 2 * distance)
     ]
-
-
-def only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` on `root`, zeros elsewhere."""
-    return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))
 
 
 def tiles(x: jax.Array, n: int, dim: int) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.collectives.algorithm import accumulator
+from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.vary import Axes, vary
 
 RIGHT, LEFT = 1, -1
@@ -128,7 +128,7 @@ class Ring:
         return own
 
     def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
-        n, me = lax.axis_size(axes), lax.axis_index(axes)
+        n = lax.axis_size(axes)
         chains = self.chains(n)
         length = dict(chains)
 
@@ -139,7 +139,7 @@ class Ring:
             return put(out, arrived, root - way * h, n, dim), moving | {way: arrived}
 
         out, _ = self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))
-        return jnp.where(me == root, out, jnp.zeros((), out.dtype))
+        return only_on(root, out, axes)
 
     def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
         n, me = lax.axis_size(axes), lax.axis_index(axes)

@@ -91,7 +91,7 @@ def read_message(
         problems.append(f"n={n} devices; a collective has at least 1")
     if buffer_bytes < 0:
         problems.append(f"buffer_bytes={buffer_bytes} is negative; give the bytes of the buffer")
-    itemsize, sum_itemsize = _itemsizes(dtype)
+    itemsize, sum_itemsize = itemsizes(dtype)
     if not itemsize:
         problems.append(f"dtype {dtype!r} has no known size; use a name like float32 or int8")
     part = itemsize * (1 if collective in PADDED else n)
@@ -105,7 +105,7 @@ def read_message(
     return Message(collective, n, buffer_bytes // itemsize, itemsize, sum_itemsize)
 
 
-def _itemsizes(dtype: str) -> tuple[int, int]:
+def itemsizes(dtype: str) -> tuple[int, int]:
     """Bytes of one element, and of one in a sum; zeros where the name says none."""
     named = re.fullmatch(r"(bfloat|float|uint|int|complex)(8|16|32|64|128)(_[a-z0-9]+)?", dtype)
     itemsize = int(named[2]) // 8 if named else 0

@@ -15,15 +15,15 @@ from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import refuse
-from jaxtrain.mesh.mesh import MeshSpec, load_mesh, make_mesh
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.planner.contract import Contract, Key, contract, seen, unpredicted
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
-from jaxtrain.train.assembly import Assembly, active_mesh
+from jaxtrain.train.assembly import active_mesh
 from jaxtrain.train.check import CheckReport, check
 from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step, make_train_step
+from jaxtrain.train.step import trace_step
 
 CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
 """Gives what the compiler writes to the process's standard error while the context is open."""
@@ -150,14 +150,15 @@ def compile_experiment(
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     checked = check(experiment, mesh)
-    assembly, spec = checked.assembly, load_mesh(mesh)
+    assembly = checked.assembly
+    spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
     refuse(spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0]))
-    law = _branches(assembly, active)
     began = time.perf_counter()
+    traced = trace_step(assembly, active, shardings(assembly.abstract, assembly.splits, active))
+    law = branch_violations(traced.jaxpr)
     with (compiler_log or _unseen)() as log:
-        where = shardings(assembly.abstract, assembly.splits, active)
-        compiled = compile_step(assembly, active, where)
+        compiled = traced.lower().compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - began, compiled.as_text()
     found, memory = collectives(text), peak_memory(compiled)
     held = None if unpredicted(assembly) else contract(assembly, found)
@@ -188,13 +189,6 @@ def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:
 
 def _unseen() -> AbstractContextManager[Callable[[], str]]:
     return nullcontext(lambda: "")
-
-
-def _branches(assembly: Assembly, mesh: jax.sharding.Mesh) -> list[str]:
-    if not assembly.explicit:
-        return []
-    step = make_train_step(assembly, mesh)
-    return branch_violations(jax.make_jaxpr(step)(assembly.abstract, assembly.abstract_batch()))
 
 
 def _rematerialised(log: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -24,19 +24,11 @@ from jaxtrain.experiment import Execution
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.planner.facts import LayerFacts, LeafFacts, StepFacts, SumFacts
 from jaxtrain.planner.traffic import Sent, step_traffic
-from jaxtrain.telemetry.hlo import Collective
+from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups
 from jaxtrain.train.assembly import Assembly, platform_of
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
-SENT = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1.0,
-}
-"""The part of the buffer that a device sends, n in the group (Patarasuk & Yuan 2009)."""
 
 
 class Key(NamedTuple):
@@ -108,19 +100,16 @@ def contract(assembly: Assembly, compiled: Iterable[Collective]) -> Contract:
 
 def rewritten(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
     """`sent` as the platform's compiler is known to change it, and those changes in words."""
-    rewrites = []
-    if platform_of(assembly.spec) != "cpu":
+    wide = [_widened(each) for each in sent]
+    if platform_of(assembly.spec) != "cpu" or wide == sent:
         return sent, ()
-    narrow = [each for each in sent if each.dtype in ("bfloat16", "float16")]
-    if narrow:
-        rewrites.append("XLA:CPU sends 16-bit numbers as fp32")
-        sent = [
-            each
-            if each not in narrow
-            else Sent(each.why, each.kind, each.axes, "float32", 2 * each.buffer_bytes, each.count)
-            for each in sent
-        ]
-    return sent, tuple(rewrites)
+    return wide, ("XLA:CPU sends 16-bit numbers as fp32",)
+
+
+def _widened(sent: Sent) -> Sent:
+    if sent.dtype not in ("bfloat16", "float16"):
+        return sent
+    return replace(sent, dtype="float32", buffer_bytes=2 * sent.buffer_bytes)
 
 
 def _key(sent: Sent) -> Key:

@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from jaxtrain.collectives.steps import Permute, schedule
+from jaxtrain.collectives.steps import Permute, itemsizes, schedule
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -28,7 +27,7 @@ class Sent:
     """One collective of the source, on each device.
 
     `why` names the line; `buffer_bytes` is the whole logical buffer, of a permute what it sends;
-    `count`: how often in a step. `again`: the backward pass repeats what the forward pass has done.
+    `count`: how often in a step.
     """
 
     why: str
@@ -37,7 +36,6 @@ class Sent:
     dtype: str
     buffer_bytes: int
     count: int
-    again: bool = False
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
@@ -69,11 +67,12 @@ def _moved(
     if n == 1:
         return []
     order = tuple(a for a in facts.sizes if a in axes)
-    size = elements * ITEMSIZE[dtype]
+    itemsize, sum_itemsize = itemsizes(dtype)
+    size = elements * itemsize
     if by == "lax":
         return [Sent(why, KINDS[collective], order, dtype, size, 1)]
-    narrow = collective != "all_gather" and ITEMSIZE[dtype] < 4
-    travels = "float32" if narrow else dtype
+    widened = collective != "all_gather" and sum_itemsize > itemsize
+    travels = "float32" if widened else dtype
     return [
         Sent(why, "collective-permute", crossed, travels, round(permute.nbytes), step.times)
         for step in schedule(collective, by, n, size, dtype)
@@ -108,7 +107,7 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
         gathers = _gathers(facts, f"weights of {name}", leaves, layers=layers.periods)
         yield from _times(gathers, times)
         again = _fetches_again(facts) if stacked else prefix in layers.outside and layers.remat
-        repeated = [replace(each, why=f"{each.why}, again", again=True) for each in gathers]
+        repeated = [replace(each, why=f"{each.why}, again") for each in gathers]
         yield from _times(repeated, int(again))
         for (axes, dtype), elements in _grouped(facts, leaves, lambda leaf: facts.reduce).items():
             why = f"weight gradients of {name}"
@@ -169,10 +168,10 @@ def _activations(facts: StepFacts) -> Iterator[Sent]:
     column-split product and scattered after a row-split one, twice a block, and the other way round
     in the backward pass."""
 
-    def moved(why: str, collective: str, count: int, *, again: bool = False) -> Iterator[Sent]:
+    def moved(why: str, collective: str, count: int) -> Iterator[Sent]:
         size = facts.tokens * facts.embed
         one = _moved(facts, why, collective, facts.tensor_by, facts.tensor, facts.compute, size)
-        return _times([replace(each, again=again) for each in one], count)
+        return _times(one, count)
 
     yield from moved("embedding", "reduce_scatter", 1)
     yield from moved("embedding, backward", "all_gather", 1)
@@ -184,8 +183,8 @@ def _activations(facts: StepFacts) -> Iterator[Sent]:
     if facts.layers.remat:
         # What a body returns is not needed to differentiate it: its last scatter is not repeated.
         bodies = len(facts.layers.outside) + facts.layers.periods
-        yield from moved("columns, again", "all_gather", 2 * blocks, again=True)
-        yield from moved("rows, again", "reduce_scatter", 2 * blocks - bodies, again=True)
+        yield from moved("columns, again", "all_gather", 2 * blocks)
+        yield from moved("rows, again", "reduce_scatter", 2 * blocks - bodies)
 
 
 def _head(facts: StepFacts) -> Iterator[Sent]:

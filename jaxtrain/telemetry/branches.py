@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_AXES = ("axes", "axis_name", "axis_index_groups")
+_AXES = ("axes", "axis_name")
 
 
 def branch_violations(jaxpr: Any) -> list[str]:

@@ -112,8 +112,7 @@ def collectives(text: str) -> list[Collective]:
     return fold(module, own, add, times, choose)
 
 
-# The part of the whole buffer that a device sends, from the group size n.
-_SENT = {
+SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -122,6 +121,7 @@ _SENT = {
     "collective-broadcast": lambda n: (n - 1) / n,
     "collective-permute": lambda n: float(n > 1),
 }
+"""The part of the whole buffer that a device sends, from the group size n."""
 
 
 def _own_collectives(module: Module, body: Computation, each: Instruction) -> list[Collective]:
@@ -129,7 +129,7 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
     attributes = each.attributes
     if kind == "send" and "_source_target_pairs" in attributes.get("frontend_attributes", ""):
         kind = "collective-permute"  # as GPU pipelining rewrites it
-    if kind not in _SENT:
+    if kind not in SENT:
         return []
     # TPU repeats an asynchronous collective in every fusion it passes through, same chain_id.
     chained = "chain_id" in attributes.get("frontend_attributes", "")
@@ -151,7 +151,7 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
             kind=kind,
             dtype=dtype,
             buffer_bytes=whole,
-            wire_bytes=whole * _SENT[kind](size),
+            wire_bytes=whole * SENT[kind](size),
             group_size=size,
             groups=groups,
             count=1,

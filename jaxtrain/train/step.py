@@ -247,15 +247,22 @@ def compile_step(
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Any:
     """The compiled step for the shapes of `batch` (arrays or ShapeDtypeStructs), state donated."""
-    whole = named_sharding(mesh, ())
-    return (
-        jax.jit(
-            make_train_step(assembly, mesh, choice=choice),
-            donate_argnums=0,
-            in_shardings=(shardings, assembly.batch_shardings(mesh)),
-            out_shardings=(shardings, whole),
-            keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
-        )
-        .lower(assembly.abstract, batch or assembly.abstract_batch())
-        .compile(compiler_options=assembly.compiler_options or None)
-    )
+    traced = trace_step(assembly, mesh, shardings, batch, choice)
+    return traced.lower().compile(compiler_options=assembly.compiler_options or None)
+
+
+def trace_step(
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    batch: Any = None,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
+) -> Any:
+    """What `compile_step` compiles, with its jaxpr."""
+    return jax.jit(
+        make_train_step(assembly, mesh, choice=choice),
+        donate_argnums=0,
+        in_shardings=(shardings, assembly.batch_shardings(mesh)),
+        out_shardings=(shardings, named_sharding(mesh, ())),
+        keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
+    ).trace(assembly.abstract, batch or assembly.abstract_batch())
