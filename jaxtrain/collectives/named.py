@@ -40,9 +40,10 @@ SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
     "loss": _sum,
     "gradient norm": _sum,
     "vocabulary": _sum,
+    "optimizer": _sum,
 }
 """All-reduces: loss and token count; squared norms; exp-sums and target logits of the
-vocabulary."""
+vocabulary; sums that an optimizer makes of a leaf."""
 
 GRADIENT_SUMS: dict[str, Callable[[jax.Array, Axes, AllReduce], jax.Array]] = {
     "gradients": _reduced,

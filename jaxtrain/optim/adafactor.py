@@ -20,10 +20,10 @@ from jaxtrain.optim.leaves import (
     decoupled_decay,
     leaf_dims,
     matrices,
-    real_mean,
     real_size,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+from jaxtrain.optim.shards import WHOLE, LeafSum, Shards, real_means, squares_of_layers
 
 _EPS2 = 1e-3
 
@@ -44,8 +44,16 @@ class _Moments(NamedTuple):
     full: Any
 
 
+def factored(shape: tuple[int, ...], names: Axes, smallest: int) -> LeafDims | None:
+    """The dims of a leaf whose second moment is factored: no side of its matrices is below
+    `smallest`. None: it is kept whole, as a vector's is."""
+    dims = leaf_dims(names)
+    sides = [real_size(shape, names, side) for side in (dims.rows, dims.columns)]
+    return dims if dims.rows and min(sides) >= smallest else None
+
+
 def scale_by_factored_rms(
-    axes: AxesTree, *, decay_rate: float, min_dim_size_to_factor: int, eps: float
+    axes: AxesTree, *, decay_rate: float, min_dim_size_to_factor: int, eps: float, shards: Shards
 ) -> optax.GradientTransformation:
     """Divide by the root of the factored second moment (Shazeer & Stern 2018, alg. 4).
 
@@ -54,33 +62,12 @@ def scale_by_factored_rms(
     `min_dim_size_to_factor` keeps the full moment, as vectors do. Padding counts nowhere.
     """
 
-    def factored(shape: tuple[int, ...], names: Axes) -> LeafDims | None:
-        dims = leaf_dims(names)
-        sides = [real_size(shape, names, side) for side in (dims.rows, dims.columns)]
-        return dims if dims.rows and min(sides) >= min_dim_size_to_factor else None
-
     def zeros(leaf: jax.Array, names: Axes) -> _Moments:
-        dims = factored(leaf.shape, names)
+        dims = factored(leaf.shape, names, min_dim_size_to_factor)
         square = jnp.zeros_like(leaf, dtype=jnp.float32)
         if dims is None:
             return _Moments(optax.MaskedNode(), optax.MaskedNode(), square)
         return _Moments(square.mean(dims.columns), square.mean(dims.rows), optax.MaskedNode())
-
-    def scale(
-        grad: jax.Array, names: Axes, moments: _Moments, decay: jax.Array
-    ) -> tuple[jax.Array, _Moments]:
-        dims = factored(grad.shape, names)
-        square = jnp.square(grad.astype(jnp.float32)) + eps
-        if dims is None:
-            full = decay * moments.full + (1.0 - decay) * square
-            return grad * jax.lax.rsqrt(full), moments._replace(full=full)
-        rows = decay * moments.rows + (1.0 - decay) * real_mean(square, names, dims.columns)
-        columns = decay * moments.columns + (1.0 - decay) * real_mean(square, names, dims.rows)
-        # Rows come before columns in a leaf, so their dims keep their places in `rows`.
-        row_factor = jax.lax.rsqrt(rows / real_mean(rows, names, dims.rows, keepdims=True))
-        update = grad * jnp.expand_dims(row_factor, dims.columns)
-        update = update * jnp.expand_dims(jax.lax.rsqrt(columns), dims.rows)
-        return update, moments._replace(rows=rows, columns=columns)
 
     def init(params: Any) -> FactoredState:
         leaves, treedef = jax.tree.flatten(params)
@@ -90,16 +77,61 @@ def scale_by_factored_rms(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        leaves, treedef = jax.tree.flatten(updates)
+        grads, treedef = jax.tree.flatten(updates)
         old = [treedef.flatten_up_to(t) for t in (state.rows, state.columns, state.full)]
         moments = [_Moments(*m) for m in zip(*old, strict=True)]
         decay = 1.0 - (state.count + 1).astype(jnp.float32) ** -decay_rate
         names = treedef.flatten_up_to(axes)
-        scaled = [scale(g, n, m, decay) for g, n, m in zip(leaves, names, moments, strict=True)]
-        new = _pack(state.count + 1, treedef, [m for _, m in scaled])
-        return treedef.unflatten([u for u, _ in scaled]), new
+        squares = [jnp.square(g.astype(jnp.float32)) + eps for g in grads]
+        split = {
+            i: dims
+            for i, n in enumerate(names)
+            if (dims := factored(grads[i].shape, n, min_dim_size_to_factor))
+        }
+
+        factors = _factors(shards, squares, names, split, moments, decay)
+        norms = real_means(
+            shards, [LeafSum(factors[i][0], names[i], dims.rows) for i, dims in split.items()]
+        )
+        for (i, (rows, columns)), norm in zip(factors.items(), norms, strict=True):
+            dims = split[i]
+            grads[i] = grads[i] * jax.lax.rsqrt(rows / norm) * jax.lax.rsqrt(columns)
+            moments[i] = moments[i]._replace(
+                rows=rows.squeeze(dims.columns), columns=columns.squeeze(dims.rows)
+            )
+        for i in set(range(len(grads))) - split.keys():
+            full = decay * moments[i].full + (1.0 - decay) * squares[i]
+            grads[i] = grads[i] * jax.lax.rsqrt(full)
+            moments[i] = moments[i]._replace(full=full)
+        return treedef.unflatten(grads), _pack(state.count + 1, treedef, moments)
 
     return optax.GradientTransformation(init, update)
+
+
+def _factors(
+    shards: Shards,
+    squares: list[jax.Array],
+    names: list[Axes],
+    split: dict[int, LeafDims],
+    moments: list[_Moments],
+    decay: jax.Array,
+) -> dict[int, tuple[jax.Array, jax.Array]]:
+    """The new (rows, columns) of each factored leaf; the dims averaged away stay, with size 1."""
+    parts = [
+        LeafSum(squares[i], names[i], over)
+        for i, dims in split.items()
+        for over in (dims.columns, dims.rows)
+    ]
+    means = iter(real_means(shards, parts))
+    found = {}
+    for i, dims in split.items():
+        old = ((moments[i].rows, dims.columns), (moments[i].columns, dims.rows))
+        rows, columns = (
+            decay * jnp.expand_dims(moment, gone) + (1.0 - decay) * next(means)
+            for moment, gone in old
+        )
+        found[i] = (rows, columns)
+    return found
 
 
 def _pack(steps: jax.Array, treedef: Any, moments: list[_Moments]) -> FactoredState:
@@ -107,32 +139,31 @@ def _pack(steps: jax.Array, treedef: Any, moments: list[_Moments]) -> FactoredSt
     return FactoredState(steps, *trees)
 
 
-def _rms(leaf: jax.Array, names: Axes) -> jax.Array:
+def _rms(tree: Any, axes: AxesTree, shards: Shards) -> Any:
     """Root mean square of each layer's tensor, dims kept, padding left out."""
-    dims = leaf_dims(names)
-    square = jnp.square(leaf.astype(jnp.float32))
-    return jnp.sqrt(real_mean(square, names, (*dims.rows, *dims.columns), keepdims=True))
+    leaves, treedef = jax.tree.flatten(tree)
+    names = treedef.flatten_up_to(axes)
+    means = real_means(shards, list(map(squares_of_layers, leaves, names)))
+    return treedef.unflatten([jnp.sqrt(mean) for mean in means])
 
 
-def _clip_by_rms(axes: AxesTree, threshold: float) -> optax.GradientTransformation:
+def _clip_by_rms(axes: AxesTree, threshold: float, shards: Shards) -> optax.GradientTransformation:
     """Each layer's update scaled down to an RMS of `threshold` (alg. 4)."""
 
     def clip(updates: Any, params: Any) -> Any:
         del params
-        return jax.tree.map(
-            lambda u, n: u / jnp.maximum(1.0, _rms(u, n) / threshold), updates, axes
-        )
+        rms = _rms(updates, axes, shards)
+        return jax.tree.map(lambda u, r: u / jnp.maximum(1.0, r / threshold), updates, rms)
 
     return optax.stateless(clip)
 
 
-def _scale_by_param_rms(axes: AxesTree) -> optax.GradientTransformation:
+def _scale_by_param_rms(axes: AxesTree, shards: Shards) -> optax.GradientTransformation:
     """Each layer's update times max(eps2, RMS of the layer's tensor) (alg. 5)."""
 
     def scale(updates: Any, params: Any) -> Any:
-        return jax.tree.map(
-            lambda u, p, n: u * jnp.maximum(_rms(p, n), _EPS2), updates, params, axes
-        )
+        rms = _rms(params, axes, shards)
+        return jax.tree.map(lambda u, r: u * jnp.maximum(r, _EPS2), updates, rms)
 
     return optax.stateless(scale)
 
@@ -170,7 +201,9 @@ class Adafactor:
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
 
-    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
+    def build(
+        self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE
+    ) -> optax.GradientTransformation:
         rate = rate_fn(self.learning_rate, steps=steps, batch=batch)
         parts = [
             scale_by_factored_rms(
@@ -178,13 +211,14 @@ class Adafactor:
                 decay_rate=self.decay_rate,
                 min_dim_size_to_factor=self.min_dim_size_to_factor,
                 eps=self.eps,
+                shards=shards,
             )
         ]
         if self.clipping_threshold is not None:
-            parts.append(_clip_by_rms(axes, self.clipping_threshold))
+            parts.append(_clip_by_rms(axes, self.clipping_threshold, shards))
         parts.append(optax.scale_by_learning_rate(rate, flip_sign=False))
         if self.relative:
-            parts.append(_scale_by_param_rms(axes))
+            parts.append(_scale_by_param_rms(axes, shards))
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.float32))
         parts.append(decoupled_decay(self._decay_fn(rate), self.decay, axes))

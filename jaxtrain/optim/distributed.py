@@ -1,58 +1,122 @@
-"""Newton-Schulz on a mesh: each device iterates on whole matrices of its share of the layers.
+"""An optimizer's own communication on a mesh, stated: it is what the contract predicts.
 
-Left to itself the partitioner gathers, or multiplies split matrices with an all-reduce in each of
-the fifteen products. Here a leaf's shards are exchanged once (all-to-all) so that a device holds
-whole matrices of a few layers, and exchanged back: 2 (n-1)/n of the leaf's bytes a device, n the
-devices it is split over (the scheme of Liu et al. 2025, section 3, without its replication).
+Left to itself the partitioner gathers whole leaves, or multiplies split matrices with an all-reduce
+in each of Newton-Schulz's fifteen products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.collectives.named import sum_over
 from jaxtrain.mesh.sharding import Axes, Dims, partition_spec
-from jaxtrain.optim.muon import Orthogonalize
+from jaxtrain.optim.leaves import leaf_dims
+from jaxtrain.optim.shards import ByMatrix, LeafSum
 
 
-def whole_matrices(
-    mesh: jax.sharding.Mesh, split_of: Callable[[Axes], Dims], sizes: Mapping[str, int]
-) -> Callable[[Orthogonalize, Axes], Orthogonalize]:
-    """The `distribute` of `Muon.build` for a mesh with these axes of size > 1.
+@dataclass(frozen=True, eq=False)
+class OnMesh:
+    """`Shards` of leaves that rest on `mesh` as `split_of` their logical axes says; `sizes`: mesh
+    axes of size > 1, in mesh order."""
 
-    `split_of` gives the split at which the optimizer's state of a leaf rests. Leaves that are not
-    three-dimensional stacks split over their matrix dims alone are left to the partitioner.
-    """
+    mesh: jax.sharding.Mesh
+    split_of: Callable[[Axes], Dims]
+    sizes: Mapping[str, int]
 
-    def distribute(orthogonalize: Orthogonalize, names: Axes) -> Orthogonalize:
-        split = split_of(names)
-        if len(names) != 3 or split[0] or not any(split):
-            return orthogonalize
-        ways = math.prod(sizes[a] for dim in split for a in dim)
+    def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
+        """Each device sums what it holds; one all-reduce for each set of mesh axes adds those."""
+        if not parts:
+            return []
+        before = [self._split(part) for part in parts]
+        after = [
+            tuple(() if dim in part.dims else axes for dim, axes in enumerate(split))
+            for part, split in zip(parts, before, strict=True)
+        ]
+        together: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = defaultdict(list)
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            kept = frozenset(_axes(new))
+            over = tuple(a for a in self.sizes if a in _axes(old) - kept)
+            together[over, kept].append(i)
 
-        def on_device(x: jax.Array) -> jax.Array:
-            layers = len(x)
-            x = jnp.pad(x, ((0, -layers % ways), (0, 0), (0, 0)))
-            for dim in (1, 2):
-                x = _exchange(x, split[dim], take=0, give=dim)
-            x = orthogonalize(x)
-            for dim in (2, 1):
-                x = _exchange(x, split[dim], take=dim, give=0)
-            return x[:layers]
+        def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
+            found = [x.sum(p.dims, keepdims=True) for x, p in zip(arrays, parts, strict=True)]
+            for (over, _), members in together.items():
+                flat = jnp.concatenate([found[i].reshape(-1) for i in members])
+                total = sum_over("optimizer", flat, over)
+                begin = 0
+                for i in members:
+                    size = found[i].size
+                    found[i] = total[begin : begin + size].reshape(found[i].shape)
+                    begin += size
+            return found
 
+        run = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=([partition_spec(split) for split in before],),
+            out_specs=[partition_spec(split) for split in after],
+        )
+        return run([part.x for part in parts])
+
+    def _split(self, part: LeafSum) -> Dims:
+        pairs = zip(part.x.shape, self.split_of(part.names), strict=True)
+        return tuple(() if size == 1 else axes for size, axes in pairs)
+
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+        """The devices that a leaf's matrices are split over exchange its shards (all-to-all), so
+        that each holds whole matrices of a few layers, and exchange them back: 2 (n-1)/n of the
+        bytes that a device holds (Liu et al. 2025, section 3, without its replication). A single
+        matrix is gathered instead, and every device does the same work on it."""
+        split, stacked = self.split_of(names), leaf_dims(names).stacked
+        inner = {at + 1: axes for at, axes in enumerate(split[stacked:]) if axes}
+        ways = math.prod(self.sizes[a] for axes in inner.values() for a in axes)
+
+        def on_device(local: jax.Array) -> jax.Array:
+            stack = local.reshape(-1, *local.shape[stacked:])
+            if len(stack) == 1:
+                return _on_gathered(function, stack, inner).reshape(local.shape)
+            padding = [(0, 0)] * stack.ndim
+            padding[0] = (0, -len(stack) % ways)
+            whole = jnp.pad(stack, padding)
+            for dim, axes in inner.items():
+                whole = _exchange(whole, axes, take=0, give=dim)
+            whole = function(whole)
+            for dim, axes in reversed(inner.items()):
+                whole = _exchange(whole, axes, take=dim, give=0)
+            return whole[: len(stack)].reshape(local.shape)
+
+        if not inner:
+            on_device = function
         spec = partition_spec(split)
         # Over axes that do not split the leaf every device does the same work.
-        return jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+        return jax.shard_map(on_device, mesh=self.mesh, in_specs=spec, out_specs=spec)(x)
 
-    return distribute
+
+def _axes(split: Dims) -> set[str]:
+    return {axis for dim in split for axis in dim}
 
 
 def _exchange(x: jax.Array, axes: tuple[str, ...], *, take: int, give: int) -> jax.Array:
     """Split dim `take` over the devices of `axes` and join their parts of dim `give`."""
-    if not axes:
-        return x
     return lax.all_to_all(x, axes, split_axis=take, concat_axis=give, tiled=True)
+
+
+def _on_gathered(
+    function: ByMatrix, x: jax.Array, split: Mapping[int, tuple[str, ...]]
+) -> jax.Array:
+    """`function` of `x` joined along its split dims; of the result this device's part."""
+    whole = x
+    for dim, axes in split.items():
+        whole = lax.all_gather(whole, axes, axis=dim, tiled=True)
+    whole = function(whole)
+    for dim, axes in split.items():
+        size = x.shape[dim]
+        whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * size, size, dim)
+    return whole

@@ -6,7 +6,10 @@ A ratio is of one layer, never of a stack; heads side by side in one tensor shar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.fields import at_least, fraction, positive, refuse
@@ -16,9 +19,33 @@ from jaxtrain.optim.leaves import (
     checked,
     decoupled_decay,
     matrices,
-    per_layer,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+from jaxtrain.optim.shards import WHOLE, Shards, squares_of_layers
+
+
+def scale_by_trust_ratio(
+    axes: AxesTree, *, where: LeafMask, coefficient: float, shards: Shards
+) -> optax.GradientTransformation:
+    """Each layer's update times coefficient |parameter| / |update|; 1 where either norm is 0.
+
+    Law: equals `optax.scale_by_trust_ratio` on the unstacked leaves. Those outside `where` pass
+    unchanged.
+    """
+
+    def scale(updates: Any, params: Any) -> Any:
+        flat, treedef = jax.tree.flatten(updates)
+        names, weights = treedef.flatten_up_to(axes), treedef.flatten_up_to(params)
+        chosen = [i for i, n in enumerate(names) if where(n)]
+        squares = [squares_of_layers(x[i], names[i]) for x in (weights, flat) for i in chosen]
+        norms = [jnp.sqrt(total) for total in shards.sums(squares)]
+        both = zip(norms[: len(chosen)], norms[len(chosen) :], strict=True)
+        for i, (weight, update) in zip(chosen, both, strict=True):
+            ratio = coefficient * weight / update
+            flat[i] = flat[i] * jnp.where((weight == 0) | (update == 0), 1.0, ratio)
+        return treedef.unflatten(flat)
+
+    return optax.stateless(scale)
 
 
 @dataclass(frozen=True)
@@ -45,11 +72,13 @@ class Lamb:
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
 
-    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
+    def build(
+        self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE
+    ) -> optax.GradientTransformation:
         transform = optax.chain(
             optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
             decoupled_decay(self.weight_decay, self.decay, axes),
-            per_layer(optax.scale_by_trust_ratio(), axes, where=self.adapt),
+            scale_by_trust_ratio(axes, where=self.adapt, coefficient=1.0, shards=shards),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
         return checked(transform, axes)
@@ -78,11 +107,14 @@ class Lars:
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
 
-    def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
-        trust = optax.scale_by_trust_ratio(trust_coefficient=self.trust_coefficient)
+    def build(
+        self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE
+    ) -> optax.GradientTransformation:
         transform = optax.chain(
             decoupled_decay(self.weight_decay, self.decay, axes),
-            per_layer(trust, axes, where=self.adapt),
+            scale_by_trust_ratio(
+                axes, where=self.adapt, coefficient=self.trust_coefficient, shards=shards
+            ),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
             optax.trace(decay=self.momentum, nesterov=self.nesterov),
         )

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxtrain.mesh.sharding import Axes, PaddedAxis
@@ -65,22 +64,6 @@ def real_size(shape: tuple[int, ...], axes: Axes, dims: tuple[int, ...]) -> int:
     return math.prod(n.real if isinstance(n, PaddedAxis) else size for n, size in names)
 
 
-def real_mean(
-    x: jax.Array, axes: Axes, dims: tuple[int, ...], *, keepdims: bool = False
-) -> jax.Array:
-    """The mean over dims of a leaf, padding left out; `x` may lack dims behind the last of them.
-
-    Law: does not depend on how far an axis is padded.
-    """
-    size = real_size(x.shape, axes, dims)
-    for dim in dims:
-        name = axes[dim]
-        if isinstance(name, PaddedAxis) and name.real < x.shape[dim]:
-            at = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-            x = jnp.where(at < name.real, x, 0)
-    return x.sum(dims, keepdims=keepdims) / size
-
-
 def matrices(axes: Axes) -> bool:
     """Every weight matrix and embedding table; not norms, biases and scalars (the usual mask of
     weight decay: Radford et al. 2019 and after)."""
@@ -115,32 +98,6 @@ def decoupled_decay(
     if not callable(rate) and rate == 0:
         return optax.identity()
     return optax.add_decayed_weights(rate, mask=map_axes(where, axes))
-
-
-def per_layer(
-    transform: optax.GradientTransformation, axes: AxesTree, *, where: LeafMask = everything
-) -> optax.GradientTransformation:
-    """A stateless per-leaf transformation, applied to each slice of a stack as to a leaf.
-
-    Law: equals `transform` on the unstacked leaves. A norm over a sharded slice costs one
-    all-reduce of a number for each layer. Leaves outside `where` pass unchanged.
-    """
-
-    def update_leaf(update: jax.Array, param: jax.Array, names: Axes) -> jax.Array:
-        if not where(names):
-            return update
-
-        def one(u: jax.Array, p: jax.Array) -> Any:
-            return transform.update(u, optax.EmptyState(), p)[0]
-
-        for _ in range(leaf_dims(names).stacked):
-            one = jax.vmap(one)
-        return one(update, param)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(update_leaf, updates, params, axes), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def checked(

@@ -28,9 +28,7 @@ from jaxtrain.optim.leaves import (
     map_axes,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
-
-Orthogonalize = Callable[[jax.Array], jax.Array]
-"""From a stack of matrices [..., m, n] to their orthogonal factors."""
+from jaxtrain.optim.shards import WHOLE, Shards
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan et al. 2024: the steepest at 0, singular values end in (0.7, 1.2)."""
@@ -79,23 +77,28 @@ def scale_by_muon(
     momentum: float,
     nesterov: bool,
     rms: float | None,
-    orthogonalize: Callable[[Axes], Orthogonalize],
+    orthogonalize: Callable[[jax.Array], jax.Array],
+    shards: Shards,
 ) -> optax.GradientTransformation:
     """Orthogonalised momentum, each layer's [rows, columns] a matrix of its own.
 
     Law: equals optax's `scale_by_muon` and `scale_by_shape` on the unstacked matrices (momentum is
-    debiased, which Jordan's is not). `orthogonalize` gives the function for a leaf's axes.
+    debiased, which Jordan's is not). `orthogonalize` takes whole matrices [..., m, n].
     """
 
     def direction(x: jax.Array, names: Axes) -> jax.Array:
         dims = leaf_dims(names)
         fan_in = math.prod(x.shape[d] for d in dims.rows)
         fan_out = math.prod(x.shape[d] for d in dims.columns)
-        matrix = x.reshape(*x.shape[: dims.stacked], fan_in, fan_out)
         scale = max(1.0, fan_out / fan_in) ** 0.5
         if rms is not None:
             scale = rms * max(fan_in, fan_out) ** 0.5
-        return scale * orthogonalize(names)(matrix).reshape(x.shape)
+
+        def by_matrix(x: jax.Array) -> jax.Array:
+            lead = x.shape[: dims.stacked - len(names)]
+            return orthogonalize(x.reshape(*lead, fan_in, fan_out)).reshape(x.shape)
+
+        return scale * shards.by_matrix(by_matrix, x, names)
 
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
@@ -112,11 +115,6 @@ def scale_by_muon(
         return jax.tree.map(direction, ahead, axes), MuonState(steps, buffer)
 
     return optax.GradientTransformation(init, update)
-
-
-def _anywhere(orthogonalize: Orthogonalize, names: Axes) -> Orthogonalize:
-    del names
-    return orthogonalize
 
 
 @dataclass(frozen=True)
@@ -161,19 +159,8 @@ class Muon:
         return found + ([] if self.adam is None else self.adam.violations(steps))
 
     def build(
-        self,
-        axes: AxesTree,
-        *,
-        steps: int,
-        batch: int,
-        distribute: Callable[[Orthogonalize, Axes], Orthogonalize] = _anywhere,
+        self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE
     ) -> optax.GradientTransformation:
-        """The transformation for a tree of logical axes.
-
-        `distribute(orthogonalize, names)` may move the Newton-Schulz iteration of a leaf (a stack
-        [stacking dims of names ..., rows, columns]) elsewhere, into a shard_map for instance; it
-        must return the same values.
-        """
         refuse(self.violations(steps))
         iterate = functools.partial(
             newton_schulz,
@@ -189,7 +176,8 @@ class Muon:
                 momentum=self.momentum,
                 nesterov=self.nesterov,
                 rms=self.rms,
-                orthogonalize=functools.partial(distribute, iterate),
+                orthogonalize=iterate,
+                shards=shards,
             ),
             decoupled_decay(self.weight_decay, everything, groups.muon),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),

@@ -28,7 +28,9 @@ from jaxtrain.optim.muon import Muon
 from jaxtrain.optim.rate import Rate
 
 __all__ = [
+    "ELEMENTWISE",
     "SGD",
+    "SHARDED",
     "Adafactor",
     "AdamW",
     "Lamb",
@@ -44,7 +46,8 @@ __all__ = [
 
 
 class Optimizer(Protocol):
-    """What a training run asks of an optimizer; a user's own need only have these."""
+    """What a training run asks of an optimizer; a user's own need only have these. What it needs
+    beyond each number by itself is the partitioner's to find."""
 
     @property
     def learning_rate(self) -> Rate: ...
@@ -62,34 +65,47 @@ class Optimizer(Protocol):
         ...
 
 
-def state_axes(state: Any, axes: AxesTree) -> Any:
+ELEMENTWISE = (AdamW, SGD, Lion)
+"""Optimizers that move each number by itself: nothing is sent."""
+
+SHARDED = (Adafactor, Lamb, Lars, Muon)
+"""Optimizers that need more than that, and whose `build` takes the `shards` to ask for it."""
+
+
+def state_axes(state: Any, axes: AxesTree, values: Any = None) -> Any:
     """The logical axes of every array of an optimizer state, in the state's own structure.
 
     `state` may be abstract (`jax.eval_shape(transform.init, params)`). An array belongs to the
     parameter whose path ends its own path, and has its axes, or those left of them in Adafactor's
-    row and column means; counts have none. Raises ValueError on an array that fits no parameter.
+    row and column means; counts have none. `values`: a tree like `axes` of other tuples with an
+    entry for each dim, which are given instead. Raises ValueError on an array that fits no
+    parameter.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
-    by_path: dict[tuple[Any, ...], Axes] = {tuple(path): names for path, names in flat}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
+    given = treedef.flatten_up_to(axes if values is None else values)
+    by_path = {tuple(path): (names, v) for (path, names), v in zip(flat, given, strict=True)}
 
-    def names_of(path: tuple[Any, ...], leaf: Any) -> Axes:
+    def of(path: tuple[Any, ...], leaf: Any) -> tuple[Any, ...]:
         start = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
         names: Axes = ()
+        found: tuple[Any, ...] = ()
         if start is not None:
-            names = _kept(by_path[path[start:]], getattr(path[start - 1], "name", ""))
+            names, found = by_path[path[start:]]
+            kept = _kept(names, getattr(path[start - 1], "name", ""))
+            names, found = (tuple(each[dim] for dim in kept) for each in (names, found))
         if len(names) != leaf.ndim:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"optimizer state {where} has shape {leaf.shape} and no parameter's logical axes "
                 f"fit (found {names}); keep state in trees like the parameters', or as scalars"
             )
-        return names
+        return found
 
-    return jax.tree_util.tree_map_with_path(names_of, state)
+    return jax.tree_util.tree_map_with_path(of, state)
 
 
-def _kept(names: Axes, field: str) -> Axes:
-    """A parameter's axes without those a `FactoredState` field has averaged away."""
+def _kept(names: Axes, field: str) -> list[int]:
+    """The dims that a `FactoredState` field has not averaged away."""
     dims = leaf_dims(names)
     gone = {"rows": dims.columns, "columns": dims.rows}.get(field, ())
-    return tuple(name for dim, name in enumerate(names) if dim not in gone)
+    return [dim for dim in range(len(names)) if dim not in gone]

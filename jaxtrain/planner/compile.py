@@ -16,7 +16,8 @@ from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
-from jaxtrain.planner.contract import Contract, Key, contract, seen, unpredicted
+from jaxtrain.planner.assembled import steady, unpredicted
+from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
@@ -155,7 +156,8 @@ def compile_experiment(
     active = active_mesh(_mesh(spec), assembly.sizes)
     refuse(spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0]))
     began = time.perf_counter()
-    traced = trace_step(assembly, active, shardings(assembly.abstract, assembly.splits, active))
+    where = shardings(assembly.abstract, assembly.splits, active)
+    traced = trace_step(assembly, active, where, choice=steady(assembly))
     law = branch_violations(traced.jaxpr)
     with (compiler_log or _unseen)() as log:
         compiled = traced.lower().compile(compiler_options=assembly.compiler_options or None)

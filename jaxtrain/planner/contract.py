@@ -11,24 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.hierarchical import Hierarchical
-from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.ring import Ring
-from jaxtrain.experiment import Execution
-from jaxtrain.nn.loss import chunk_count
-from jaxtrain.planner.facts import LayerFacts, LeafFacts, StepFacts, SumFacts
+from jaxtrain.planner.assembled import facts_of, unpredicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups
 from jaxtrain.train.assembly import Assembly, platform_of
 
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "uint8": "u8"}
+"""NumPy's names -> HLO's."""
 
 
 class Key(NamedTuple):
@@ -67,19 +61,6 @@ class Contract:
     @property
     def broken(self) -> list[Line]:
         return [line for line in self.lines if not line.kept]
-
-
-def unpredicted(assembly: Assembly) -> str | None:
-    """Why an assembly's collectives are not predicted; None where they are."""
-    if not assembly.explicit or not assembly.built_in:
-        return (
-            "only the explicit step of a built-in model states its collectives; under gspmd, and "
-            "on one device, there is nothing to hold a program to"
-        )
-    reducer = assembly.experiment.execution.reducer
-    if isinstance(reducer, Compressed):
-        return f"what {reducer!r} sends is not predicted yet"
-    return None
 
 
 def contract(assembly: Assembly, compiled: Iterable[Collective]) -> Contract:
@@ -153,65 +134,3 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
             if all(len(set(row_of[list(group)])) == 1 for group in groups):
                 return tuple(names[i] for i in chosen)
     raise AssertionError("all axes together hold every group")
-
-
-def facts_of(assembly: Assembly) -> StepFacts:
-    """What the prediction may know of an assembly of a decoder."""
-    e, loop, model = assembly.experiment, assembly.loop, assembly.experiment.model
-    rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
-    rows //= math.prod(assembly.sizes[a] for a in assembly.batch_splits["tokens"][1])
-    leaves = {
-        path: LeafFacts(
-            *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
-            stacked=place.axes[0] == "layers",
-        )
-        for path, place in assembly.places.items()
-    }
-    layers = LayerFacts(
-        tables=tuple(name for name in ("embedding", "positions", "head") if name in leaves),
-        outside=tuple(
-            f"{part}.{i}."
-            for part in ("prefix", "suffix")
-            for i in range(len(getattr(model, part)))
-        ),
-        period=len(model.period),
-        periods=model.periods,
-        unroll=loop.unroll,
-        remat=loop.remat != "none",
-        prefetch=loop.prefetch,
-        reshard=loop.reshard_after_forward,
-    )
-    return StepFacts(
-        sizes=assembly.sizes,
-        tensor=assembly.tensor,
-        tokens=rows * seq,
-        embed=model.embed,
-        chunks=chunk_count(rows * seq, rows, model.chunk_tokens),
-        microbatches=e.microbatches,
-        leaves=leaves,
-        layers=layers,
-        compute=jnp.dtype(e.precision.compute).name,
-        reduce=jnp.dtype(e.precision.reduce).name,
-        sharded=e.sharding.accumulate_sharded,
-        sums=_sum_facts(e.execution),
-        fsdp_by=algorithm_name(assembly.collectives.fsdp),
-        tensor_by=algorithm_name(assembly.collectives.tensor),
-    )
-
-
-def _sum_facts(execution: Execution) -> SumFacts:
-    reducer = execution.reducer
-    levels = isinstance(reducer, Hierarchical)
-    return SumFacts(
-        algorithm_name(reducer.slow if levels else reducer),
-        algorithm_name(reducer.fast) if levels else None,
-        execution.small_leaf,
-        execution.reduce_layers,
-    )
-
-
-def algorithm_name(algorithm: Any) -> str:
-    """The name in `collectives.steps.SCHEDULES` of an algorithm's value."""
-    if isinstance(algorithm, Ring):
-        return f"ring_{algorithm.directions}{'' if algorithm.unroll else '_looped'}"
-    return "lax" if isinstance(algorithm, Lax) else "recursive"

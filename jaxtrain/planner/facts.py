@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
@@ -46,12 +47,35 @@ class SumFacts:
     slow: the algorithm, over all those axes together; or, where `fast` names one too, over the
       first of them in a hierarchical sum whose other levels are `fast`'s. small_leaf: elements up
       to which leaves are summed in one bucket. by_layer: stacked leaves in the backward pass.
+    apart: leaves that a compressed reducer takes, none of which is in a bucket. encoded: the bytes
+      of a tile's code, of each that is sent so; factors: the elements of both factors of each that
+      is summed by PowerSGD. The others of `apart` are summed by `slow`.
     """
 
     slow: str
     fast: str | None
     small_leaf: int
     by_layer: bool
+    apart: Set[str] = frozenset()
+    encoded: Mapping[str, int] = field(default_factory=dict)
+    factors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class LeafSumFacts(NamedTuple):
+    """A sum over dims of a leaf, in which those `gone` have size 1 already."""
+
+    leaf: str
+    dims: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """sums: (why, those made together), by one all-reduce for each set of mesh axes. matrices:
+    leaves whose matrices are needed whole, with the number of their stacking dims."""
+
+    sums: tuple[tuple[str, tuple[LeafSumFacts, ...]], ...] = ()
+    matrices: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,5 +102,6 @@ class StepFacts:
     reduce: str
     sharded: bool
     sums: SumFacts
+    optimizer: OptimizerFacts
     fsdp_by: str
     tensor_by: str

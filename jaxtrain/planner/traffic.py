@@ -9,90 +9,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from jaxtrain.collectives.steps import Permute, itemsizes, schedule
-from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-
-KINDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
-"""The instruction of each collective of `Lax`; the other algorithms are permutes."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One collective of the source, on each device.
-
-    `why` names the line; `buffer_bytes` is the whole logical buffer, of a permute what it sends;
-    `count`: how often in a step.
-    """
-
-    why: str
-    kind: str
-    axes: tuple[str, ...]
-    dtype: str
-    buffer_bytes: int
-    count: int
+from jaxtrain.planner.facts import LeafFacts, StepFacts
+from jaxtrain.planner.optimizer_traffic import optimizer_traffic
+from jaxtrain.planner.sent import Sent, local_elements, moved, times
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
     """Everything that one training step sends, optimizer included."""
     micro = [*_activations(facts), *_head(facts)]
-    once = [*_summed(facts), *_norms(facts), *_updated(facts)]
+    once = [*_summed(facts), *_norms(facts), *optimizer_traffic(facts), *_updated(facts)]
     if facts.sharded:
         micro += [*_weights(facts), *_scattered(facts)]
     else:
         once += [*_gathers(facts, "parameters", facts.leaves), *_scattered(facts)]
-    return [*_times(micro, facts.microbatches), *once]
-
-
-def _times(some: list[Sent], n: int) -> Iterator[Sent]:
-    yield from (replace(each, count=each.count * n) for each in some if n)
-
-
-def _moved(
-    facts: StepFacts,
-    why: str,
-    collective: str,
-    by: str,
-    axes: tuple[str, ...],
-    dtype: str,
-    elements: int,
-) -> list[Sent]:
-    """One collective of `elements` in the whole buffer by algorithm `by`."""
-    n = math.prod(facts.sizes[a] for a in axes)
-    if n == 1:
-        return []
-    order = tuple(a for a in facts.sizes if a in axes)
-    itemsize, sum_itemsize = itemsizes(dtype)
-    size = elements * itemsize
-    if by == "lax":
-        return [Sent(why, KINDS[collective], order, dtype, size, 1)]
-    widened = collective != "all_gather" and sum_itemsize > itemsize
-    travels = "float32" if widened else dtype
-    return [
-        Sent(why, "collective-permute", crossed, travels, round(permute.nbytes), step.times)
-        for step in schedule(collective, by, n, size, dtype)
-        for permute in step.permutes
-        for crossed in [_crossed(facts.sizes, axes, permute)]
-    ]
-
-
-def _crossed(sizes: Mapping[str, int], axes: tuple[str, ...], permute: Permute) -> tuple[str, ...]:
-    """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
-    product of axes may be a neighbour along one of them."""
-    found, n = set(), math.prod(sizes[a] for a in axes)
-    for device in permute.senders:
-        far = device ^ permute.distance if permute.exchange else device + permute.distance
-        here, there = device % n, far % n
-        for axis in reversed(axes):
-            if here % sizes[axis] != there % sizes[axis]:
-                found.add(axis)
-            here, there = here // sizes[axis], there // sizes[axis]
-    return tuple(a for a in sizes if a in found)
+    return [*times(micro, facts.microbatches), *once]
 
 
 def _weights(facts: StepFacts) -> Iterator[Sent]:
@@ -101,19 +33,19 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
     layers = facts.layers
     for prefix in (*layers.tables, *layers.outside, "period."):
         stacked = prefix == "period."
-        times = layers.periods if stacked else 1
+        turns = layers.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if k.startswith(prefix)}
         name = prefix.rstrip(".")
         gathers = _gathers(facts, f"weights of {name}", leaves, layers=layers.periods)
-        yield from _times(gathers, times)
+        yield from times(gathers, turns)
         again = _fetches_again(facts) if stacked else prefix in layers.outside and layers.remat
         repeated = [replace(each, why=f"{each.why}, again") for each in gathers]
-        yield from _times(repeated, int(again))
+        yield from times(repeated, int(again))
         for (axes, dtype), elements in _grouped(facts, leaves, lambda leaf: facts.reduce).items():
             why = f"weight gradients of {name}"
             elements //= layers.periods if stacked else 1
-            scatter = _moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, dtype, elements)
-            yield from _times(scatter, times)
+            scatter = moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, dtype, elements)
+            yield from times(scatter, turns)
 
 
 def _fetches_again(facts: StepFacts) -> int:
@@ -139,7 +71,7 @@ def _gathers(
     found = []
     for (axes, name), elements in _grouped(facts, leaves, dtype).items():
         elements //= layers if all(leaf.stacked for leaf in leaves.values()) else 1
-        found += _moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements)
+        found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements)
     return found
 
 
@@ -157,45 +89,39 @@ def _grouped(
     return found
 
 
-def local_elements(facts: StepFacts, leaf: LeafFacts, split: Dims) -> int:
-    """Elements of a leaf that one device holds under a split."""
-    ways = math.prod(facts.sizes[a] for dim in split for a in dim)
-    return math.prod(leaf.shape) // ways
-
-
 def _activations(facts: StepFacts) -> Iterator[Sent]:
     """Sequence parallelism over `tensor` (Korthikanti et al. 2022): tokens are gathered before a
     column-split product and scattered after a row-split one, twice a block, and the other way round
     in the backward pass."""
 
-    def moved(why: str, collective: str, count: int) -> Iterator[Sent]:
+    def sent(why: str, collective: str, count: int) -> Iterator[Sent]:
         size = facts.tokens * facts.embed
-        one = _moved(facts, why, collective, facts.tensor_by, facts.tensor, facts.compute, size)
-        return _times(one, count)
+        one = moved(facts, why, collective, facts.tensor_by, facts.tensor, facts.compute, size)
+        return times(one, count)
 
-    yield from moved("embedding", "reduce_scatter", 1)
-    yield from moved("embedding, backward", "all_gather", 1)
+    yield from sent("embedding", "reduce_scatter", 1)
+    yield from sent("embedding, backward", "all_gather", 1)
     blocks = len(facts.layers.outside) + facts.layers.period * facts.layers.periods
     for way in ("", ", backward"):
         gather, scatter = ("columns", "rows") if not way else ("rows", "columns")
-        yield from moved(f"{gather}{way}", "all_gather", 2 * blocks)
-        yield from moved(f"{scatter}{way}", "reduce_scatter", 2 * blocks)
+        yield from sent(f"{gather}{way}", "all_gather", 2 * blocks)
+        yield from sent(f"{scatter}{way}", "reduce_scatter", 2 * blocks)
     if facts.layers.remat:
         # What a body returns is not needed to differentiate it: its last scatter is not repeated.
         bodies = len(facts.layers.outside) + facts.layers.periods
-        yield from moved("columns, again", "all_gather", 2 * blocks)
-        yield from moved("rows, again", "reduce_scatter", 2 * blocks - bodies)
+        yield from sent("columns, again", "all_gather", 2 * blocks)
+        yield from sent("rows, again", "reduce_scatter", 2 * blocks - bodies)
 
 
 def _head(facts: StepFacts) -> Iterator[Sent]:
     """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
     by, axes, size = facts.tensor_by, facts.tensor, facts.tokens * facts.embed
-    yield from _moved(facts, "head", "all_gather", by, axes, facts.compute, size)
-    yield from _moved(facts, "head gradients", "reduce_scatter", by, axes, facts.compute, size)
+    yield from moved(facts, "head", "all_gather", by, axes, facts.compute, size)
+    yield from moved(facts, "head gradients", "reduce_scatter", by, axes, facts.compute, size)
     chunk = facts.tokens // facts.chunks
     for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
-        sums = _moved(facts, why, "all_reduce", "lax", axes, "float32", each)
-        yield from _times(sums, facts.chunks)
+        sums = moved(facts, why, "all_reduce", "lax", axes, "float32", each)
+        yield from times(sums, facts.chunks)
 
 
 def _scattered(facts: StepFacts) -> Iterator[Sent]:
@@ -206,9 +132,7 @@ def _scattered(facts: StepFacts) -> Iterator[Sent]:
         for begins, ends in zip(now, leaf.optimizer, strict=True):
             axes = ends[len(begins) :]
             why = f"gradient of {name} to its optimizer state"
-            yield from _moved(
-                facts, why, "reduce_scatter", facts.fsdp_by, axes, "float32", elements
-            )
+            yield from moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, "float32", elements)
             elements //= math.prod(facts.sizes[a] for a in axes)
 
 
@@ -217,7 +141,7 @@ def _summed(facts: StepFacts) -> Iterator[Sent]:
     that are summed layer by layer in the backward pass."""
     layered = {name for name, leaf in facts.leaves.items() if _by_layer(facts, leaf)}
     layer = _sums(facts, "gradients of a layer", layered, layers=facts.layers.periods)
-    yield from _times(layer, facts.layers.periods * facts.microbatches)
+    yield from times(layer, facts.layers.periods * facts.microbatches)
     yield from _sums(facts, "gradients", facts.leaves.keys() - layered)
 
 
@@ -235,7 +159,9 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
         split = {a for dim in leaf.optimizer for a in dim}
         axes = tuple(a for a in facts.sizes if a not in split)
         elements = local_elements(facts, leaf, leaf.optimizer) // layers
-        if elements <= facts.sums.small_leaf:
+        if name in facts.sums.apart:
+            found += _compressed(facts, name, axes, elements)
+        elif elements <= facts.sums.small_leaf:
             buckets[axes] += elements
         else:
             found += _all_reduced(facts, f"{why}: {name}", axes, elements)
@@ -244,22 +170,37 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
     return found
 
 
+def _compressed(
+    facts: StepFacts, name: str, axes: tuple[str, ...], elements: int
+) -> Iterator[Sent]:
+    """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
+    thin factors of it; or, where the codec cannot act, all of it."""
+    by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
+    if name in facts.sums.encoded:
+        size = n * facts.sums.encoded[name]
+        yield from moved(facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size)
+        yield from moved(facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size)
+        return
+    for each in facts.sums.factors.get(name, (elements,)):
+        yield from moved(facts, why, "all_reduce", by, axes, "float32", each)
+
+
 def _all_reduced(
     facts: StepFacts, why: str, axes: tuple[str, ...], elements: int
 ) -> Iterator[Sent]:
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:
-        yield from _moved(facts, why, "all_reduce", slow, axes, "float32", elements)
+        yield from moved(facts, why, "all_reduce", slow, axes, "float32", elements)
         return
     slowest, *others = axes
     within = math.prod(facts.sizes[a] for a in others)
     held = -(-elements // within) * within
     for axis in reversed(others):
         for collective in ("reduce_scatter", "all_gather"):
-            yield from _moved(facts, why, collective, fast, (axis,), "float32", held)
+            yield from moved(facts, why, collective, fast, (axis,), "float32", held)
         held //= facts.sizes[axis]
-    yield from _moved(facts, why, "all_reduce", slow, (slowest,), "float32", held)
+    yield from moved(facts, why, "all_reduce", slow, (slowest,), "float32", held)
 
 
 def _norms(facts: StepFacts) -> Iterator[Sent]:
@@ -268,7 +209,7 @@ def _norms(facts: StepFacts) -> Iterator[Sent]:
         f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
     }
     for why, count in numbers.items():
-        yield from _moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
+        yield from moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
 
 
 def _updated(facts: StepFacts) -> Iterator[Sent]:
@@ -279,4 +220,4 @@ def _updated(facts: StepFacts) -> Iterator[Sent]:
             axes = updated[len(rests) :]
             elements *= math.prod(facts.sizes[a] for a in axes)
             why = f"{name}, updated"
-            yield from _moved(facts, why, "all_gather", "lax", axes, leaf.dtype, elements)
+            yield from moved(facts, why, "all_gather", "lax", axes, leaf.dtype, elements)

@@ -144,6 +144,8 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
     for shape in (leaf for leaves in body.operand_shapes(each) for leaf in leaves):
         buffers[shape.dtype] += shape.bytes * (size if kind == "all-gather" else 1)
         arrays[shape.dtype] += 1
+    # Without a dim to split, an all-to-all takes a tile for each device apart.
+    tiles = size if kind == "all-to-all" and "dimensions" not in attributes else 1
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes.get("metadata", ""))
     return [
         Collective(
@@ -155,7 +157,7 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
             group_size=size,
             groups=groups,
             count=1,
-            arrays=arrays[dtype],
+            arrays=arrays[dtype] // tiles,
             is_async=deferred,
             in_branch=False,
             op_name=op_name[1] if op_name else "",

@@ -31,8 +31,8 @@ from jaxtrain.nn.attention import PlatformKernel
 from jaxtrain.nn.module import Split, build, take_apart
 from jaxtrain.nn.param import named_key
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.optim.distributed import whole_matrices
-from jaxtrain.optim.muon import Muon
+from jaxtrain.optim.distributed import OnMesh
+from jaxtrain.optim.optimizer import SHARDED
 from jaxtrain.train.residuals import Part, compressed_parts, no_residuals
 from jaxtrain.train.state import TrainState, state_splits
 from jaxtrain.train.violations import (
@@ -156,16 +156,14 @@ class Assembly:
         }
 
     def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
-        """The optimizer with its own collectives where it has any: Muon, in explicit mode."""
+        """The optimizer with its own collectives where it has any, in explicit mode."""
         e = self.experiment
-        if not (isinstance(e.optimizer, Muon) and self.explicit):
+        if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
         table = e.sharding.optimizer_table
-        distribute = whole_matrices(
-            mesh, lambda names: dims(names, table, sizes=self.sizes), self.sizes
-        )
+        shards = OnMesh(mesh, lambda names: dims(names, table, sizes=self.sizes), self.sizes)
         return e.optimizer.build(
-            self.split.axes, steps=e.steps, batch=self.largest_batch, distribute=distribute
+            self.split.axes, steps=e.steps, batch=self.largest_batch, shards=shards
         )
 
     def next_scale(self, state: Any, finite: jax.Array) -> Any:
@@ -222,7 +220,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
         parts=parts,
         transform=transform,
         abstract=abstract,
-        splits=state_splits(abstract, places, parts, experiment.sharding, sizes),
+        splits=state_splits(abstract, places, parts),
         fields=token_fields(experiment.data) if fields is None else fields,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ShardingRules, dims, named_sharding, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
 from jaxtrain.optim.optimizer import state_axes
 from jaxtrain.train.residuals import Part, residual_splits
 
@@ -37,24 +37,18 @@ def state_splits(
     abstract: TrainState,
     places: Mapping[str, Leaf],
     parts: Mapping[str, Part],
-    rules: ShardingRules,
-    sizes: Mapping[str, int],
 ) -> TrainState:
     """How every leaf is split: parameters and their average by the `params` table, optimizer state
-    by `optimizer` (factored moments by the axes they keep), residuals of the compressed `parts`
-    each on its device, the rest whole."""
-
-    def of_optimizer(leaf: Any, axes: Axes) -> Dims:
-        return dims(axes, rules.optimizer_table, sizes=sizes, what="optimizer state")
-
+    by `optimizer` (factored moments as their parameter is along the dims they keep), residuals of
+    the compressed `parts` each on its device, the rest whole."""
     axes = {k: place.axes for k, place in places.items()}
     params = {k: place.params for k, place in places.items()}
     whole: Any = ()
     return TrainState(
         step=whole,
         params=params,
-        optimizer=jax.tree.map(
-            of_optimizer, abstract.optimizer, state_axes(abstract.optimizer, axes)
+        optimizer=state_axes(
+            abstract.optimizer, axes, {k: place.optimizer for k, place in places.items()}
         ),
         rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
         ema={k: params[k] for k in abstract.ema},

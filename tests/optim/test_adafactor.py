@@ -15,8 +15,8 @@ from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.module import take_apart
-from jaxtrain.optim.leaves import real_mean
 from jaxtrain.optim.optimizer import Adafactor, Lamb, Lars, Optimizer
+from jaxtrain.optim.shards import WHOLE, LeafSum, real_means
 
 VOCAB, EMBED, STEPS = 9, 8, 4
 BLOCK = BlockConfig(AttentionConfig(2), MlpConfig(8))
@@ -77,6 +77,7 @@ def test_real_rows_move_alike_however_far_the_vocabulary_is_padded(case: str, ti
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_real_mean_leaves_padding_out(dims: tuple[int, ...]) -> None:
     x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    found = real_mean(jnp.asarray(x), (PaddedAxis("vocab", 3), PaddedAxis("mlp", 2)), dims)
+    names = (PaddedAxis("vocab", 3), PaddedAxis("mlp", 2))
+    (found,) = real_means(WHOLE, [LeafSum(jnp.asarray(x), names, dims)])
     kept = x[: 3 if 0 in dims else 4, : 2 if 1 in dims else 3]
-    np.testing.assert_allclose(found, kept.mean(dims))
+    np.testing.assert_allclose(found, kept.mean(dims, keepdims=True))

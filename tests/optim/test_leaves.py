@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-import optax
 import pytest
 
-from jaxtrain.optim.leaves import everything, hidden_matrices, leaf_dims, matrices, per_layer
+from jaxtrain.optim.leaves import everything, hidden_matrices, leaf_dims, matrices
 
 TABLE = [
     # axes, stacked dims, rows, columns, matrix, hidden matrix
@@ -40,16 +38,3 @@ def test_dims_and_masks(axes, stacked, rows, columns, matrix, hidden) -> None:
     assert matrices(axes) is matrix
     assert hidden_matrices(axes) is hidden
     assert everything(axes) is True
-
-
-def test_per_layer_leaves_others_unchanged() -> None:
-    axes = {"w": ("layers", "embed", "mlp"), "b": ("layers", "embed")}
-    clip = per_layer(optax.clip_by_block_rms(1.0), axes, where=matrices)
-    big = {
-        "w": jnp.array([1.0, 9.0])[:, None, None] * jnp.ones((2, 3, 4)),
-        "b": jnp.full((2, 3), 9.0),
-    }
-    clipped, _ = clip.update(big, clip.init(big), big)
-    # The layer of RMS 9 is scaled to 1, the one of RMS 1 is left, and the bias is not looked at.
-    assert (clipped["w"] == 1.0).all()
-    assert (clipped["b"] == 9.0).all()

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
 
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
@@ -100,29 +99,6 @@ def test_newton_schulz_equals_the_peer_on_each_matrix(shape) -> None:
 
 def test_newton_schulz_of_zero_is_zero() -> None:
     assert (newton_schulz(jnp.zeros((2, 3, 4))) == 0).all()
-
-
-def test_iteration_may_run_in_a_shard_map_over_whole_matrices() -> None:
-    """The door for a distributed iteration: `distribute` moves it, the update stays the same."""
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    axes = {"up": ("layers", "embed", "mlp"), "norm": ("layers", "embed")}
-    keys = jax.random.split(jax.random.key(0))
-    params = {"up": jax.random.normal(keys[0], (4, 3, 5)), "norm": jnp.ones((4, 3))}
-    seen = []
-
-    def over_layers(orthogonalize, names):
-        seen.append(names)
-        spec = PartitionSpec("fsdp")
-        return jax.shard_map(orthogonalize, mesh=mesh, in_specs=spec, out_specs=spec)
-
-    moved = []
-    for distribute in (None, over_layers):
-        build = functools.partial(Muon(0.1).build, axes, steps=3, batch=1)
-        transform = build() if distribute is None else build(distribute=distribute)
-        state = jax.jit(transform.init)(params)
-        moved.append(jax.jit(transform.update)(params, state, params)[0])
-    assert seen == [axes["up"]]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *moved)
 
 
 def test_adam_of_its_own() -> None:

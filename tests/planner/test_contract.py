@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.planner.contract import algorithm_name, axes_of, contract, facts_of
+from jaxtrain.planner.assembled import algorithm_name, facts_of, steady
+from jaxtrain.planner.contract import axes_of, contract
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.train.assembly import active_mesh, assemble
@@ -38,7 +40,7 @@ def assembled(layout: Layout, experiment=None):
 def compiled(assembly):
     mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
-    return collectives(compile_step(assembly, mesh, where).as_text())
+    return collectives(compile_step(assembly, mesh, where, choice=steady(assembly)).as_text())
 
 
 def told(broken):
@@ -69,15 +71,87 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_the_contract_is_kept_for_other_shapes_of_model(name, loop):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    (block,) = small.model.period
-    fields = {
-        k: (block,) * v if k in ("prefix", "suffix", "period") else v
-        for k, v in MODELS[name].items()
-    }
-    experiment = replace(small, model=replace(small.model, **fields))
+    blocks = {k: v for k, v in MODELS[name].items() if k not in ("tied", "learned_positions")}
+    rest = {k: v for k, v in MODELS[name].items() if k not in blocks}
+    experiment = with_blocks(replace(small, model=replace(small.model, **rest)), **blocks)
     assembly = assembled(Layout(CUBE, loop=loop), experiment)
     held = contract(assembly, compiled(assembly))
     assert not held.broken, told(held.broken)
+
+
+def with_blocks(experiment, **counts):
+    """The model with that many blocks before, in and after its period."""
+    (block,) = experiment.model.period
+    fields = {k: (block,) * v if k != "layers" else v for k, v in counts.items()}
+    return replace(experiment, model=replace(experiment.model, **fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [Layout(CUBE), Layout((("fsdp", 8),), sharding="zero1")], ids=["fsdp", "zero1"]
+)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        jaxtrain.Lamb(0.1),
+        jaxtrain.Lars(0.1),
+        jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8),
+        jaxtrain.Muon(0.1),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_an_optimizer_sends_is_predicted(optimizer, layout):
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    small = with_blocks(replace(small, optimizer=optimizer), prefix=1, layers=4, suffix=1)
+    assembly = assembled(layout, small)
+    held = contract(assembly, compiled(assembly))
+    assert not held.broken, told(held.broken)
+    without = [each for each in held.lines if any("RMS" in w or "norms of" in w for w in each.why)]
+    assert without or any("whole" in w for each in held.lines for w in each.why)
+
+
+class Mine:
+    """An optimizer of a user's own."""
+
+    learning_rate = 0.1
+
+    def violations(self, steps):
+        return []
+
+    def build(self, axes, *, steps, batch):
+        return optax.sgd(0.1)
+
+
+def test_a_users_own_optimizer_is_not_held_to_a_contract():
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    with pytest.raises(ValueError, match="an optimizer of your own sends, Mine"):
+        contract(assembled(Layout(CUBE), replace(small, optimizer=Mine())), [])
+
+
+REDUCERS = [
+    pytest.param(jaxtrain.Compressed(jaxtrain.Int8()), id="int8"),
+    *(
+        pytest.param(jaxtrain.Compressed(codec, by=by), id=name, marks=pytest.mark.slow)
+        for name, codec, by in (
+            ("top-k by rings", jaxtrain.TopK(0.05), jaxtrain.Ring()),
+            ("sign, recursive", jaxtrain.Sign(), jaxtrain.Recursive()),
+            ("PowerSGD", jaxtrain.PowerSGD(4), jaxtrain.Lax()),
+            ("PowerSGD of too high a rank", jaxtrain.PowerSGD(40), jaxtrain.Ring(1)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_what_a_compressed_reducer_sends_is_predicted(reducer):
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    placed = arranged(small, Layout(CUBE, loop="scanned, prefetch, remat full"))
+    execution = replace(placed.execution, reducer=reducer, small_leaf=100)
+    assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
+    held = contract(assembly, compiled(assembly))
+    assert not held.broken, told(held.broken)
+    coded = not isinstance(reducer.codec, jaxtrain.PowerSGD)
+    assert coded is any(line.key.dtype == "u8" for line in held.lines)
 
 
 def test_a_collective_more_or_of_another_size_breaks_it():

@@ -1,0 +1,81 @@
+"""What an optimizer needs of a leaf beyond its own numbers: sums over dims, and whole matrices.
+
+Where leaves are split over devices these are the optimizer's communication, so they are asked for
+by name: `Whole` leaves them to the partitioner, `distributed.OnMesh` states them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.mesh.sharding import Axes, PaddedAxis
+from jaxtrain.optim.leaves import leaf_dims, real_size
+
+ByMatrix = Callable[[jax.Array], jax.Array]
+"""A function of [..., rows, columns], each matrix by itself and its shape kept; of a leaf with
+several dims that make rows or columns it gets them as they are."""
+
+
+class LeafSum(NamedTuple):
+    """A sum of `x` over `dims`, which stay, with size 1. `x` has a dim for each of the logical axes
+    `names`; those of size 1 were summed before."""
+
+    x: jax.Array
+    names: Axes
+    dims: tuple[int, ...]
+
+
+class Shards(Protocol):
+    """Whatever an optimizer computes of more than one number at a time."""
+
+    def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
+        """All of them at once: many small sums should cost one collective."""
+        ...
+
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+        """`function` of a leaf with these logical axes."""
+        ...
+
+
+class Whole:
+    """Leaves as they are; where they are split, the partitioner finds its way."""
+
+    def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
+        return [x.sum(dims, keepdims=True) for x, _, dims in parts]
+
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+        del names
+        return function(x)
+
+
+WHOLE = Whole()
+
+
+def squares_of_layers(x: jax.Array, names: Axes) -> LeafSum:
+    """The sum of squares of each layer's tensor, in fp32."""
+    dims = leaf_dims(names)
+    return LeafSum(jnp.square(x.astype(jnp.float32)), names, (*dims.rows, *dims.columns))
+
+
+def real_means(shards: Shards, parts: Sequence[LeafSum]) -> list[jax.Array]:
+    """The means instead of the sums, padding left out.
+
+    Law: does not depend on how far an axis is padded.
+    """
+    sums = shards.sums([LeafSum(_without_padding(p), p.names, p.dims) for p in parts])
+    sizes = [real_size(p.x.shape, p.names, p.dims) for p in parts]
+    return [total / size for total, size in zip(sums, sizes, strict=True)]
+
+
+def _without_padding(part: LeafSum) -> jax.Array:
+    x, names, dims = part
+    for dim in dims:
+        name = names[dim]
+        if isinstance(name, PaddedAxis) and name.real < x.shape[dim]:
+            at = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+            x = jnp.where(at < name.real, x, 0)
+    return x

@@ -1,0 +1,162 @@
+"""The facts of an assembled decoder that a prediction of its step may know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.mesh.sharding import Leaf
+from jaxtrain.nn.loss import chunk_count
+from jaxtrain.optim.adafactor import factored
+from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
+from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
+from jaxtrain.planner.facts import (
+    LayerFacts,
+    LeafFacts,
+    LeafSumFacts,
+    OptimizerFacts,
+    StepFacts,
+    SumFacts,
+)
+from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.compressed_sums import Choice
+from jaxtrain.train.residuals import Part
+
+
+def steady(assembly: Assembly) -> Choice:
+    """The program of a run's last steps: of the exact or the compressed sums, nothing measured."""
+    e = assembly.experiment
+    reducer = e.execution.reducer
+    return Choice(reducer.at(e.steps - 1)) if isinstance(reducer, Compressed) else Choice()
+
+
+def unpredicted(assembly: Assembly) -> str | None:
+    """Why an assembly's collectives are not predicted; None where they are."""
+    if not assembly.explicit or not assembly.built_in:
+        return (
+            "only the explicit step of a built-in model states its collectives; under gspmd, and "
+            "on one device, there is nothing to hold a program to"
+        )
+    optimizer = assembly.experiment.optimizer
+    if not isinstance(optimizer, (*ELEMENTWISE, *SHARDED)):
+        return f"what an optimizer of your own sends, {type(optimizer).__name__}, is not known here"
+    return None
+
+
+def facts_of(assembly: Assembly) -> StepFacts:
+    """What the prediction may know of an assembly of a decoder."""
+    e, loop, model = assembly.experiment, assembly.loop, assembly.experiment.model
+    rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
+    rows //= math.prod(assembly.sizes[a] for a in assembly.batch_splits["tokens"][1])
+    leaves = {
+        path: LeafFacts(
+            *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
+            stacked=place.axes[0] == "layers",
+        )
+        for path, place in assembly.places.items()
+    }
+    layers = LayerFacts(
+        tables=tuple(name for name in ("embedding", "positions", "head") if name in leaves),
+        outside=tuple(
+            f"{part}.{i}."
+            for part in ("prefix", "suffix")
+            for i in range(len(getattr(model, part)))
+        ),
+        period=len(model.period),
+        periods=model.periods,
+        unroll=loop.unroll,
+        remat=loop.remat != "none",
+        prefetch=loop.prefetch,
+        reshard=loop.reshard_after_forward,
+    )
+    return StepFacts(
+        sizes=assembly.sizes,
+        tensor=assembly.tensor,
+        tokens=rows * seq,
+        embed=model.embed,
+        chunks=chunk_count(rows * seq, rows, model.chunk_tokens),
+        microbatches=e.microbatches,
+        leaves=leaves,
+        layers=layers,
+        compute=jnp.dtype(e.precision.compute).name,
+        reduce=jnp.dtype(e.precision.reduce).name,
+        sharded=e.sharding.accumulate_sharded,
+        sums=_sum_facts(assembly),
+        optimizer=_optimizer_facts(e.optimizer, assembly.places),
+        fsdp_by=algorithm_name(assembly.collectives.fsdp),
+        tensor_by=algorithm_name(assembly.collectives.tensor),
+    )
+
+
+def _sum_facts(assembly: Assembly) -> SumFacts:
+    execution = assembly.experiment.execution
+    reducer = execution.reducer
+    exact = reducer.by if isinstance(reducer, Compressed) else reducer
+    slow, fast = exact, None
+    if isinstance(exact, Hierarchical):
+        slow, fast = exact.slow, algorithm_name(exact.fast)
+    choice = steady(assembly)
+    taken = {k: part for k, part in assembly.parts.items() if part.takes(choice.codec)}
+    low_rank = isinstance(choice.codec, PowerSGD)
+    return SumFacts(
+        algorithm_name(slow),
+        fast,
+        execution.small_leaf,
+        execution.reduce_layers,
+        apart=frozenset(assembly.parts),
+        encoded={} if low_rank else {k: _tile_bytes(p, choice.codec) for k, p in taken.items()},
+        factors={k: _factor_sizes(p, choice.codec) for k, p in taken.items()} if low_rank else {},
+    )
+
+
+def _tile_bytes(part: Part, codec: Any) -> int:
+    n = math.prod(part.sizes[a] for a in part.whole)
+    return codec.payload_bytes(math.ceil(math.prod(part.shape) / n))
+
+
+def _factor_sizes(part: Part, codec: PowerSGD) -> tuple[int, int]:
+    stack, rows, cols = part.matrices
+    return stack * rows * codec.rank, stack * cols * codec.rank
+
+
+def _optimizer_facts(optimizer: Any, places: Mapping[str, Leaf]) -> OptimizerFacts:
+    """The sums that each optimizer's equations hold, in their order."""
+    dims = {k: leaf_dims(place.axes) for k, place in places.items()}
+    layers = {k: (*d.rows, *d.columns) for k, d in dims.items()}
+    if isinstance(optimizer, Muon):
+        inner = {k: dims[k].stacked for k, p in places.items() if hidden_matrices(p.axes)}
+        return OptimizerFacts((), inner)
+    if isinstance(optimizer, (Lamb, Lars)):
+        norms = tuple(
+            LeafSumFacts(k, layers[k]) for k, p in places.items() if optimizer.adapt(p.axes)
+        )
+        return OptimizerFacts((("norms of parameters and updates", norms * 2),))
+    if isinstance(optimizer, Adafactor):
+        smallest = optimizer.min_dim_size_to_factor
+        split = [k for k, p in places.items() if factored(p.shape, p.axes, smallest)]
+        moments = tuple(LeafSumFacts(k, dims[k].columns) for k in split)
+        moments += tuple(LeafSumFacts(k, dims[k].rows) for k in split)
+        of_rows = tuple(LeafSumFacts(k, dims[k].rows, dims[k].columns) for k in split)
+        every = tuple(LeafSumFacts(k, layers[k]) for k in places)
+        found = [("second moments", moments), ("means of row moments", of_rows)]
+        if optimizer.clipping_threshold is not None:
+            found.append(("RMS of updates", every))
+        if optimizer.relative:
+            found.append(("RMS of parameters", every))
+        return OptimizerFacts(tuple(found))
+    return OptimizerFacts()
+
+
+def algorithm_name(algorithm: Any) -> str:
+    """The name in `collectives.steps.SCHEDULES` of an algorithm's value."""
+    if isinstance(algorithm, Ring):
+        return f"ring_{algorithm.directions}{'' if algorithm.unroll else '_looped'}"
+    return "lax" if isinstance(algorithm, Lax) else "recursive"
