@@ -14,8 +14,10 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compile time is what tests cost: programs are kept between runs.
-default = str(Path(tempfile.gettempdir()) / "jaxtrain-xla")
+# Compile time is what tests cost: programs are kept between runs, by each of pytest's processes for
+# itself, since one may read what another has half written.
+process = os.environ.get("PYTEST_XDIST_WORKER", "")
+default = str(Path(tempfile.gettempdir()) / f"jaxtrain-xla{process}")
 cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -51,7 +51,7 @@ def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_two_commands_do_all_the_set_up() -> None:
     assert len(SET_UP) == 2
     assert all("\n" not in command for command in SET_UP)
-    assert "jaxtrain train" in SET_UP[0] and SET_UP[1].endswith("/pytest")
+    assert "jaxtrain train" in SET_UP[0] and SET_UP[1].endswith("/pytest -n 2")
 
 
 @pytest.mark.parametrize("command", SET_UP, ids=["train", "test"])

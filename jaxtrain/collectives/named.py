@@ -1,4 +1,7 @@
-"""Every reduction of the explicit step is here by name, so that a test can break each in turn.
+"""Every exact reduction of the explicit step is here by name: a test can break each in turn.
+
+(Those of a compressed reducer are held to a law of their own: what it sums and what it keeps are
+together the true sum.)
 
 `check_vma` catches a forgotten reduction only over axes absent from a leaf's spec, and a `psum`
 too many doubles silently. A reduction that is in this table and nowhere else can be removed or

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.assembled import steady, unpredicted
 from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
-from jaxtrain.train.assembly import active_mesh
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.check import CheckReport, check
 from jaxtrain.train.state import shardings
 from jaxtrain.train.step import trace_step
@@ -96,6 +97,8 @@ class CompileReport:
         ]
         if why := unpredicted(self.checked.assembly):
             lines.append(f"no contract: {why}")
+        if codec := steady(self.checked.assembly).codec:
+            lines.append(f"gradients are summed as in the last step, by {codec}")
         return "\n".join([*lines, *self.violations])
 
     def as_json(self) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def compile_experiment(
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
-    law = branch_violations(traced.jaxpr)
+    law = branch_violations(traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active))
     with (compiler_log or _unseen)() as log:
         compiled = traced.lower().compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - began, compiled.as_text()
@@ -187,6 +190,16 @@ def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     if platform == "cpu" or (here[0].platform == platform and len(here) >= spec.devices):
         return make_mesh(spec)
     return absent_mesh(spec)
+
+
+def _typed_jaxpr(assembly: Assembly, mesh: jax.sharding.Mesh) -> Any:
+    """The step traced with types of what varies over which mesh axis. Pallas kernels, for whose
+    sake they are off, refuse them: the reference stands in, which sends nothing either."""
+    e = assembly.experiment
+    execution = replace(e.execution, check_vma=True, attention=Reference())
+    typed = assemble(replace(e, execution=execution), assembly.spec, assembly.fields)
+    where = shardings(typed.abstract, typed.splits, mesh)
+    return trace_step(typed, mesh, where, choice=steady(typed)).jaxpr
 
 
 def _unseen() -> AbstractContextManager[Callable[[], str]]:

@@ -84,11 +84,11 @@ def rewritten(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[s
     wide = [_widened(each) for each in sent]
     if platform_of(assembly.spec) != "cpu" or wide == sent:
         return sent, ()
-    return wide, ("XLA:CPU sends 16-bit numbers as fp32",)
+    return wide, ("XLA:CPU sends bf16 as fp32",)
 
 
 def _widened(sent: Sent) -> Sent:
-    if sent.dtype not in ("bfloat16", "float16"):
+    if sent.dtype != "bfloat16":
         return sent
     return replace(sent, dtype="float32", buffer_bytes=2 * sent.buffer_bytes)
 

@@ -131,6 +131,8 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
         kind = "collective-permute"  # as GPU pipelining rewrites it
     if kind not in SENT:
         return []
+    if kind == "all-reduce" and body.name.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # TPU's custom fusion: an all-reduce of which a slice is kept
     # TPU repeats an asynchronous collective in every fusion it passes through, same chain_id.
     chained = "chain_id" in attributes.get("frontend_attributes", "")
     if chained and not any(_starts_chain(other) for other in body.instructions.values()):

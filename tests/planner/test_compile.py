@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxtrain
+from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
 from jaxtrain.planner.compile import compile_experiment
+from jaxtrain.train import step as stepping
 from jaxtrain.train.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,48 @@ def test_gspmd_tells_what_xla_chose(small):
     report = compile_experiment(experiment, jaxtrain.mesh_from_axes(data=2, tensor=4))
     assert report.contract is None and report.as_json()["contract"] is None
     assert report.sent and "predicted" not in report.table()
+
+
+def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatch):
+    """With and without types in the program that is compiled."""
+
+    def step(assembly, mesh, *, choice):
+        def on_device(x):
+            here = jax.lax.axis_index("data") == 0
+            swap = [(0, 1), (1, 0)]
+            return jax.lax.cond(here, lambda x: jax.lax.ppermute(x, "data", swap), lambda x: x, x)
+
+        def run(state, batch):
+            branchy = jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=partition_spec((("data",),)),
+                out_specs=partition_spec((("data",),)),
+                check_vma=assembly.check_vma,
+            )
+            return state, {"loss": branchy(jax.numpy.ones(2)).sum()}
+
+        return run
+
+    monkeypatch.setattr(stepping, "make_train_step", step)
+    for checked in (True, False):
+        execution = jaxtrain.Execution(check_vma=checked)
+        report = compile_experiment(
+            replace(small, execution=execution), jaxtrain.mesh_from_axes(data=2)
+        )
+        assert any("stands in a cond" in text for text in report.violations), checked
+
+
+def test_the_program_of_the_last_steps_is_compiled(small):
+    reducer = jaxtrain.Compressed(jaxtrain.Int8(), warmup_steps=2)
+    execution = jaxtrain.Execution(reducer=reducer, small_leaf=100)
+    report = compile_experiment(
+        replace(small, execution=execution, sharding=jaxtrain.data_parallel()),
+        jaxtrain.mesh_from_axes(data=2),
+    )
+    assert report.as_json()["contract"] is True
+    assert "u8" in {row["dtype"] for row in report.as_json()["collectives"]}
+    assert "as in the last step, by Int8" in report.summary()
 
 
 def test_a_broken_contract_is_a_violation(small, monkeypatch):

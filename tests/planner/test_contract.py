@@ -211,8 +211,20 @@ def test_names_of_algorithms():
     assert names == ["lax", "recursive", "ring_1", "ring_2_looped"]
 
 
-def test_sixteen_bits_are_told_as_a_rewrite():
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [jaxtrain.Lax(), jaxtrain.Ring()], ids=str)
+def test_fp16_travels_as_it_is(by):
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    placed = replace(arranged(small, Layout(CUBE)), precision=jaxtrain.fp16)
+    execution = replace(placed.execution, collectives=jaxtrain.Collectives(by, by))
+    assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
+    held = contract(assembly, compiled(assembly))
+    assert not held.broken and not held.rewrites, told(held.broken)
+    assert "f16" in {line.key.dtype for line in held.lines}
+
+
+def test_bf16_is_told_as_a_rewrite():
     assembly = assembled(Layout(CUBE, precision="bf16"))
     held = contract(assembly, [])
-    assert any("16-bit" in words for words in held.rewrites)
+    assert any("bf16" in words for words in held.rewrites)
     assert {line.key.dtype for line in held.lines} == {"f32"}

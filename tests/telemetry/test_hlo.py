@@ -270,3 +270,35 @@ def test_peak_memory() -> None:
     assert found["peak_bytes"] == 10 * 32 * 32 * 4 + found["temp_bytes"]
     nothing = peak_memory(SimpleNamespace(memory_analysis=lambda: None))
     assert set(nothing) == set(found) and set(nothing.values()) == {None}
+
+
+TPU_REDUCE_SCATTER = """HloModule step, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: f32[8,16]) -> f32[2,16] {
+  %input = f32[8,16]{1,0} parameter(0)
+  %all-reduce.1 = f32[8,16]{1,0} all-reduce(%input), channel_id=1, replica_groups={{0,1,2,3}}, \
+use_global_device_ids=true, to_apply=%add
+  %here = u32[] constant(0)
+  ROOT %mine = f32[2,16]{1,0} dynamic-slice(%all-reduce.1, %here, %here), dynamic_slice_sizes={2,16}
+}
+
+ENTRY %main (x: f32[8,16]) -> f32[2,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  ROOT %fusion = f32[2,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_fused_reduce_scatter_of_a_tpu_is_one() -> None:
+    """It is written as an all-reduce of which a slice is kept, in a fusion that sends no more."""
+    (found,) = collectives(TPU_REDUCE_SCATTER)
+    assert (found.kind, found.buffer_bytes, found.group_size) == ("reduce-scatter", 512, 4)
+    assert found.total_wire_bytes == 512 * 3 / 4
+    (apart,) = collectives(TPU_REDUCE_SCATTER.replace("%all-reduce-scatter", "%another"))
+    assert apart.kind == "all-reduce"
