@@ -3,7 +3,8 @@
 An `Algorithm` moves the data (`Lax`, `Ring`, `Recursive`); here the adjoints are written out once
 for all of them. A collective's adjoint is a collective of the same algorithm: gather and scatter,
 sum and sum, broadcast and reduce, exchange and exchange. Inside `jax.shard_map` only; `axes` are
-mesh axis names, major first, and a device's number is its index along them together.
+mesh axis names, major first, and a device's number is its index along them together. Dims count
+from either end, as NumPy's do; an `Algorithm` is given them from 0.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Algorithm(Protocol):
 
 
 def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.all_gather`; adjoint: `reduce_scatter`."""
-    return _run(vary(x, axes), "all_gather", axes, (dim,), by) if axes else x
+    """`Algorithm.all_gather`; adjoint: `reduce_scatter`. As everywhere here, raises ValueError for
+    a dim that `x` has not."""
+    return _run(vary(x, axes), "all_gather", axes, (dim_of(x, dim),), by) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
@@ -67,6 +69,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Arr
     the dim."""
     if not axes:
         return x
+    dim = dim_of(x, dim)
     check_divides(x, axes, dim)
     return _run(vary(x, axes), "reduce_scatter", axes, (dim,), by)
 
@@ -81,6 +84,7 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm)
     does not divide dim `split`."""
     if not axes:
         return x
+    split, concat = dim_of(x, split), dim_of(x, concat)
     check_divides(x, axes, split)
     return _run(vary(x, axes), "all_to_all", axes, (split, concat), by)
 
@@ -106,7 +110,7 @@ def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.
     if not axes:
         return x
     check_root(axes, root)
-    return _run(vary(x, axes), "gather", axes, (dim, root), by)
+    return _run(vary(x, axes), "gather", axes, (dim_of(x, dim), root), by)
 
 
 def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
@@ -115,8 +119,17 @@ def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax
     if not axes:
         return x
     check_root(axes, root)
+    dim = dim_of(x, dim)
     check_divides(x, axes, dim)
     return _run(vary(x, axes), "scatter", axes, (dim, root), by)
+
+
+def dim_of(x: jax.Array, dim: int) -> int:
+    """`dim` counted from 0. Raises ValueError for one that `x` has not."""
+    if -x.ndim <= dim < x.ndim:
+        return dim % x.ndim
+    dims = f"0 to {x.ndim - 1}, or {-x.ndim} to -1" if x.ndim else "x.reshape(1), a scalar has none"
+    raise ValueError(f"dim={dim} is no dim of {x.shape}; use {dims}")
 
 
 def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
@@ -159,8 +172,21 @@ _ADJOINT = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _run(x: jax.Array, name: str, axes: Axes, where: tuple[int, ...], by: Algorithm) -> jax.Array:
-    """The collective `name`; `where`: the dims and the root it takes."""
+    """The collective `name`; `where`: the dims and the root it takes. Of an empty array nothing
+    moves: compilers refuse to."""
+    if not x.size:
+        return _empty(x, name, lax.axis_size(axes), where)
     return getattr(by, name)(x, axes, *where)
+
+
+def _empty(x: jax.Array, name: str, n: int, where: tuple[int, ...]) -> jax.Array:
+    """`x`, which has no elements, in the shape of the collective's result."""
+    shape = list(x.shape)
+    if name in ("reduce_scatter", "scatter", "all_to_all"):
+        shape[where[0]] //= n
+    if name in ("all_gather", "gather", "all_to_all"):
+        shape[where[name == "all_to_all"]] *= n
+    return x.reshape(shape)
 
 
 def _run_backward(

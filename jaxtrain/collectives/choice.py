@@ -4,20 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtrain.collectives.compression import refuse
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+
+Exact = Lax | Ring | Recursive
+"""The algorithms by name: a choice is a value of one of these."""
 
 
 @dataclass(frozen=True)
 class Collectives:
     """Algorithms of the explicit step, by what they move; they change no result beyond rounding.
 
-    fsdp: weights gathered for use, their gradients scattered back to the shards that rest.
+    fsdp: weights gathered for use, their gradients scattered back to the shards that rest; and
+      parameters that were updated in parts, gathered to be whole again (ZeRO-1 and 2).
     tensor: activations between sequence-split and column-split. A `Ring` here
       is a collective matmul (`matmul.py`), whose sums of 16-bit activations travel in fp32; `Lax`'s
       travel in the compute dtype.
+
+    Raises ValueError for a field that holds no algorithm.
     """
 
-    fsdp: Lax | Ring | Recursive = Lax()  # noqa: RUF009 (frozen)
-    tensor: Lax | Ring | Recursive = Lax()  # noqa: RUF009 (frozen)
+    fsdp: Exact = Lax()  # noqa: RUF009 (frozen)
+    tensor: Exact = Lax()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        refuse(algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor))
+
+
+def algorithm(name: str, value: object) -> list[str]:
+    """A violation unless `value` is one of `Exact`."""
+    if isinstance(value, Exact):
+        return []
+    meant = value if isinstance(value, str) else getattr(value, "__name__", "")
+    near = [known for known in ("Lax", "Ring", "Recursive") if known.lower() in meant.lower()]
+    use = f"{near[0]}()" if near else "Lax(), Ring() or Recursive()"
+    return [f"{name}={value!r} must be an algorithm's value; use {name}={use}"]

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
-from jaxtrain.collectives.compression import Codec, count, flag, refuse
+from jaxtrain.collectives.compression import Codec, count, flag, is_number, refuse
+from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.vary import Axes, vary
@@ -27,10 +28,13 @@ from jaxtrain.collectives.vary import Axes, vary
 class Guard:
     """When compressed sums are given up for exact ones: at the first sample beyond a bound.
 
-    every: steps between samples; a sampled step makes the exact sums too, and pays for both.
+    every: steps between samples, the first compressed step being the first of them; a sampled step
+      makes the exact sums too, and pays for both.
     max_error: bound of |compressed - exact| / |exact|, over all compressed leaves. min_cosine:
       bound of the cosine between them. With error feedback what earlier sums lack is in the
-      compressed one, so neither is that of the codec alone. None: no bound.
+      compressed one, so neither is that of the codec alone. None: no bound. Sums that are not
+      finite where the exact ones are lie beyond any bound. What the codec has left unsent by then
+      is dropped, not added.
     """
 
     every: int = 50
@@ -41,10 +45,11 @@ class Guard:
         violations = count("every", self.every)
         if self.max_error is None and self.min_cosine is None:
             violations.append("max_error and min_cosine are both None; use for example 2.0 or 0.1")
-        if self.max_error is not None and not self.max_error > 0:
-            violations.append(f"max_error={self.max_error!r} must be positive; use for example 2.0")
-        if self.min_cosine is not None and not -1 <= self.min_cosine <= 1:
-            violations.append(f"min_cosine={self.min_cosine!r} must lie in [-1, 1]; use 0.1")
+        error, cosine = self.max_error, self.min_cosine
+        if error is not None and not (is_number(error) and error > 0):
+            violations.append(f"max_error={error!r} must be a positive number; use for example 2.0")
+        if cosine is not None and not (is_number(cosine) and -1 <= cosine <= 1):
+            violations.append(f"min_cosine={cosine!r} must be a number in [-1, 1]; use 0.1")
         refuse(violations)
 
 
@@ -57,25 +62,41 @@ class Compressed:
     exact run, while `Int8`, `Fp8` and a `PowerSGD` of some rank do not (experiments/LOG.md).
 
     codec: `PowerSGD` for matrices by `powersgd_all_reduce`, any other by `compressed_all_reduce`.
+      In training one error a leaf is kept on each device: there the owner's joins the same device's
+      worker error, to be sent with its next numbers.
     error_feedback: False drops what was lost and the state that carries it. `Sign`, `TopK` and
       `PowerSGD` are biased, and need not converge without.
     warmup_steps: the first steps, which sum exactly (Tang et al. 2021 take about 15% of the run,
       until Adam's second moment has settled).
-    by: what moves the bytes.
+    by: what moves the bytes; `Hierarchical` for `PowerSGD` only, whose factors are plain sums.
     guard: when to go back to exact sums for good; None: never.
     """
 
     codec: Codec | PowerSGD
     error_feedback: bool = True
     warmup_steps: int = 0
-    by: Algorithm = field(default_factory=Lax)
+    by: Algorithm | Hierarchical = field(default_factory=Lax)
     guard: Guard | None = None
 
     def __post_init__(self) -> None:
         violations = flag("error_feedback", self.error_feedback)
         if isinstance(self.codec, type) or not hasattr(self.codec, "payload_bytes"):
             violations.append(f"codec={self.codec!r} is no codec; use a value such as Int8()")
-        refuse(violations + count("warmup_steps", self.warmup_steps, 0))
+        violations += count("warmup_steps", self.warmup_steps, 0) + self._by_violations()
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            violations.append(f"guard={self.guard!r} is no guard; use Guard(), or None for none")
+        refuse(violations)
+
+    def _by_violations(self) -> list[str]:
+        by, others = self.by, "Lax(), Ring() or Recursive()"
+        if isinstance(by, type) or not hasattr(by, "all_reduce"):
+            return [f"by={by!r} is no algorithm; use {others}"]
+        if isinstance(self.codec, PowerSGD) or hasattr(by, "all_to_all"):
+            return []
+        return [
+            f"by={by!r} makes sums only, and codec={self.codec!r} sends its bytes by an all-to-all "
+            f"and an all-gather; use by={others}, or codec=PowerSGD(), whose factors are sums"
+        ]
 
     def at(self, step: int) -> Codec | PowerSGD | None:
         """The codec of step `step`, counted from 0; None: sum exactly. The host keeps a compiled
@@ -122,7 +143,7 @@ def compressed_all_reduce(
     """
     n = lax.axis_size(axes) if axes else 1
     check_operands(x, error, n)
-    if n == 1:
+    if n == 1 or x.size == 0:
         return x, error
     size, tile, me = x.size, math.ceil(x.size / n), lax.axis_index(axes)
     x = vary(x, axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -168,14 +168,7 @@ class TopK:
     ramp: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        violations = fraction("density", self.density)
-        for i, (step, density) in enumerate(self.ramp):
-            violations += count(f"ramp[{i}][0]", step) + fraction(f"ramp[{i}][1]", density)
-        refuse(violations)
-        steps = [step for step, _ in self.ramp]
-        if sorted(set(steps)) != steps:
-            wanted = sorted(set(steps))
-            raise ValueError(f"the steps of ramp must grow and are {steps}; use {wanted}")
+        refuse(fraction("density", self.density) + _ramp_violations(self.ramp))
 
     def kept(self, size: int) -> int:
         """How many numbers of a row of `size` are sent: at least one."""
@@ -202,6 +195,25 @@ class TopK:
         return TopK(next((d for before, d in self.ramp if step < before), self.density))
 
 
+def _ramp_violations(ramp: Any) -> list[str]:
+    if not isinstance(ramp, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in ramp):
+        return [
+            f"ramp={ramp!r} must be a tuple of pairs (step, density); use for example "
+            f"((1000, 0.25),), or () for none"
+        ]
+    found = []
+    for i, (step, density) in enumerate(ramp):
+        found += count(f"ramp[{i}][0]", step) + fraction(f"ramp[{i}][1]", density)
+    steps = [step for step, _ in ramp]
+    if not found and sorted(set(steps)) != steps:
+        found.append(f"the steps of ramp must grow and are {steps}; use {sorted(set(steps))}")
+    return found
+
+
+LONGEST_STRETCH = 2**20
+"""Rows are padded to whole stretches: a longer one would cost more than its leaf."""
+
+
 @dataclass(frozen=True)
 class RandomK:
     """One number of every 1/density consecutive ones, drawn anew from each key; zero for the others
@@ -214,7 +226,12 @@ class RandomK:
 
     def __post_init__(self) -> None:
         violations = fraction("density", self.density)
-        if not violations and abs(self.density * self.stretch - 1) > 1e-6:
+        if not violations and self.density * LONGEST_STRETCH < 1:
+            violations.append(
+                f"density={self.density!r} must be at least one in {LONGEST_STRETCH}; use for "
+                f"example 0.01"
+            )
+        elif not violations and abs(self.density * self.stretch - 1) > 1e-6:
             violations.append(
                 f"density={self.density!r} must be one in a whole number; "
                 f"use {1 / self.stretch!r}, one in {self.stretch}"
@@ -299,9 +316,13 @@ def count(name: str, value: object, least: int = 1) -> list[str]:
 
 def fraction(name: str, value: object) -> list[str]:
     """A violation unless 0 < value <= 1."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+    if is_number(value) and 0 < value <= 1:
         return []
     return [f"{name}={value!r} must lie in (0, 1]; use for example 0.01"]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flag(name: str, value: object) -> list[str]:

@@ -194,19 +194,28 @@ def hierarchical(
     all-reduce over that, all-gather back (Cho et al. 2019, BlueConnect).
 
     Of b bytes, with m devices in a group of the levels below, a device sends by rings 2(n-1)/n b/m
-    over a level's links and its group m times that: 2(n-1)/n b, however many they are. The time is
-    the sum over levels. The buffer is padded to split over all levels but the last. Raises
-    ValueError for no levels or an empty one, and as `cost` does.
+    over a level's links and its group m times that: 2(n-1)/n b, however many they are, each device
+    an equal part of it. One ring over the devices of all levels sends as much out of a group, but
+    all of it through one device's link; and it waits for the slow link twice for each device, not
+    twice for each group. The time is the sum over levels. The buffer is padded to split over all
+    levels but the last. Floats below 32 bits are sums in fp32 until the last level has added them
+    up, and are gathered back as they are. Raises ValueError for no levels or an empty one, and as
+    `cost` does.
     """
     if not levels or any(n < 1 for n, _ in levels):
         sizes = [n for n, _ in levels]
         raise ValueError(f"levels of {sizes} devices; give (n, link) of one or more, n >= 1")
-    itemsize = read_message("all_reduce", algorithm, ALGORITHMS, 1, buffer_bytes, dtype).itemsize
-    part = itemsize * math.prod(n for n, _ in levels[:-1])
-    held, group, found = -(-buffer_bytes // part) * part, 1, []
+    message = read_message("all_reduce", algorithm, ALGORITHMS, 1, buffer_bytes, dtype)
+    part = math.prod(n for n, _ in levels[:-1])
+    held, group, found = -(-message.elements // part) * part, 1, []
+    phases = {"reduce_scatter": message.sums, "all_gather": message.whole}
     for depth, (n, link) in enumerate(levels, start=1):
-        phases = ("all_reduce",) if depth == len(levels) else ("reduce_scatter", "all_gather")
-        costs = [cost(phase, algorithm, n, held, link, dtype) for phase in phases]
+        if depth == len(levels):
+            phases = {"all_reduce": message.sums}
+        costs = [
+            cost(phase, algorithm, n, held * kind.itemsize, link, kind.dtype)
+            for phase, kind in phases.items()
+        ]
         sent = sum(each.traffic.device_bytes for each in costs)
         found.append(Level(n, link, sent, group * sent, sum(each.time_us for each in costs)))
         held, group = held // n, group * n
@@ -237,6 +246,8 @@ def _tree_us(sent: Traffic, link: Link) -> float:
             f"double_tree needs a switch, and {link.name} is a torus; use ring_2 or recursive"
         )
     whole, more = _us(sent.device_bytes, link.bandwidth_gbytes), max(0, sent.steps - 1)
+    if not link.latency_us:
+        return whole  # in ever smaller pieces
     ideal = math.sqrt(more * whole / link.latency_us)
     pieces = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
     times = [(more + k) * (link.latency_us + whole / k) for k in pieces]

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.algorithm import Algorithm, all_reduce
 from jaxtrain.collectives.compression import count, refuse
+from jaxtrain.collectives.named import AllReduce
 from jaxtrain.collectives.vary import Axes, vary
 
 
@@ -52,36 +52,35 @@ class PowerSGDState(NamedTuple):
     a greatest entry of 1 (only their span matters)."""
 
 
-def first_state(
-    shape: tuple[int, ...], codec: PowerSGD, key: jax.Array, *, error_feedback: bool
-) -> PowerSGDState:
-    """The state before the first step; `key` the same on all devices. Raises ValueError for a shape
-    that is no matrix, or too small for the rank."""
-    if len(shape) < 2 or codec.rank > min(shape[-2:]):
-        raise ValueError(
-            f"rank={codec.rank} needs matrices of that many rows and columns, and the shape is "
-            f"{list(shape)}; sum it exactly, or lower the rank"
-        )
-    error = jnp.zeros(shape, jnp.float32) if error_feedback else None
-    return PowerSGDState(error, jax.random.normal(key, (*shape[:-2], shape[-1], codec.rank)))
+def first_factor(shape: tuple[int, ...], rank: int, key: jax.Array) -> jax.Array:
+    """[..., cols, rank] fp32, the `q` before the first step for matrices of `shape`; `key` the same
+    on all devices."""
+    return jax.random.normal(key, (*shape[:-2], shape[-1], rank))
 
 
 def powersgd_all_reduce(
-    matrices: jax.Array, state: PowerSGDState, axes: Axes, by: Algorithm
+    matrices: jax.Array, state: PowerSGDState, axes: Axes, by: AllReduce
 ) -> tuple[jax.Array, PowerSGDState]:
     """The sum over devices of `matrices` [..., rows, cols] fp32, projected on `rank` directions,
     with equal bits on all where `by` sums so; and the next state.
 
     Inside `jax.shard_map`. One device gets `matrices` and `state` back. A number that is not finite
-    makes the result and the next errors so: keep the old state where the step is skipped.
+    makes the result and the next errors so: keep the old state where the step is skipped. Raises
+    ValueError for a shape that is no matrix, or too small for the rank.
     """
+    rank, shape = state.q.shape[-1], matrices.shape
+    if len(shape) < 2 or rank > min(shape[-2:]):
+        raise ValueError(
+            f"rank={rank} needs matrices of that many rows and columns, and the shape is "
+            f"{list(shape)}; sum it exactly, or lower the rank"
+        )
     n = lax.axis_size(axes) if axes else 1
     if n == 1:
         return matrices, state
     matrices, q = vary(matrices, axes), vary(state.q, axes)
     mine = matrices if state.error is None else matrices + state.error
-    p, _ = jnp.linalg.qr(all_reduce(_matmul(mine, q), axes, by))
-    right = all_reduce(_matmul(mine.mT, p), axes, by)
+    p, _ = jnp.linalg.qr(by.all_reduce(_matmul(mine, q), axes))
+    right = by.all_reduce(_matmul(mine.mT, p), axes)
     estimate = _matmul(p, right.mT)
     # A direction in which the sum is zero keeps its last column: from zeros it would not return.
     top = jnp.abs(right).max(-2, keepdims=True)

@@ -60,16 +60,14 @@ class Recursive:
 
     def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
         n, me = lax.axis_size(axes), lax.axis_index(axes)
-        size = x.shape[split] // n
-        pieces = jnp.moveaxis(x, split, 0).reshape(n, size, -1)
+        pieces = tiles(x, n, split)
         pieces = jnp.roll(pieces, -me, axis=0)  # entry d is for the device d further on
         for distance in _powers(n):
             chosen = jnp.array([d for d in range(n) if d & distance])
             pieces = pieces.at[chosen].set(shift(pieces[chosen], axes, distance))
         # Entry d came from the device d before: in order of the senders, from 0.
         pieces = jnp.roll(jnp.flip(pieces, 0), me + 1, axis=0)
-        rest = [*x.shape[:split], *x.shape[split + 1 :]]
-        pieces = jnp.moveaxis(pieces.reshape(n, size, *rest), 1, split + 1)
+        pieces = jnp.moveaxis(pieces, 1, split + 1)
         return joined(jnp.moveaxis(pieces, concat + 1, 1), concat)
 
     def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
@@ -124,9 +122,10 @@ def _tree_pairs(n: int, root: int, distance: int) -> list[tuple[int, int]]:
 def tiles(x: jax.Array, n: int, dim: int) -> jax.Array:
     """[n, size / n, rest]: the tiles of `dim`, that dim in front."""
     front = jnp.moveaxis(x, dim, 0)
-    return front.reshape(n, -1, *front.shape[1:])
+    return front.reshape(n, len(front) // n, *front.shape[1:])
 
 
 def joined(stack: jax.Array, dim: int) -> jax.Array:
     """Inverse of `tiles`."""
-    return jnp.moveaxis(stack.reshape(-1, *stack.shape[2:]), 0, dim)
+    n, size, *rest = stack.shape
+    return jnp.moveaxis(stack.reshape(n * size, *rest), 0, dim)

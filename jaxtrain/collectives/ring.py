@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
+from jaxtrain.collectives.compression import flag, refuse
 from jaxtrain.collectives.vary import Axes, vary
 
 RIGHT, LEFT = 1, -1
@@ -39,8 +40,10 @@ class Ring:
     unroll: bool = True
 
     def __post_init__(self) -> None:
-        if self.directions not in (1, 2):
-            raise ValueError(f"directions={self.directions!r}; a ring has 1 or 2")
+        violations = flag("unroll", self.unroll)
+        if type(self.directions) is not int or self.directions not in (1, 2):
+            violations.append(f"directions={self.directions!r} must be 1 or 2; use 2, both ways")
+        refuse(violations)
 
     def chains(self, n: int) -> list[Chain]:
         """The chains by which n - 1 others are reached, none of them empty."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxtrain.mesh.hardware import did_you_mean, refuse
 
@@ -26,11 +27,12 @@ PADDED = ("all_reduce", "broadcast", "reduce")
 
 @dataclass(frozen=True)
 class Permute:
-    """Each of `senders` sends `nbytes` to the device `distance` further on, modulo n. `exchange`:
-    instead, the devices whose numbers differ in just the bit `distance` send to each other.
-    Devices are numbered from the root."""
+    """Each of `senders` sends `nbytes` of `dtype` to the device `distance` further on, modulo n.
+    `exchange`: instead, the devices whose numbers differ in just the bit `distance` send to each
+    other. Devices are numbered from the root."""
 
     nbytes: float
+    dtype: str
     senders: range
     distance: int
     exchange: bool = False
@@ -45,15 +47,27 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """NumPy's name of a dtype, and the bytes of an element."""
+
+    dtype: str
+    itemsize: int
+
+    def of(self, elements: float) -> Callable[..., Permute]:
+        """The permutes that send so many."""
+        return partial(Permute, elements * self.itemsize, self.dtype)
+
+
+@dataclass(frozen=True)
 class Message:
-    """A collective on n devices of `elements` in the whole buffer: the bytes of one, and of one
+    """A collective on n devices of `elements` in the whole buffer: what one is, and what it is
     while it is summed (by rings and recursive; fp32 for narrower floats)."""
 
     collective: str
     n: int
     elements: int
-    itemsize: int
-    sum_itemsize: int
+    whole: Kind
+    sums: Kind
 
 
 def schedule(
@@ -91,7 +105,7 @@ def read_message(
         problems.append(f"n={n} devices; a collective has at least 1")
     if buffer_bytes < 0:
         problems.append(f"buffer_bytes={buffer_bytes} is negative; give the bytes of the buffer")
-    itemsize, sum_itemsize = itemsizes(dtype)
+    itemsize = itemsize_of(dtype)
     if not itemsize:
         problems.append(f"dtype {dtype!r} has no known size; use a name like float32 or int8")
     part = itemsize * (1 if collective in PADDED else n)
@@ -102,32 +116,30 @@ def read_message(
             f"pad to {-(-buffer_bytes // part) * part}"
         )
     refuse(f"{algorithm} {collective}", problems)
-    return Message(collective, n, buffer_bytes // itemsize, itemsize, sum_itemsize)
+    whole = Kind(dtype, itemsize)
+    narrow = itemsize < 4 and "float" in dtype
+    sums = Kind("float32", 4) if narrow else whole
+    return Message(collective, n, buffer_bytes // itemsize, whole, sums)
 
 
-def itemsizes(dtype: str) -> tuple[int, int]:
-    """Bytes of one element, and of one in a sum; zeros where the name says none."""
+def itemsize_of(dtype: str) -> int:
+    """Bytes of one element; 0 where the name says none."""
     named = re.fullmatch(r"(bfloat|float|uint|int|complex)(8|16|32|64|128)(_[a-z0-9]+)?", dtype)
-    itemsize = int(named[2]) // 8 if named else 0
-    narrow = named is not None and named[1].endswith("float") and itemsize < 4
-    return itemsize, 4 if narrow else itemsize
+    return int(named[2]) // 8 if named else 0
 
 
 def _ring(message: Message, directions: int, unroll: bool = True) -> list[Step]:
     """`ring.Ring(directions, unroll)`: tiles of ceil(elements / n)."""
-    size = -(-message.elements // message.n)
-    tile, sums = size * message.itemsize, size * message.sum_itemsize
-    return _neighbours(message.collective, message.n, tile, sums, directions, unroll)
+    return _neighbours(message, -(-message.elements // message.n), directions, unroll)
 
 
-def _neighbours(
-    collective: str, n: int, tile: float, sums: float, directions: int, unroll: bool
-) -> list[Step]:
-    """Each step sends a tile (`sums` bytes where it is a sum) to the right neighbour, with two
-    directions to the left one too, until the n - 1 others are reached. all_to_all sends its tiles
-    straight to their owners, a step each though none waits for another; looped, it sends in each
-    step as much as in the first."""
-    everyone = range(n)
+def _neighbours(message: Message, size: float, directions: int, unroll: bool) -> list[Step]:
+    """Each step sends a tile of `size` elements to the right neighbour, with two directions to the
+    left one too, until the n - 1 others are reached. all_to_all sends its tiles straight to their
+    owners, a step each though none waits for another; looped, it sends in each step as much as in
+    the first."""
+    n, everyone = message.n, range(message.n)
+    tile, sums = message.whole.of(size), message.sums.of(size)
     right = n - 1 if directions == 1 else n // 2
     left = n - 1 - right
 
@@ -135,14 +147,15 @@ def _neighbours(
         both, rest = Step((to_right, to_left), left), Step((to_right,), right - left)
         return [step for step in (both, rest) if step.times]
 
-    gather_all = chains(Permute(tile, everyone, 1), Permute(tile, everyone, -1))
-    reduce_scatter = chains(Permute(sums, everyone, 1), Permute(sums, everyone, -1))
-    scatter = chains(Permute(tile, range(right), 1), Permute(tile, range(0, -left, -1), -1))
-    gather = chains(Permute(tile, range(-right, 0), 1), Permute(tile, range(1, left + 1), -1))
-    exchange = chains(Permute(right * tile, everyone, 1), Permute(left * tile, everyone, -1))
+    gather_all = chains(tile(everyone, 1), tile(everyone, -1))
+    reduce_scatter = chains(sums(everyone, 1), sums(everyone, -1))
+    scatter = chains(tile(range(right), 1), tile(range(0, -left, -1), -1))
+    gather = chains(tile(range(-right, 0), 1), tile(range(1, left + 1), -1))
+    several = message.whole.of
+    exchange = chains(several(right * size)(everyone, 1), several(left * size)(everyone, -1))
     if unroll:
         direct = [(h,) if h > left else (h, -h) for h in range(1, right + 1)]
-        exchange = [Step(tuple(Permute(tile, everyone, d) for d in step)) for step in direct]
+        exchange = [Step(tuple(tile(everyone, d) for d in step)) for step in direct]
     return {
         "all_gather": gather_all,
         "reduce_scatter": reduce_scatter,
@@ -152,32 +165,36 @@ def _neighbours(
         "reduce": reduce_scatter + gather,
         "gather": gather,
         "scatter": scatter,
-    }[collective]
+    }[message.collective]
 
 
 def _recursive(message: Message) -> list[Step]:
     """`recursive.Recursive()`: ceil(log2 n) steps, in each a partner at distance 1, 2, 4, ..."""
     n, everyone = message.n, range(message.n)
-    whole, sums = (message.elements * size for size in (message.itemsize, message.sum_itemsize))
-    tile, tile_sums = whole // n, sums // n
+    whole, sums = (kind.of(message.elements) for kind in (message.whole, message.sums))
+    tile = message.elements // n
+
+    def tiles(count: int, kind: Kind = message.whole) -> Callable[..., Permute]:
+        return kind.of(count * tile)
+
     up = [1 << k for k in range((n - 1).bit_length())]
     inner = 1 << (n.bit_length() - 1)
-    doubling = [Permute(sums, range(inner), d, exchange=True) for d in up if d < inner]
+    doubling = [sums(range(inner), d, exchange=True) for d in up if d < inner]
     if inner < n:  # those beyond a power of two hand theirs in, and get the sum at the end
         doubling = [
-            Permute(sums, range(inner, n), -inner),
+            sums(range(inner, n), -inner),
             *doubling,
-            Permute(sums, range(n - inner), inner),
+            sums(range(n - inner), inner),
         ]
     permutes = {
-        "all_gather": [Permute(min(d, n - d) * tile, everyone, -d) for d in up],
-        "reduce_scatter": [Permute(min(d, n - d) * tile_sums, everyone, d) for d in up[::-1]],
+        "all_gather": [tiles(min(d, n - d))(everyone, -d) for d in up],
+        "reduce_scatter": [tiles(min(d, n - d), message.sums)(everyone, d) for d in up[::-1]],
         "all_reduce": doubling,
-        "all_to_all": [Permute(sum(i & d > 0 for i in everyone) * tile, everyone, d) for d in up],
-        "broadcast": [Permute(whole, range(min(d, n - d)), d) for d in up],
-        "reduce": [Permute(sums, range(d, min(2 * d, n)), -d) for d in up[::-1]],
-        "gather": [Permute(d * tile, range(d, n, 2 * d), -d) for d in up],
-        "scatter": [Permute(d * tile, range(0, n - d, 2 * d), d) for d in up[::-1]],
+        "all_to_all": [tiles(sum(i & d > 0 for i in everyone))(everyone, d) for d in up],
+        "broadcast": [whole(range(min(d, n - d)), d) for d in up],
+        "reduce": [sums(range(d, min(2 * d, n)), -d) for d in up[::-1]],
+        "gather": [tiles(d)(range(d, n, 2 * d), -d) for d in up],
+        "scatter": [tiles(d)(range(0, n - d, 2 * d), d) for d in up[::-1]],
     }
     return [Step((permute,)) for permute in permutes[message.collective]]
 
@@ -195,8 +212,8 @@ def _lax(message: Message) -> list[Step]:
     moves bytes is its own affair; counted are the fewest, as rings in two directions send them,
     without padding and with sums in their own dtype."""
     name = _UNROOTED.get(message.collective, message.collective)
-    tile = message.elements * message.itemsize / message.n
-    return _neighbours(name, message.n, tile, tile, directions=2, unroll=True)
+    plain = replace(message, collective=name, sums=message.whole)
+    return _neighbours(plain, message.elements / message.n, directions=2, unroll=True)
 
 
 SCHEDULES: dict[str, Callable[[Message], list[Step]]] = {

@@ -1,12 +1,14 @@
-"""The parameters of a block travel together: one collective per dtype and set of mesh axes.
+"""Leaves that travel together: one collective per dtype and set of mesh axes.
 
 A block has six to nine matrices; one all-gather of them all costs one latency, and the contract
 counts one collective. The price is a copy of the bytes on either side, which fuses with the cast.
+So travel the parameters of a block, and the small leaves on their way to ZeRO-1/2 owners and back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -14,10 +16,11 @@ import jax.numpy as jnp
 
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.named import all_gather, sum_scatter
+from jaxtrain.mesh.sharding import Dims
 
 Arrays = dict[str, jax.Array]
 Split = dict[str, tuple[int, tuple[str, ...]]]
-"""name -> (dim, mesh axes) that the leaf is split over at rest and whole over in use."""
+"""name -> (dim, mesh axes) over which the leaf is to be gathered, or scattered."""
 
 
 class _Group(NamedTuple):
@@ -30,6 +33,27 @@ def _groups(arrays: Arrays, split: Split) -> dict[_Group, list[str]]:
     for name in split:
         groups[_Group(split[name][1], str(arrays[name].dtype))].append(name)
     return groups
+
+
+def rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[Split]:
+    """What lies between two splits of each leaf, (fewer ways, more ways), where every dim's first
+    is the beginning of its second. A leaf whose dims differ in several places goes one of them a
+    round, the first dim first."""
+    out: list[Split] = []
+    for name, (fewer, more) in splits.items():
+        pairs = enumerate(zip(fewer, more, strict=True))
+        ways = [(dim, b[len(a) :]) for dim, (a, b) in pairs if a != b]
+        for turn, way in enumerate(ways):
+            if turn == len(out):
+                out.append({})
+            out[turn][name] = way
+    return out
+
+
+def bundles(split: Split, parts: Mapping[str, int], small_leaf: int) -> list[Split]:
+    """The leaves of which a device's part has up to `small_leaf` elements; each other one alone."""
+    small = {name: way for name, way in split.items() if parts[name] <= small_leaf}
+    return [small, *({name: way} for name, way in split.items() if name not in small)]
 
 
 def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
@@ -45,32 +69,36 @@ def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
         start = 0
         for name in names:
             shape, dim = arrays[name].shape, split[name][0]
-            part = flat[:, start : start + arrays[name].size].reshape(-1, *shape)
-            whole = (*shape[:dim], -1, *shape[dim + 1 :])
+            part = flat[:, start : start + arrays[name].size].reshape(len(flat), *shape)
+            whole = (*shape[:dim], len(flat) * shape[dim], *shape[dim + 1 :])
             out[name] = jnp.moveaxis(part, 0, dim).reshape(whole)
             start += arrays[name].size
     return out
 
 
-def scatter_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
-    """Adjoint of `gather_bundle`: leaves summed over their axes, each device keeping its tile."""
+def scatter_bundle(
+    arrays: Arrays, split: Split, by: Algorithm, reduction: str = "weight gradients"
+) -> Arrays:
+    """Adjoint of `gather_bundle`: leaves summed over their axes, each device keeping its tile, by
+    the reduction of that name."""
     out = dict(arrays)
     for group, names in _groups(arrays, split).items():
         if len(names) == 1:
             (name,) = names
             dim = split[name][0]
-            out[name] = sum_scatter("weight gradients", arrays[name], group.axes, dim, by)
+            out[name] = sum_scatter(reduction, arrays[name], group.axes, dim, by)
             continue
         ways = jax.lax.axis_size(group.axes)
         tiles, shapes = [], []
         for name in names:
             array, dim = arrays[name], split[name][0]
-            tile = array.reshape(*array.shape[:dim], ways, -1, *array.shape[dim + 1 :])
+            size = array.shape[dim] // ways
+            tile = array.reshape(*array.shape[:dim], ways, size, *array.shape[dim + 1 :])
             tile = jnp.moveaxis(tile, dim, 0)
             shapes.append(tile.shape[1:])
-            tiles.append(tile.reshape(ways, -1))
+            tiles.append(tile.reshape(ways, array.size // ways))
         flat = jnp.concatenate(tiles, axis=1)
-        flat = sum_scatter("weight gradients", flat, group.axes, 0, by)[0]
+        flat = sum_scatter(reduction, flat, group.axes, 0, by)[0]
         start = 0
         for name, shape, tile in zip(names, shapes, tiles, strict=True):
             out[name] = flat[start : start + tile.shape[1]].reshape(shape)

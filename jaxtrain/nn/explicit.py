@@ -18,7 +18,7 @@ from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import Leaf, ways
-from jaxtrain.nn.bundle import gather_bundle, scatter_bundle
+from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
 from jaxtrain.nn.communicator import Local, Params
 
 
@@ -55,24 +55,26 @@ class Explicit(Local):
         whole = super().fetch(params, prefix)
         if not self.gather_weights:
             return whole
-        return gather_bundle(whole, self._gathered(params, prefix), self.collectives.fsdp)
+        for split in self._gathered(params, prefix):
+            whole = gather_bundle(whole, split, self.collectives.fsdp)
+        return whole
 
     def scatter(self, grads: Params, prefix: str) -> Params:
         if not self.gather_weights:
             return grads
         grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
-        return scatter_bundle(grads, self._gathered(grads, prefix), self.collectives.fsdp)
+        for split in reversed(self._gathered(grads, prefix)):
+            grads = scatter_bundle(grads, split, self.collectives.fsdp)
+        return grads
 
-    def _gathered(self, params: Params, prefix: str) -> dict[str, tuple[int, tuple[str, ...]]]:
-        """name -> (dim, mesh axes) of every parameter that is split at rest only."""
-        found = {}
+    def _gathered(self, params: Params, prefix: str) -> list[Split]:
+        """The dims of every parameter that are split at rest only."""
+        splits = {}
         for name, value in params.items():
             place = self.places[prefix + name]
             lead = len(place.axes) - value.ndim
-            for dim, (rest, use) in enumerate(zip(place.params, place.in_use, strict=True)):
-                if rest != use:
-                    found[name] = (dim - lead, rest[len(use) :])
-        return found
+            splits[name] = (place.in_use[lead:], place.params[lead:])
+        return rounds(splits)
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         by = self.collectives.tensor

@@ -12,6 +12,7 @@ from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.sharding import Leaf
 from jaxtrain.nn.loss import chunk_count
@@ -156,7 +157,12 @@ def _optimizer_facts(optimizer: Any, places: Mapping[str, Leaf]) -> OptimizerFac
 
 
 def algorithm_name(algorithm: Any) -> str:
-    """The name in `collectives.steps.SCHEDULES` of an algorithm's value."""
+    """The name in `collectives.steps.SCHEDULES` of an algorithm's value. Raises ValueError for
+    one that has no steps there."""
     if isinstance(algorithm, Ring):
         return f"ring_{algorithm.directions}{'' if algorithm.unroll else '_looped'}"
-    return "lax" if isinstance(algorithm, Lax) else "recursive"
+    if isinstance(algorithm, Lax | Recursive):
+        return "lax" if isinstance(algorithm, Lax) else "recursive"
+    raise ValueError(
+        f"{algorithm!r} is no algorithm whose steps are known; use Lax(), Ring() or Recursive()"
+    )

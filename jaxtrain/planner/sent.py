@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jaxtrain.collectives.steps import Permute, itemsizes, schedule
+from jaxtrain.collectives.steps import Permute, itemsize_of, schedule
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 
 KINDS = {
@@ -49,18 +49,15 @@ def moved(
     elements: int,
 ) -> list[Sent]:
     """One collective of `elements` in the whole buffer by algorithm `by`."""
-    n = math.prod(facts.sizes[a] for a in axes)
+    n = ways(facts, axes)
     if n == 1:
         return []
     order = tuple(a for a in facts.sizes if a in axes)
-    itemsize, sum_itemsize = itemsizes(dtype)
-    size = elements * itemsize
+    size = elements * itemsize_of(dtype)
     if by == "lax":
         return [Sent(why, KINDS[collective], order, dtype, size, 1)]
-    widened = collective != "all_gather" and sum_itemsize > itemsize
-    travels = "float32" if widened else dtype
     return [
-        Sent(why, "collective-permute", crossed, travels, round(permute.nbytes), step.times)
+        Sent(why, "collective-permute", crossed, permute.dtype, round(permute.nbytes), step.times)
         for step in schedule(collective, by, n, size, dtype)
         for permute in step.permutes
         for crossed in [_crossed(facts.sizes, axes, permute)]
@@ -81,7 +78,11 @@ def _crossed(sizes: Mapping[str, int], axes: tuple[str, ...], permute: Permute) 
     return tuple(a for a in sizes if a in found)
 
 
+def ways(facts: StepFacts, axes: Iterable[str]) -> int:
+    """Devices along mesh axes."""
+    return math.prod(facts.sizes[a] for a in axes)
+
+
 def local_elements(facts: StepFacts, leaf: LeafFacts, split: Dims) -> int:
     """Elements of a leaf that one device holds under a split."""
-    ways = math.prod(facts.sizes[a] for dim in split for a in dim)
-    return math.prod(leaf.shape) // ways
+    return math.prod(leaf.shape) // ways(facts, (a for dim in split for a in dim))

@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 
-from jaxtrain.planner.facts import LeafFacts, StepFacts
+from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
-from jaxtrain.planner.sent import Sent, local_elements, moved, times
+from jaxtrain.planner.sent import Sent, local_elements, moved, times, ways
+
+Axes = tuple[str, ...]
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
@@ -41,7 +43,7 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
         again = _fetches_again(facts) if stacked else prefix in layers.outside and layers.remat
         repeated = [replace(each, why=f"{each.why}, again") for each in gathers]
         yield from times(repeated, int(again))
-        for (axes, dtype), elements in _grouped(facts, leaves, lambda leaf: facts.reduce).items():
+        for axes, dtype, elements in _grouped(facts, leaves, lambda leaf: facts.reduce):
             why = f"weight gradients of {name}"
             elements //= layers.periods if stacked else 1
             scatter = moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, dtype, elements)
@@ -69,7 +71,7 @@ def _gathers(
         return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
 
     found = []
-    for (axes, name), elements in _grouped(facts, leaves, dtype).items():
+    for axes, name, elements in _grouped(facts, leaves, dtype):
         elements //= layers if all(leaf.stacked for leaf in leaves.values()) else 1
         found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements)
     return found
@@ -77,16 +79,44 @@ def _gathers(
 
 def _grouped(
     facts: StepFacts, leaves: Mapping[str, LeafFacts], dtype: Callable[[LeafFacts], str]
-) -> dict[tuple[tuple[str, ...], str], int]:
-    """(mesh axes gathered, dtype) -> elements as used, of leaves that are split at rest only."""
-    found: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
-    for leaf in leaves.values():
-        axes = next(
-            (r[len(u) :] for r, u in zip(leaf.params, leaf.in_use, strict=True) if r != u), ()
-        )
-        if axes:
-            found[axes, dtype(leaf)] += local_elements(facts, leaf, leaf.in_use)
-    return found
+) -> Iterator[tuple[Axes, str, int]]:
+    """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
+    are gathered together. A leaf with several such dims takes a turn for each."""
+    held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
+    for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
+        found: dict[tuple[Axes, str], int] = defaultdict(int)
+        for name, axes in turn.items():
+            held[name] *= ways(facts, axes)
+            found[axes, dtype(leaves[name])] += held[name]
+        yield from ((*key, elements) for key, elements in found.items())
+
+
+def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
+    """The mesh axes that lie between two splits of each leaf, (fewer ways, more ways): a dim of
+    each leaf a round."""
+    between = {
+        name: [b[len(a) :] for a, b in zip(fewer, more, strict=True) if a != b]
+        for name, (fewer, more) in splits.items()
+    }
+    turns = max(map(len, between.values()), default=0)
+    return [{k: dims[i] for k, dims in between.items() if i < len(dims)} for i in range(turns)]
+
+
+def _together(
+    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[Axes, str, int]]
+) -> Iterator[Sent]:
+    """A reduce-scatter or all-gather of leaves (mesh axes, dtype, elements of the whole); those of
+    which a device's part is small in one for each dtype and set of axes."""
+    small: dict[tuple[Axes, str], int] = defaultdict(int)
+    for name, (axes, dtype, elements) in leaves.items():
+        if elements // ways(facts, axes) <= facts.sums.small_leaf:
+            small[axes, dtype] += elements
+            continue
+        line = f"{why}: {name}"
+        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+    for (axes, dtype), elements in small.items():
+        line = f"{why}: small leaves"
+        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
 
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:
@@ -126,14 +156,13 @@ def _head(facts: StepFacts) -> Iterator[Sent]:
 
 def _scattered(facts: StepFacts) -> Iterator[Sent]:
     """Gradients on their way from where the backward pass leaves them to the optimizer's split."""
-    for name, leaf in facts.leaves.items():
-        now = leaf.params if facts.sharded else leaf.in_use
-        elements = local_elements(facts, leaf, now)
-        for begins, ends in zip(now, leaf.optimizer, strict=True):
-            axes = ends[len(begins) :]
-            why = f"gradient of {name} to its optimizer state"
-            yield from moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, "float32", elements)
-            elements //= math.prod(facts.sizes[a] for a in axes)
+    begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in facts.leaves.items()}
+    held = {k: local_elements(facts, leaf, begins[k]) for k, leaf in facts.leaves.items()}
+    why = "gradients to their optimizer state"
+    for turn in _rounds({k: (begins[k], leaf.optimizer) for k, leaf in facts.leaves.items()}):
+        leaves = {k: (axes, "float32", held[k]) for k, axes in turn.items()}
+        yield from _together(facts, why, "reduce_scatter", leaves)
+        held |= {k: held[k] // ways(facts, axes) for k, axes in turn.items()}
 
 
 def _summed(facts: StepFacts) -> Iterator[Sent]:
@@ -152,7 +181,7 @@ def _by_layer(facts: StepFacts, leaf: LeafFacts) -> bool:
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
     """All-reduces of leaves, or of one layer in `layers` of each; small ones in a bucket."""
-    buckets: dict[tuple[str, ...], int] = defaultdict(int)
+    buckets: dict[Axes, int] = defaultdict(int)
     found = []
     for name in sorted(names):
         leaf = facts.leaves[name]
@@ -170,9 +199,7 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
     return found
 
 
-def _compressed(
-    facts: StepFacts, name: str, axes: tuple[str, ...], elements: int
-) -> Iterator[Sent]:
+def _compressed(facts: StepFacts, name: str, axes: Axes, elements: int) -> Iterator[Sent]:
     """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
     thin factors of it; or, where the codec cannot act, all of it."""
     by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
@@ -182,12 +209,10 @@ def _compressed(
         yield from moved(facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size)
         return
     for each in facts.sums.factors.get(name, (elements,)):
-        yield from moved(facts, why, "all_reduce", by, axes, "float32", each)
+        yield from _all_reduced(facts, why, axes, each)
 
 
-def _all_reduced(
-    facts: StepFacts, why: str, axes: tuple[str, ...], elements: int
-) -> Iterator[Sent]:
+def _all_reduced(facts: StepFacts, why: str, axes: Axes, elements: int) -> Iterator[Sent]:
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:
@@ -214,10 +239,8 @@ def _norms(facts: StepFacts) -> Iterator[Sent]:
 
 def _updated(facts: StepFacts) -> Iterator[Sent]:
     """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
-    for name, leaf in facts.leaves.items():
-        elements = local_elements(facts, leaf, leaf.optimizer)
-        for rests, updated in zip(leaf.params, leaf.optimizer, strict=True):
-            axes = updated[len(rests) :]
-            elements *= math.prod(facts.sizes[a] for a in axes)
-            why = f"{name}, updated"
-            yield from moved(facts, why, "all_gather", "lax", axes, leaf.dtype, elements)
+    held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in facts.leaves.items()}
+    for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in facts.leaves.items()}):
+        held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
+        leaves = {k: (axes, facts.leaves[k].dtype, held[k]) for k, axes in turn.items()}
+        yield from _together(facts, "updated parameters", "all_gather", leaves)

@@ -27,7 +27,8 @@ Arrays = dict[str, Any]
 
 class Choice(NamedTuple):
     """One of a run's compiled steps. codec None: sums are exact, and what earlier ones lack is
-    added. measured: the exact sums are made too, and the distance to them is in the metrics."""
+    added where it is `trusted`. measured: the exact sums are made too, and the distance to them is
+    in the metrics."""
 
     codec: Any = None
     measured: bool = False
@@ -40,7 +41,8 @@ def choose(reducer: Any, step: int, tripped: int) -> Choice:
     if not isinstance(reducer, Compressed) or 0 <= tripped <= step - 2:
         return Choice()
     codec, guard = reducer.at(step), reducer.guard
-    measured = codec is not None and guard is not None and step % guard.every == 0
+    first = reducer.warmup_steps
+    measured = codec is not None and guard is not None and (step - first) % guard.every == 0
     return Choice(codec, measured)
 
 
@@ -83,7 +85,7 @@ class CompressedSums(NamedTuple):
         """Inside shard_map: (sums over `Part.whole`, residuals after, exact sums where measured).
 
         unit: what makes sums means. Residuals are means, so that a loss scale or a batch of
-        another size leaves them right. Each leaf's key is its own.
+        another size leaves them right. The key of each part of each leaf is its own.
         """
         out, exact = {}, {}
         after: Residuals = {name: dict(tree) for name, tree in residuals.items()}
@@ -92,8 +94,10 @@ class CompressedSums(NamedTuple):
             error = residuals["errors"][name][0] if "errors" in residuals else None
             if part.takes(self.choice.codec):
                 q = residuals["factors"][name][0] if "factors" in residuals else None
-                leaf_key = named_key(key, f"reducer.{name}")
-                total, lost, q = self._compressed(part, mean, error, q, leaf_key)
+                own_key = named_key(key, f"reducer.{name}")
+                if part.split:
+                    own_key = jax.random.fold_in(own_key, lax.axis_index(part.split))
+                total, lost, q = self._compressed(part, mean, error, q, own_key)
                 if q is not None:
                     after["factors"][name] = same(q, part.whole)[None]
             else:

@@ -20,9 +20,10 @@ from jax import lax
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.buckets import SMALL_LEAF, buckets
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over, sum_scatter
+from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
 from jaxtrain.collectives.vary import same, vary
-from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec
+from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
+from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
 from jaxtrain.train.compressed_sums import CompressedSums, flushed
 from jaxtrain.train.residuals import Residuals
 
@@ -104,7 +105,7 @@ class Reduction(NamedTuple):
     reducer: AllReduce = Lax()
     """What sums over the axes a leaf is whole on."""
     small_leaf: int = SMALL_LEAF
-    """Leaves up to so many elements are summed together."""
+    """Leaves of which a device's part has up to so many elements travel together."""
     layers: bool = False
     """Sum the gradients of each layer in the backward pass: `by_layer`."""
 
@@ -126,17 +127,27 @@ class Reduction(NamedTuple):
         return place.params if self.sharded else place.in_use
 
     def _scattered(self, grads: Arrays) -> Arrays:
-        out = dict(grads)
-        for name in grads:
-            place = self.places[name]
-            for dim, (now, then) in enumerate(
-                zip(self.begins(place), place.optimizer, strict=True)
-            ):
-                axes = then[len(now) :]
-                out[name] = sum_scatter(
-                    "optimizer gradients", out[name], axes, dim, self.scatter_by
-                )
-        return out
+        places = {name: self.places[name] for name in grads}
+        for split in rounds({k: (self.begins(p), p.optimizer) for k, p in places.items()}):
+            parts = {k: grads[k].size // ways(axes, self.sizes) for k, (_, axes) in split.items()}
+            for each in bundles(split, parts, self.small_leaf):
+                grads = scatter_bundle(grads, each, self.scatter_by, "optimizer gradients")
+        return grads
+
+    def updated(self, shards: Arrays) -> Arrays:
+        """Parameters that each device has updated in its part, gathered to be as they rest (ZeRO-1
+        and 2); small ones together."""
+        places = {name: self.places[name] for name in shards}
+        whole = {name: vary(x, tuple(self.sizes)) for name, x in shards.items()}
+        for split in rounds({k: (p.params, p.optimizer) for k, p in places.items()}):
+            parts = {name: whole[name].size for name in split}
+            for each in bundles(split, parts, self.small_leaf):
+                whole = gather_bundle(whole, each, self.scatter_by)
+        split_over = {k: {a for d in p.params for a in d} for k, p in places.items()}
+        return {
+            k: same(x, tuple(a for a in self.sizes if a not in split_over[k]))
+            for k, x in whole.items()
+        }
 
     def whole_on(self, name: str) -> tuple[str, ...]:
         """The mesh axes on which the optimizer's part of a leaf is whole, in mesh order."""
@@ -235,6 +246,24 @@ def explicit(
         return Gradients(total, count, grads, rest, residuals, exact)
 
     return sums
+
+
+def updated(
+    params: Arrays, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
+) -> Arrays:
+    """`Reduction.updated` of whole arrays: those that the optimizer has split more ways than they
+    rest; the others pass."""
+    places = {k: p for k, p in reduction.places.items() if p.optimizer != p.params}
+    if not places:
+        return params
+    run = jax.shard_map(
+        reduction.updated,
+        mesh=mesh,
+        in_specs=({k: partition_spec(p.optimizer) for k, p in places.items()},),
+        out_specs={k: partition_spec(p.params) for k, p in places.items()},
+        check_vma=check_vma,
+    )
+    return params | run({k: params[k] for k in places})
 
 
 def _finished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -158,6 +159,7 @@ class _Loop:
             )
         self.skipped = int(session.state.skipped)
         self.skipped_in_a_row = 0
+        self.tripped = session.guard.tripped
         self.waited = 0.0
 
     def run(self, steps: int) -> Result:
@@ -277,10 +279,24 @@ class _Loop:
         values = {**values, **self.rates.of(step), "data_s": waited}
         self.result.history.append({"step": step, **values})
         self.progress.update(step, values)
+        self.tell_trip(values)
         if hold:
             self.held = (step, values)
         elif step % self.experiment.logging.every == 0 or step == self.session.start + 1:
             self.write(step, values)
+
+    def tell_trip(self, values: dict[str, Any]) -> None:
+        """Once; steps are counted from 0 in the metric and from 1 in what is told. The step after
+        the one that was sampled was already on its way."""
+        tripped = int(values.get("guard_tripped", -1))
+        if tripped < 0 or self.tripped >= 0:
+            return
+        self.tripped = tripped
+        error, cosine = (values.get(f"reducer_{name}", math.nan) for name in ("error", "cosine"))
+        self.progress.message(
+            f"step {tripped + 1} compressed sums are beyond the guard's bounds (error {error:.3g}, "
+            f"cosine {cosine:.3g}): sums are exact from step {tripped + 3} on"
+        )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         if self.writer is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.collectives.powersgd import PowerSGD, first_factor
 from jaxtrain.mesh.sharding import Dims, Leaf, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
@@ -105,7 +105,22 @@ def no_residuals(reducer: Any, parts: Mapping[str, Part], seed: int) -> Residual
 def _first_factor(part: Part, rank: int, seed: int) -> jax.Array:
     sides, count = part.matrices, ways(part.split, part.sizes)
     key = named_key(jax.random.key(seed), f"powersgd.{part.leaf.path}")
-    return jax.random.normal(key, (count, sides.stack, sides.cols, rank))
+    return first_factor((count, *sides), rank, key)
+
+
+def carried(residuals: Residuals) -> Residuals:
+    """Those that the sums themselves read and write."""
+    return {name: tree for name, tree in residuals.items() if name != "tripped"}
+
+
+def trusted(residuals: Residuals) -> Residuals:
+    """`carried` as a step may add them. Once the guard has tripped no error is: it is what a codec
+    left that was given up."""
+    found = carried(residuals)
+    if "errors" in found:
+        given_up = residuals["tripped"] >= 0
+        found["errors"] = {k: jnp.where(given_up, 0.0, e) for k, e in found["errors"].items()}
+    return found
 
 
 def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> Any:

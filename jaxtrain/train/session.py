@@ -65,7 +65,7 @@ class Session:
 
     def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         micro, rows = batch["rows"].shape
-        choice = self.guard.choose(self.experiment.execution.reducer)
+        choice = self.guard.choose(_reducer(self.assembly))
         which = program_key(micro * rows, choice)
         program = self.compiled.get(which)
         if program is None:
@@ -117,7 +117,7 @@ def open_session(
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
-        choice = choose(experiment.execution.reducer, start, -1)
+        choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
         state = _first_state(assembly, where, checkpoints, start)
         program = compiling.result()
@@ -129,6 +129,11 @@ def open_session(
     session.guard = guard
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
+
+
+def _reducer(assembly: Assembly) -> Any:
+    """What sums the gradients; None on one device, whose steps are all one program."""
+    return assembly.experiment.execution.reducer if assembly.explicit else None
 
 
 def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> None:

@@ -24,9 +24,17 @@ from jaxtrain.optim.precision import select_if_finite
 from jaxtrain.optim.rate import rate_fn
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.compressed_sums import Choice, CompressedSums
-from jaxtrain.train.gradients import Gradients, Reduction, explicit, gspmd, squared_norm
+from jaxtrain.train.gradients import (
+    Gradients,
+    Reduction,
+    explicit,
+    gspmd,
+    squared_norm,
+    updated,
+)
 from jaxtrain.train.guard import make_watch
 from jaxtrain.train.own_module import own_loss
+from jaxtrain.train.residuals import carried, trusted
 from jaxtrain.train.state import TrainState
 
 Arrays = dict[str, Any]
@@ -61,29 +69,30 @@ def make_train_step(
         # The loss is a sum over tokens; a loss scale is meant for their mean.
         seed = scale / assembly.tokens_power_of_two(batch)
         key = jax.random.fold_in(step_key, state.step)
-        g = sums(state.params, state.rest, batch, key, seed, carried(state.residuals))
+        g = sums(state.params, state.rest, batch, key, seed, trusted(state.residuals))
         count = jnp.where(g.count > 0, g.count, 1.0)
-        grads = jax.tree.map(lambda x: x / (count * seed), g.grads)
+        grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
         (grad_norm,) = norm((grads,), "optimizer")
         kept_gradients = {"gradients": grads} if keep_gradients else {}
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
-        residuals, reduced = watch(g, state)
+        verdict, reduced = watch(grads, exact, state)
         if e.clip_norm is not None:
             grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         shards = assembly.constrain(state.params, mesh, "optimizer")
         updates, optimizer = transform.update(grads, state.optimizer, shards)
         optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), optimizer, state.optimizer)
-        params = assembly.constrain(optax.apply_updates(shards, updates), mesh, "params")
+        params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
         update_norm, param_norm = *norm((updates,), "optimizer"), *norm((params,), "params")
         ema: Arrays = {}
         if e.ema_decay is not None:
             ema = ema_update(state.ema, params, e.ema_decay, state.step, warmup=True)
-        kept = (state.params, state.optimizer, state.rest, state.ema, state.residuals)
-        moved = (params, optimizer, g.rest, ema, residuals)
+        kept = (state.params, state.optimizer, state.rest, state.ema, carried(state.residuals))
+        moved = (params, optimizer, g.rest, ema, g.residuals)
         params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
         after = TrainState(
             state.step + 1, params, optimizer, rest, ema,
-            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite, residuals,
+            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
+            residuals | verdict,  # a skipped step's verdict stands: its sums may be why it is one
         )  # fmt: skip
         return after, dict(
             loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
@@ -136,11 +145,6 @@ def make_gradients(
     return gspmd(make_loss(assembly, gspmd_communicator(assembly, mesh)), constrain=constrain)
 
 
-def carried(residuals: Arrays) -> Arrays:
-    """Those that the sums themselves read and write."""
-    return {name: tree for name, tree in residuals.items() if name != "tripped"}
-
-
 def make_reduction(assembly: Assembly) -> Reduction:
     """How the explicit step's gradients reach the optimizer's split."""
     execution = assembly.experiment.execution
@@ -154,6 +158,14 @@ def make_reduction(assembly: Assembly) -> Reduction:
         execution.small_leaf,
         execution.reduce_layers,
     )
+
+
+def at_rest(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
+    """Parameters that the optimizer's split was updated in, as they rest."""
+    if assembly.explicit:
+        reduction, check_vma = make_reduction(assembly), assembly.check_vma
+        params = updated(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
+    return assembly.constrain(params, mesh, "params")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import activation_dims, ways
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.remat import REMAT
+from jaxtrain.train.residuals import Part
 
 MODES = ("explicit", "gspmd")
 UNSUPPORTED_AXES = ("replica", "stage", "expert", "context")
@@ -55,13 +56,47 @@ def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
     return mode
 
 
-def unused_reducer(reducer: Any, parts: Mapping[str, Any], small_leaf: int) -> list[str]:
-    """A compressed reducer that no leaf is large enough for; `parts` are those that are."""
-    if not isinstance(reducer, Compressed) or parts:
+def unused_reducer(reducer: Any, parts: Mapping[str, Part], small_leaf: int) -> list[str]:
+    """A compressed reducer that would compress nothing; `parts` are the leaves that are large
+    enough. On one device there is nothing to sum, and the reducer may stand."""
+    if not isinstance(reducer, Compressed):
+        return []
+    given = f"execution.reducer={reducer!r} compresses no leaf"
+    if not parts:
+        return [
+            f"{given}: none its codec takes has more than execution.small_leaf={small_leaf} "
+            f"elements; use a lower small_leaf, or reducer=Lax()"
+        ]
+    sizes = next(iter(parts.values())).sizes
+    if not sizes or any(part.takes(reducer.codec) for part in parts.values()):
+        return []
+    summed = [part.matrices for part in parts.values() if part.whole]
+    if not summed:
+        axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+        fixes = ["reducer=Lax()"]
+        if not {"data", "fsdp"}.isdisjoint(sizes):
+            fixes.insert(0, f"sharding=data_parallel(){' | tensor()' * ('tensor' in sizes)}")
+        if "data" not in sizes:
+            fixes.insert(0, "a mesh axis data > 1")
+        return [
+            f"{given}: the optimizer state of every large one is split over all of {axes}, so its "
+            f"gradients are scattered and no sum of whole ones is left; use {', or '.join(fixes)}"
+        ]
+    most = max(min(part.rows, part.cols) for part in summed)
+    return [
+        f"{given}: a device's matrices have at most {most} rows and columns, and the rank must not "
+        f"be higher; use rank={most} or lower, or reducer=Lax()"
+    ]
+
+
+def _warmup_violations(experiment: Experiment) -> list[str]:
+    """A compressed reducer whose exact steps fill the run."""
+    reducer, steps = experiment.execution.reducer, experiment.steps
+    if not isinstance(reducer, Compressed) or not 1 <= steps <= reducer.warmup_steps:
         return []
     return [
-        f"execution.reducer={reducer!r} compresses no leaf: none its codec takes has more than "
-        f"execution.small_leaf={small_leaf} elements; use a lower small_leaf, or reducer=Lax()"
+        f"execution.reducer.warmup_steps={reducer.warmup_steps} leaves none of the {steps} steps "
+        f"to be compressed; use warmup_steps={round(0.15 * steps)} (15%), or reducer=Lax()"
     ]
 
 
@@ -101,7 +136,7 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
-    return found + _vocabulary_violations(e) + _sample_violations(e)
+    return found + _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
 
 
 def _vocabulary_violations(experiment: Experiment) -> list[str]:

@@ -144,11 +144,18 @@ def exactly(a, b, case, where):
     np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32), err_msg=where)
 
 
-def table(quick, slow):
-    """Parameters of both, the second's marked slow."""
-    return [pytest.param(*p) for p in quick] + [
-        pytest.param(*p, marks=pytest.mark.slow) for p in slow if p not in quick
+def table(quick, slow, exhaustive=()):
+    """Parameters of all three, the second's marked slow, the third's exhaustive."""
+    rest = [
+        pytest.param(*p, marks=mark)
+        for some, mark in ((slow, pytest.mark.slow), (exhaustive, pytest.mark.exhaustive))
+        for p in some
+        if p not in quick and (some is slow or p not in slow)
     ]
+    return [pytest.param(*p) for p in quick] + rest
+
+
+EVERY = [(by, n, vma) for by in ALGORITHMS for n in SIZES for vma in (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,7 @@ def table(quick, slow):
         [(by, 3, True, SHORT) for by in ALGORITHMS] + [(Ring(2), 4, False, SHORT)],
         [(by, n, True, SHORT) for by in ALGORITHMS for n in SIZES]
         + [(by, 3, vma, FULL) for by in ALGORITHMS for vma in (True, False)],
+        [(*each, FULL) for each in EVERY],
     ),
     ids=spelt,
 )
@@ -177,16 +185,17 @@ def within_rounding(a, b, case, where):
 
 
 @pytest.mark.parametrize(
-    ("by", "n"),
+    ("by", "n", "check_vma", "cases"),
     table(
-        [(Ring(2), 3), (Recursive(), 3)],
-        [(by, n) for by in ALGORITHMS for n in SIZES],
+        [(Ring(2), 3, True, SHORT), (Recursive(), 3, True, SHORT)],
+        [(by, n, True, SHORT) for by in ALGORITHMS for n in SIZES],
+        [(*each, FULL) for each in EVERY],
     ),
-    ids=str,
+    ids=spelt,
 )
-def test_sums_are_fp32_rounded_once(by, n):
-    cases = tuple(case for case in SHORT if case.dtype != "float8_e4m3fn")
-    found = results(by, mesh_of((n,)), ("data",), cases, normal)
+def test_sums_are_fp32_rounded_once(by, n, check_vma, cases):
+    cases = tuple(case for case in cases if case.dtype != "float8_e4m3fn")
+    found = results(by, mesh_of((n,)), ("data",), cases, normal, check_vma=check_vma)
     matches(found, twin(n, cases, normal, "float32"), cases, within_rounding)
 
 
@@ -232,6 +241,9 @@ def refused(function, shape=(5, 2)):
         (lambda x: collective.scatter(x, ("data",), 0, 0, Ring()), "data = 2 devices"),
         (lambda x: collective.broadcast(x, ("data",), 2, Ring()), "root=2 .* use 0 to 1"),
         (lambda x: collective.gather(x, ("data",), 0, -1, Ring()), "root=-1"),
+        (lambda x: collective.all_gather(x, ("data",), 2, Ring()), "dim=2 .* 0 to 1, or -2 to -1"),
+        (lambda x: collective.all_to_all(x, ("data",), 1, -3, Lax()), "dim=-3 is no dim"),
+        (lambda x: collective.scatter(x[0, 0], ("data",), 0, 0, Lax()), "a scalar has none"),
     ],
 )
 def test_what_does_not_fit_is_refused(function, message):
@@ -239,9 +251,72 @@ def test_what_does_not_fit_is_refused(function, message):
         refused(function)
 
 
-def test_a_ring_has_one_or_two_directions():
-    with pytest.raises(ValueError, match="directions=3"):
-        Ring(3)
+@pytest.mark.parametrize("by", [*ALGORITHMS, Lax()], ids=str)
+def test_dims_count_from_either_end(by):
+    mesh, x = mesh_of((2,)), jnp.zeros((2, 4, 6))
+
+    def traced(name, dims):
+        where = {
+            "all_to_all": dims,
+            "gather": (dims[0], 1),
+            "scatter": (dims[0], 1),
+        }.get(name, dims[:1])
+
+        def local(x):
+            return getattr(collective, name)(x, ("data",), *where, by)
+
+        def both(x):
+            y, pull = jax.vjp(local, x)
+            return y, pull(y)[0]
+
+        run = jax.shard_map(both, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return jax.make_jaxpr(run)(jnp.concatenate([x, x]))
+
+    for name in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"):
+        pairs = ((-1, -2), (2, 1)), ((-3, -1), (0, 2)), ((-2, -2), (1, 1))
+        for negative, positive in pairs:
+            assert str(traced(name, negative)) == str(traced(name, positive)), name
+
+
+@pytest.mark.parametrize("by", [Ring(), Recursive(), Lax()], ids=str)
+def test_empty_arrays_have_the_shape_of_others(by):
+    """A leaf may have no elements. Each shape against that of an array with one row more."""
+    cases = [Case(name, "float32", *dims) for name in DIMS for dims in DIMS[name]]
+
+    def both(x, case):
+        y, pull = jax.vjp(lambda x: case.apply(x, ("data",), by), x)
+        return y, pull(y)[0]
+
+    def local(xs):
+        return [[y[None] for y in both(x, case)] for x, case in zip(xs, cases, strict=True)]
+
+    def shapes(empty):
+        run = jax.shard_map(local, mesh=mesh_of((2,)), in_specs=P(), out_specs=P("data"))
+        xs = [jnp.zeros([size * (d not in empty) for d, size in enumerate((4, 4, 4))])] * len(cases)
+        return (
+            [[y.shape for y in ys] for ys in jax.jit(run)(xs)]
+            if empty
+            else [[y.shape for y in ys] for ys in jax.eval_shape(run, xs)]
+        )
+
+    for empty in range(3):
+        for found, whole, case in zip(shapes((empty,)), shapes(()), cases, strict=True):
+            wanted = [(s[0], *(n * (d != empty) for d, n in enumerate(s[1:]))) for s in whole]
+            assert found == wanted, case
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(directions=3), "directions=3 must be 1 or 2; use 2"),
+        (dict(directions=True), "directions=True"),
+        (dict(unroll="no"), "unroll='no' must be True or False"),
+        (dict(directions=0, unroll=1), "unroll=1 .*directions=0"),
+    ],
+)
+def test_a_rings_fields_are_checked(fields, said):
+    with pytest.raises(ValueError, match=said):
+        Ring(**fields)
 
 
 @pytest.mark.parametrize("n", range(1, 10))

@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.compressed import (
     Compressed,
     ErrorState,
+    Guard,
     compressed_all_reduce,
     no_errors,
     sent_bytes,
 )
 from jaxtrain.collectives.compression import Fp8, Int8, RandomK, Sign, TopK
+from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.ring import Ring
@@ -272,6 +274,20 @@ def test_wrong_fields_are_refused_all_at_once():
     for codec in ("int8", Int8):
         with pytest.raises(ValueError, match=r"is no codec; use a value such as Int8\(\)"):
             Compressed(codec)
+    for by in ("ring", Ring):
+        with pytest.raises(ValueError, match=r"by=.*is no algorithm; use Lax.*guard='x' is no gu"):
+            Compressed(Int8(), by=by, guard="x")
+    with pytest.raises(ValueError, match=r"makes sums only.*an all-gather; use by=Lax\(\), Ring"):
+        Compressed(Int8(), by=Hierarchical())
+    assert Compressed(PowerSGD(), by=Hierarchical()).by == Hierarchical()
+    with pytest.raises(ValueError, match=r"max_error='a' must be a positive.*min_cosine=True must"):
+        Guard(max_error="a", min_cosine=True)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_no_numbers_are_summed_to_none(codec):
+    for kept in on_devices(codec)(*(np.zeros((8, 0), np.float32),) * 3, KEY):
+        assert kept.shape == (8, 0)
 
 
 @pytest.mark.parametrize(

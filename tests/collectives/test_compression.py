@@ -221,7 +221,10 @@ def test_the_ramp_says_which_density_a_step_has():
         (lambda: TopK(0), r"density=0 must lie in \(0, 1\]"),
         (lambda: TopK(0.1, ramp=((0, 0.5), (5, 2))), r"ramp\[0\]\[0\]=0.*ramp\[1\]\[1\]=2"),
         (lambda: TopK(0.1, ramp=((7, 0.5), (5, 0.2))), r"\[7, 5\]; use \[5, 7\]"),
+        (lambda: TopK(0.1, ramp=[(1, 0.5)]), r"ramp=\[\(1, 0.5\)\] must be a tuple of pairs"),
+        (lambda: TopK(2, ramp=0.5), r"density=2 must.*ramp=0.5 must be .*use for example \(\("),
         (lambda: RandomK(1.5), "density=1.5"),
+        (lambda: RandomK(1e-320), "density=1e-320 must be at least one in 1048576; use for"),
         (lambda: RandomK(0.03), "use 0.0303.*, one in 33"),
     ],
 )

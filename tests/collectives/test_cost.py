@@ -74,13 +74,14 @@ def program(names, n, dtype, by, root):
 
 
 def permutes(jaxpr, times=1):
-    """(pairs, bytes a sender sends) of every ppermute of a traced program, as often as it runs."""
+    """(pairs, bytes a sender sends, dtype) of every ppermute of a traced program, as often as it
+    runs."""
     found = Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ppermute":
             (x,) = eqn.invars
             nbytes = math.prod(x.aval.shape) * x.aval.dtype.itemsize
-            found[frozenset(map(tuple, eqn.params["perm"])), nbytes] += times
+            found[frozenset(map(tuple, eqn.params["perm"])), nbytes, x.aval.dtype.name] += times
         again = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(eqn.params):
             inside = permutes(getattr(inner, "jaxpr", inner), times * again)
@@ -112,17 +113,17 @@ def test_steps_are_the_traced_permutes(algorithm, n, dtype):
                 # Only what has a root is numbered from it.
                 symmetric = len(permute.senders) == n or name == "all_reduce"
                 at = pairs(permute, n) if symmetric else shifted
-                said[at, permute.nbytes] += step.times
+                said[at, permute.nbytes, permute.dtype] += step.times
         assert said == traced, f"{name} {algorithm}"
 
         sent = Counter()
-        for (edges, nbytes), times in traced.items():
+        for (edges, nbytes, _), times in traced.items():
             for sender, _ in edges:
                 sent[sender] += nbytes * times
         found = traffic(name, algorithm, n, buffer_bytes, dtype)
         assert found.device_bytes == max(sent.values(), default=0), name
         assert found.total_bytes == sent.total(), name
-        assert found.messages == sum(len(edges) * k for (edges, _), k in traced.items()), name
+        assert found.messages == sum(len(edges) * k for (edges, *_), k in traced.items()), name
 
 
 def compiled(names, n, by):
@@ -338,6 +339,24 @@ def test_hierarchical_sends_the_slow_level_a_node_s_part():
     assert only.time_us == cost("all_reduce", "ring_2", 8, b, fast).time_us
     padded = hierarchical([(8, fast), (4, slow)], b - 4)
     assert padded == hierarchical([(8, fast), (4, slow)], b)
+
+
+def test_hierarchical_sums_in_fp32_and_gathers_what_is_asked_for():
+    link, b = LINKS["nvlink4"], 2 * 8 * 4
+    node, rack = hierarchical([(8, link), (4, link)], b, "lax", "bfloat16")
+    assert node.device_bytes == 7 / 8 * (2 * b + b)
+    assert rack.device_bytes == 2 * 3 / 4 * 2 * b / 8
+
+
+def test_a_link_without_latency_waits_for_the_bytes_only():
+    free = Link("a switch in theory", 10, 0, 1, "made up")
+    for n, b in itertools.product((1, 2, 8), (0, 2**20 * 8)):
+        times = {each.algorithm: each.time_us for each in best("all_reduce", n, b, free)}
+        sent = traffic("all_reduce", "double_tree", n, b).device_bytes
+        assert times["double_tree"] == sent / (10 * 1e3)
+        nearly = Link("a switch", 10, 1e-9, 1, "made up")
+        limit = cost("all_reduce", "double_tree", n, b, nearly).time_us
+        assert limit == pytest.approx(times["double_tree"], rel=1e-3, abs=1e-6)
 
 
 def test_compressed_all_reduce_sends_both_payloads_less_its_own_part():

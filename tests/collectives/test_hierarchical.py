@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.hierarchical import Hierarchical, sent_bytes
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.cost import hierarchical
+from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import same
+from jaxtrain.mesh.hardware import LINKS
 from jaxtrain.telemetry.hlo import collectives
 
 AXES = ("replica", "data", "fsdp")
@@ -64,19 +67,46 @@ def test_a_sum_over_some_axes_leaves_the_others_alone(by, axes):
     np.testing.assert_array_equal(summed(by, (2, 2, 2), axes)(x.reshape(8, 7)), wanted)
 
 
-@pytest.mark.parametrize("levels", [n for n in LEVELS if len(n) > 1], ids=str)
-@pytest.mark.parametrize("size", [48, 50])
-def test_what_is_sent_is_what_the_program_says(levels, size):
-    x = jnp.zeros((math.prod(levels), size))
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 7), ("float16", 10)])
+@pytest.mark.parametrize("by", REDUCERS[::3], ids=str)
+def test_16_bit_sums_are_fp32_rounded_once(by, dtype, bits):
+    draws = np.random.default_rng(1).normal(size=(8, 33))
+    x = jnp.asarray(draws, dtype)
+    found = summed(by, (2, 4))(x)
+    assert found.dtype == x.dtype
+    wide = np.asarray(x, np.float32).sum(0)
+    once = np.asarray(jnp.asarray(wide, dtype), np.float32)
+    unit = np.spacing(np.abs(once)) * 2 ** (23 - bits)
+    np.testing.assert_array_less(np.abs(np.asarray(found[0], np.float32) - once), 1.01 * unit)
+
+
+def sent(size, levels, dtype="float32"):
+    """`cost.hierarchical` of the mesh axes `levels`, slowest first as they are. Bytes do not depend
+    on the links."""
+    nbytes = size * jnp.dtype(dtype).itemsize
+    link = LINKS["nvlink4"]
+    return hierarchical([(n, link) for n in reversed(levels)], nbytes, "lax", dtype)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("levels", "size", "dtype"),
+    [
+        *((n, size, "float32") for n in LEVELS if len(n) > 1 for size in (48, 50)),
+        ((2, 4), 50, "float16"),
+    ],
+    ids=str,
+)
+def test_what_is_sent_is_what_the_program_says(levels, size, dtype):
+    x = jnp.zeros((math.prod(levels), size), dtype)
     found = collectives(summed(Hierarchical(), levels).lower(x).compile().as_text())
     fast = len(levels) - 1
     kinds = ["all-reduce", *fast * ["all-gather"], *fast * ["reduce-scatter"]]
     assert sorted(each.kind for each in found) == sorted(kinds)
     at = np.arange(math.prod(levels)).reshape(levels)
-    for level, wanted in enumerate(sent_bytes(size, levels)):
+    for level, wanted in enumerate(sent(size, levels, dtype)):
         groups = np.moveaxis(at, level, -1).reshape(-1, levels[level])
         mine = [each for each in found if as_set(each.groups) == as_set(groups)]
-        assert sum(each.total_wire_bytes for each in mine) == pytest.approx(wanted.device)
+        assert sum(each.total_wire_bytes for each in mine) == pytest.approx(wanted.device_bytes)
 
 
 def as_set(groups):
@@ -87,8 +117,8 @@ def as_set(groups):
 def test_a_node_sends_as_much_as_a_sum_over_nodes_of_whole_buffers(levels):
     """Each level is an all-reduce, between what is below it, of the whole buffer."""
     size = 96 * math.prod(levels)
-    for n, level in zip(levels, sent_bytes(size, levels), strict=True):
-        assert level.node == pytest.approx(2 * (n - 1) / n * size * 4)
+    for n, level in zip(levels, sent(size, levels), strict=True):
+        assert level.group_bytes == pytest.approx(2 * (n - 1) / n * size * 4)
 
 
 def test_one_level_is_the_slow_algorithm_itself():
@@ -98,3 +128,19 @@ def test_one_level_is_the_slow_algorithm_itself():
         assert "reduce_scatter" not in jaxpr and "all_gather" not in jaxpr
         plain = summed(by, (8,))(x)
         np.testing.assert_array_equal(summed(Hierarchical(by), (8,))(x), plain)
+
+
+@pytest.mark.parametrize("kind", [Collectives, Hierarchical])
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [("ring", r"=Ring\(\)"), (Recursive, r"=Recursive\(\)"), (2, r"=Lax\(\), Ring\(\) or")],
+)
+def test_a_choice_is_an_algorithms_value(kind, value, fix):
+    first, second = kind.__dataclass_fields__
+    for name in (first, second):
+        with pytest.raises(
+            ValueError, match=f"{name}=.* must be an algorithm's value; use {name}{fix}"
+        ):
+            kind(**{name: value})
+    with pytest.raises(ValueError, match=f"{first}=.*; {second}="):
+        kind(value, value)

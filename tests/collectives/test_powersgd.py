@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, first_state, powersgd_all_reduce
+from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, first_factor, powersgd_all_reduce
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.telemetry.hlo import collectives
@@ -38,8 +39,7 @@ def on_devices(n, *, by=None, feedback=True, check_vma=True, axes=("data",)):
 
 
 def start(n, *shape, rank=RANK):
-    error, q = first_state(shape, PowerSGD(rank), KEY, error_feedback=True)
-    return np.stack([error] * n), np.stack([q] * n)
+    return np.zeros((n, *shape), np.float32), np.stack([first_factor(shape, rank, KEY)] * n)
 
 
 def normal(*shape, seed=0):
@@ -142,10 +142,18 @@ def test_bytes_on_the_wire_of_the_compiled_program(n):
     np.testing.assert_allclose(ratio, rank * (256 + 512) / (256 * 512))
 
 
+def test_factors_are_summed_in_levels_too():
+    m, state = normal(8, ROWS, COLS), start(8, ROWS, COLS)
+    found, plain = on_devices(8, by=Hierarchical())(m, *state), on_devices(8)(m, *state)
+    for a, b in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 40), (40, 2), (9, 40, 2)], ids=str)
 def test_shapes_too_small_for_the_rank_are_refused(shape):
     with pytest.raises(ValueError, match="rank=3 needs matrices of that many rows and columns"):
-        first_state(shape, PowerSGD(3), KEY, error_feedback=True)
+        state = PowerSGDState(None, np.zeros((2, 3), np.float32))
+        powersgd_all_reduce(np.zeros(shape, np.float32), state, (), Lax())
 
 
 def test_wrong_ranks_are_refused():

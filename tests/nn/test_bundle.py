@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.bundle import gather_bundle, scatter_bundle
+from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
 
 AXES = ("data", "fsdp")
 SIZES = {"data": 2, "fsdp": 4}
@@ -136,3 +136,39 @@ def test_one_collective_for_each_dtype_and_set_of_axes(mesh, case):
     scatter = str(jax.make_jaxpr(mapped(lambda y: scatter_bundle(y, split, Lax()), mesh))(y))
     assert len(re.findall(r"= all_gather\w*\[", gather)) == len(groups)
     assert len(re.findall(r"= (?:reduce|psum)_scatter\w*\[", scatter)) == len(groups)
+
+
+def test_a_leaf_split_over_two_dims_takes_two_rounds(mesh):
+    splits = {
+        "two": (((), ()), (("fsdp",), ("data",))),
+        "one": (((), ("data",)), ((), ("data", "fsdp"))),
+        "none": (((), ("data",)), ((), ("data",))),
+    }
+    turns = rounds(splits)
+    assert turns == [{"two": (0, ("fsdp",)), "one": (1, ("fsdp",))}, {"two": (1, ("data",))}]
+    x = np.arange(48.0, dtype=np.float32).reshape(8, 6)
+
+    def there_and_back(local):
+        whole = {"two": local, "one": local.T}
+        for split in turns:
+            whole = gather_bundle(whole, split, Lax())
+        back = dict(whole)
+        for split in reversed(turns):
+            back = scatter_bundle(back, split, Lax())
+        return vary(whole["two"], AXES)[None, None], back["two"]
+
+    run = jax.shard_map(
+        there_and_back,
+        mesh=mesh,
+        in_specs=P("fsdp", "data"),
+        out_specs=(P(*AXES), P("fsdp", "data")),
+    )
+    whole, back = jax.jit(run)(x)
+    np.testing.assert_array_equal(whole, np.broadcast_to(x, (2, 4, 8, 6)))
+    np.testing.assert_array_equal(back, 8 * x)
+
+
+def test_small_leaves_are_bundled_and_large_ones_go_alone():
+    split = {"a": (0, ("data",)), "b": (1, ("data",)), "c": (0, ("fsdp",))}
+    found = bundles(split, {"a": 4, "b": 5, "c": 3}, 4)
+    assert found == [{"a": split["a"], "c": split["c"]}, {"b": split["b"]}]

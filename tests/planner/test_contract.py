@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optax
@@ -11,8 +12,10 @@ import pytest
 
 import jaxtrain
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.planner.assembled import algorithm_name, facts_of, steady
 from jaxtrain.planner.contract import axes_of, contract
+from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.train.assembly import active_mesh, assemble
@@ -128,6 +131,9 @@ def test_a_users_own_optimizer_is_not_held_to_a_contract():
         contract(assembled(Layout(CUBE), replace(small, optimizer=Mine())), [])
 
 
+WIDE = (("data", 4), ("tensor", 2))
+"""Matrices of 64 and more rows and columns, but for those of attention: 32."""
+
 REDUCERS = [
     pytest.param(jaxtrain.Compressed(jaxtrain.Int8()), id="int8"),
     *(
@@ -136,7 +142,8 @@ REDUCERS = [
             ("top-k by rings", jaxtrain.TopK(0.05), jaxtrain.Ring()),
             ("sign, recursive", jaxtrain.Sign(), jaxtrain.Recursive()),
             ("PowerSGD", jaxtrain.PowerSGD(4), jaxtrain.Lax()),
-            ("PowerSGD of too high a rank", jaxtrain.PowerSGD(40), jaxtrain.Ring(1)),
+            ("PowerSGD of a rank too high for attention", jaxtrain.PowerSGD(40), jaxtrain.Ring(1)),
+            ("PowerSGD in levels", jaxtrain.PowerSGD(4), jaxtrain.Hierarchical()),
         )
     ),
 ]
@@ -145,9 +152,12 @@ REDUCERS = [
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    placed = arranged(small, Layout(CUBE, loop="scanned, prefetch, remat full"))
+    axes = WIDE if reducer.codec == jaxtrain.PowerSGD(40) else CUBE
+    placed = arranged(small, Layout(axes, loop="scanned, prefetch, remat full"))
     execution = replace(placed.execution, reducer=reducer, small_leaf=100)
-    assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
+    assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
+    sums = facts_of(assembly).sums
+    assert (axes == WIDE) is (0 < len(sums.factors) < len(sums.apart))
     held = contract(assembly, compiled(assembly))
     assert not held.broken, told(held.broken)
     coded = not isinstance(reducer.codec, jaxtrain.PowerSGD)
@@ -209,6 +219,27 @@ def test_names_of_algorithms():
     values = (jaxtrain.Lax(), jaxtrain.Recursive(), jaxtrain.Ring(1), jaxtrain.Ring(unroll=False))
     names = [algorithm_name(value) for value in values]
     assert names == ["lax", "recursive", "ring_1", "ring_2_looped"]
+    with pytest.raises(ValueError, match=r"Hierarchical.* use Lax\(\), Ring\(\) or Recursive"):
+        algorithm_name(jaxtrain.Hierarchical())
+
+
+def test_a_ring_sums_16_bits_in_fp32_and_gathers_them_as_they_are():
+    facts = SimpleNamespace(sizes={"data": 4})
+    sent = moved(facts, "a sum", "all_reduce", "ring_1", ("data",), "bfloat16", 64)
+    assert [(each.dtype, each.buffer_bytes) for each in sent] == [("float32", 64), ("bfloat16", 32)]
+
+
+TWO_DIMS = ShardingRules(params=table({"embed": "fsdp", "mlp": "data"}))
+
+
+@pytest.mark.slow
+def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    placed = replace(arranged(small, Layout(CUBE)), sharding=TWO_DIMS)
+    assembly = assemble(placed, jaxtrain.mesh_from_axes(data=2, fsdp=4))
+    held = contract(assembly, compiled(assembly))
+    assert not held.broken, told(held.broken)
+    assert any("data" in line.key.axes and line.key.kind == "all-gather" for line in held.lines)
 
 
 @pytest.mark.slow

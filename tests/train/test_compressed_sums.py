@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.sharding import Leaf, partition_spec
 from jaxtrain.train.assembly import assemble
 from jaxtrain.train.compressed_sums import Choice, CompressedSums, GuardReader, choose
+from jaxtrain.train.guard import Distance, beyond, distance
 from jaxtrain.train.residuals import compressed_parts, no_residuals, redistributed, residual_splits
 from jaxtrain.train.session import open_session
 
@@ -54,6 +57,7 @@ def eight() -> Mesh:
     return Mesh(devices, tuple(SIZES), axis_types=(AxisType.Auto,) * 3)
 
 
+@lru_cache
 def one_step(reducer: Compressed, choice: Choice) -> Callable[..., Any]:
     """jit of (contributions [8, *shape] by leaf, residuals, unit, key) -> CompressedSums.sum."""
     parts = compressed_parts(reducer, 0, PLACES, SIZES)
@@ -151,6 +155,18 @@ def test_a_measured_step_has_the_exact_sums_beside_the_same_ones() -> None:
         np.testing.assert_array_equal(after["errors"][name], same_after["errors"][name])
 
 
+def test_parts_of_a_leaf_round_by_noise_of_their_own() -> None:
+    """Equal numbers in both: the errors of a column would add up over its parts."""
+    reducer, xs = REDUCERS[0], contributions(0)
+    tile = xs["fsdp"].reshape(2, 2, 2, 2, 6, 8)[:, :1, :, :, :3]
+    xs["fsdp"] = np.tile(tile, (1, 2, 1, 1, 2, 1)).reshape(8, 2, 6, 8)
+    residuals = no_residuals(reducer, compressed_parts(reducer, 0, PLACES, SIZES), 0)
+    del residuals["tripped"]
+    _, after, _ = one_step(reducer, Choice(reducer.codec))(xs, residuals, jnp.float32(4), KEY)
+    upper, lower = np.split(np.asarray(after["errors"]["fsdp"]), 2, axis=2)
+    assert (upper != lower).mean() > 0.3  # two roundings are equal in half of all cases or more
+
+
 RAMP = TopK(0.1, ramp=((4, 0.5),))
 GUARD = Guard(every=3, min_cosine=0.5)
 
@@ -168,6 +184,9 @@ GUARD = Guard(every=3, min_cosine=0.5)
         (Compressed(Sign(), guard=GUARD), 5, 3, Choice()),
         (Compressed(Sign(), guard=GUARD), 0, 0, Choice(Sign(), measured=True)),
         (Compressed(Sign(), guard=GUARD, warmup_steps=4), 3, -1, Choice()),
+        (Compressed(Sign(), guard=GUARD, warmup_steps=4), 4, -1, Choice(Sign(), measured=True)),
+        (Compressed(Sign(), guard=GUARD, warmup_steps=4), 6, -1, Choice(Sign())),
+        (Compressed(Sign(), guard=GUARD, warmup_steps=4), 7, -1, Choice(Sign(), measured=True)),
     ],
 )
 def test_the_host_chooses_among_programs(
@@ -191,15 +210,68 @@ def test_step_n_selects_step_n_plus_two_whether_resumed_or_not(resume: int) -> N
     assert exact == [False] * 5 + [True] * 3
 
 
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("wrong", [1e-12, 0.1, 1e6])
+def test_distances_are_those_of_fp64_at_any_magnitude(magnitude: float, wrong: float) -> None:
+    rng = np.random.default_rng(0)
+    exact = magnitude * rng.normal(size=100)
+    made = exact + wrong * magnitude * rng.normal(size=100)
+    found = told(made[:60], made[60:], exact[:60], exact[60:])
+    a, b = np.float32(made).astype(np.float64), np.float32(exact).astype(np.float64)
+    size, true = np.linalg.norm(a), np.linalg.norm(b)
+    np.testing.assert_allclose(found.error, np.linalg.norm(a - b) / true, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.cosine, a @ b / size / true, atol=1e-6)
+    assert -1 <= found.cosine <= 1
+    assert beyond(Guard(max_error=0.5, min_cosine=0.9), found) == (wrong == 1e6)
+
+
+def told(*parts: Any) -> Distance:
+    """The distance of one vector of two leaves from another."""
+    a, b, c, d = (jnp.asarray(x, jnp.float32) for x in parts)
+    return distance({"a": a, "b": b}, {"a": c, "b": d}, splits={}, mesh=None)
+
+
+ONES, ZEROS = np.ones(3), np.zeros(3)
+
+
+@pytest.mark.parametrize("guard", [Guard(min_cosine=0.1), Guard(max_error=2, min_cosine=None)])
+@pytest.mark.parametrize(
+    ("made", "exact", "trips"),
+    [
+        (np.nan * ONES, ONES, True),
+        (np.inf * ONES, ONES, True),
+        (1e30 * ONES, ONES, True),  # its square is beyond fp32
+        (np.nan * ONES, ZEROS, True),
+        (-ONES * 2, ONES, True),
+        (np.nan * ONES, np.inf * ONES, False),  # as when a loss scale is too high
+        (ONES, np.inf * ONES, False),
+        (ONES, ZEROS, False),  # errors of earlier steps, in a step of no tokens
+        (ZEROS, ZEROS, False),
+        (1e-25 * ONES, 1e-25 * ONES, False),
+    ],
+)
+def test_what_is_not_finite_is_beyond_every_bound(
+    guard: Guard, made: Any, exact: Any, trips: bool
+) -> None:
+    found = told(ONES, made, ONES * np.any(exact), exact)
+    if not np.any(exact):
+        found = told(ZEROS, made, ZEROS, exact)
+    assert beyond(guard, found) == trips
+    if not np.isfinite(made).all():
+        assert np.isnan(found.error) and np.isnan(found.cosine)
+
+
 # In the step.
 
 
 @dataclass(frozen=True)
 class Sabotaged:
-    """`Int8` that from the third step on sends its numbers in wrong places."""
+    """`Int8` that from the third step on sends its numbers in wrong places, or none at all."""
 
     codec: Any = Int8(block=16, stochastic=False)  # noqa: RUF009 (frozen)
     displaced: bool = False
+    harm: str = "displaced"
+    poisoned: bool = False
 
     def payload_bytes(self, size: int) -> int:
         return self.codec.payload_bytes(size)
@@ -208,10 +280,11 @@ class Sabotaged:
         return self.codec.encode(jnp.roll(x, 5 * self.displaced, axis=1), key, stream)
 
     def decode(self, payload: Any, size: int, key: Any) -> Any:
-        return self.codec.decode(payload, size, key)
+        found = self.codec.decode(payload, size, key)
+        return found * jnp.nan if self.poisoned else found
 
     def at(self, step: int) -> Any:
-        return replace(self, displaced=step >= 2)
+        return replace(self, **{self.harm: step >= 2})
 
 
 def with_reducer(experiment: Any, reducer: Any, **changes: Any) -> Any:
@@ -219,25 +292,54 @@ def with_reducer(experiment: Any, reducer: Any, **changes: Any) -> Any:
     return replace(experiment, execution=execution, **changes)
 
 
+@pytest.mark.parametrize("harm", ["displaced", "poisoned"])
 def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
-    decoder: jaxtrain.Experiment, tmp_path: Path
+    decoder: jaxtrain.Experiment, tmp_path: Path, harm: str
 ) -> None:
-    reducer = Compressed(Sabotaged(), error_feedback=False, guard=Guard(every=2, min_cosine=0.5))
+    """Also where the steps in between are skipped, the one that trips among them."""
+    guard = Guard(every=2, min_cosine=0.5)
+    reducer = Compressed(Sabotaged(harm=harm), error_feedback=False, guard=guard)
     given = with_reducer(decoder, reducer, steps=9, checkpoints=jaxtrain.SavePolicy(every=100))
-    mesh = jaxtrain.mesh_from_axes(data=2)
+    mesh, said = jaxtrain.mesh_from_axes(data=2), io.StringIO()
 
     def train(steps: int) -> Any:
         return jaxtrain.train(
-            given, mesh, run_dir=tmp_path / "run", steps=steps, cache_dir=tmp_path
+            given, mesh, run_dir=tmp_path / "run", steps=steps, cache_dir=tmp_path, stream=said
         )
 
     first, second = train(4), train(9)
+    lines = [line for line in said.getvalue().splitlines() if "guard" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 3 compressed sums are beyond")
+    assert lines[0].endswith("sums are exact from step 5 on")
     history = first.history + second.history
     assert [h["compressed"] for h in history] == [1, 1, 1, 1, 0, 0, 0, 0, 0]
     assert [h["guard_tripped"] for h in history] == [-1, -1, 2, 2, 2, 2, 2, 2, 2]
     sampled = {h["step"]: h["reducer_cosine"] for h in history if "reducer_cosine" in h}
     assert sampled.keys() == {1, 3}
-    assert sampled[1] > 0.99 and abs(sampled[3]) < 0.5
+    assert sampled[1] > 0.99
+    assert np.isnan(sampled[3]) if harm == "poisoned" else abs(sampled[3]) < 0.5
+    assert history[-1]["skipped"] == (2 if harm == "poisoned" else 0)
+
+
+def test_what_a_distrusted_codec_left_is_dropped(
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any
+) -> None:
+    """The first exact step after a trip moves the parameters as a run of exact sums does."""
+    guard = Guard(every=1, min_cosine=0.5)
+    given = replace(decoder, optimizer=jaxtrain.SGD(0.1, momentum=0.0, weight_decay=0.0))
+    session = opened(with_reducer(given, Compressed(Sabotaged(), guard=guard)), data=2)
+    exact = opened(with_reducer(given, jaxtrain.Lax()), data=2)
+    for _ in range(4):
+        assert stepped(session)["compressed"] == 1
+        stepped(exact)
+    left = [np.abs(e).max() for e in session.state.residuals["errors"].values()]
+    assert int(session.state.residuals["tripped"]) == 2 and max(left) > 0.1
+    exact.state = jax.tree.map(jnp.copy, replace(session.state, residuals={}))
+    found, wanted = stepped(session), stepped(exact)
+    assert found["compressed"] == 0 and found["grad_norm"] == pytest.approx(wanted["grad_norm"])
+    for name, value in exact.state.params.items():
+        np.testing.assert_allclose(session.state.params[name], value, atol=1e-6, err_msg=name)
+    assert not any(np.any(e) for e in session.state.residuals["errors"].values())
 
 
 @pytest.mark.slow
@@ -270,7 +372,8 @@ def test_residuals_are_saved_and_their_sums_come_to_any_mesh(
     saved = jax.tree.map(np.asarray, part.session.state.residuals)
     sums = {k: e.astype(np.float64).sum(0) for k, e in saved["errors"].items()}
     assert max(np.abs(total).max() for total in sums.values()) > 0
-    for other in ({"data": 2, "fsdp": 2}, {"fsdp": 4}, {"data": 4}, {"data": 1}, {"tensor": 2}):
+    meshes = (axes, {"data": 2, "fsdp": 4}, {"data": 4}, {"data": 1}, {"data": 2, "tensor": 2})
+    for other in meshes:
         spec = jaxtrain.mesh_from_axes(**other)
         with CheckpointManager(run / "checkpoints", policy) as saves:
             session = open_session(given, spec, cache_dir=tmp_path, checkpoints=saves)
@@ -364,6 +467,59 @@ def test_what_a_compressed_reducer_does_not_do_is_refused(
     execution = jaxtrain.Execution(**{"reducer": Compressed(Sign()), "small_leaf": 16, **changes})
     with pytest.raises(ValueError, match=message):
         assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(data=2))
+
+
+POWER = Compressed(PowerSGD(64))
+
+
+@pytest.mark.parametrize(
+    ("reducer", "axes", "changes", "message"),
+    [
+        (Compressed(Sign()), {"fsdp": 2}, {}, "use a mesh axis data > 1, or sharding=data_paralle"),
+        (Compressed(Sign()), {"tensor": 2}, {}, r"tensor=2, .* data > 1, or reducer=Lax\(\)$"),
+        (
+            Compressed(Sign()),
+            {"data": 2, "tensor": 2},
+            {"sharding": jaxtrain.zero1() | jaxtrain.tensor()},
+            r"use sharding=data_parallel\(\) \| tensor\(\), or reducer=Lax\(\)$",
+        ),
+        (POWER, {"data": 2, "fsdp": 2}, {}, "at most 4 rows and columns, .* use rank=4 or lower"),
+        (Compressed(Sign(), warmup_steps=20), {"data": 2}, {}, r"none of the 20 .* use warm.*=3 "),
+    ],
+)
+def test_a_reducer_that_would_compress_nothing_is_refused(
+    decoder: jaxtrain.Experiment, reducer: Any, axes: Any, changes: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        assemble(with_reducer(decoder, reducer, **changes), jaxtrain.mesh_from_axes(**axes))
+
+
+@pytest.mark.parametrize(
+    ("reducer", "axes", "changes"),
+    [
+        (Compressed(Sign()), {"data": 2, "fsdp": 2}, {}),
+        (Compressed(Sign()), {"fsdp": 2}, {"sharding": jaxtrain.data_parallel()}),
+        (Compressed(Sign()), {"data": 2, "tensor": 2}, {}),
+        (Compressed(PowerSGD(4)), {"data": 2, "fsdp": 2}, {}),
+        (Compressed(Sign(), warmup_steps=3), {"data": 2}, {}),
+        (Compressed(Sign()), {"data": 1}, {}),
+    ],
+)
+def test_what_it_says_to_use_is_accepted(
+    decoder: jaxtrain.Experiment, reducer: Any, axes: Any, changes: Any
+) -> None:
+    given = with_reducer(decoder, reducer, **changes)
+    parts = assemble(given, jaxtrain.mesh_from_axes(**axes)).parts
+    assert any(part.takes(reducer.codec) for part in parts.values()) or axes == {"data": 1}
+
+
+def test_on_one_device_all_steps_are_one_program(
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any
+) -> None:
+    session = opened(with_reducer(decoder, Compressed(RAMP, guard=GUARD)), data=1)
+    found = [stepped(session) for _ in range(5)]
+    assert len(session.compiled) == 1
+    assert all(each["compressed"] == 0 and each["guard_tripped"] == -1 for each in found)
 
 
 def test_fields_of_the_guard_are_held_to_their_ranges() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
 from jaxtrain.train import gradients
-from jaxtrain.train.gradients import Reduction, accumulate, gspmd, squared_norm
+from jaxtrain.train.gradients import Reduction, accumulate, gspmd, squared_norm, updated
 
 KEY = jax.random.key(0)
 
@@ -129,6 +131,8 @@ PLACES = {
         "both", W, (("fsdp",), ("tensor",)), (("fsdp", "data"), ("tensor",)), ((), ("tensor",))
     ),
     "small": leaf("small", S, ((),), ((),), ((),)),
+    "zero, dim 1": leaf("zero, dim 1", W, ((), ()), ((), ("fsdp", "data")), ((), ())),
+    "two dims": leaf("two dims", W, ((), ()), (("fsdp",), ("data",)), ((), ())),
 }
 
 
@@ -220,6 +224,47 @@ def test_a_layers_leaves_are_summed_once(small_leaf: int, monkeypatch: pytest.Mo
     called.clear()
     assert reduction.summed({k: jnp.zeros(3) for k in places}).keys() == places.keys()
     assert len(called) == 2 and "layer gradients" not in called
+
+
+@pytest.mark.parametrize("small_leaf", [0, 10**6])
+def test_updated_parameters_are_gathered_to_be_as_they_rest(small_leaf: int) -> None:
+    mesh = eight_devices()
+    dense = {k: jax.random.normal(KEY, p.shape) for k, p in PLACES.items()}
+    shards = {
+        k: jax.device_put(x, named_sharding(mesh, PLACES[k].optimizer)) for k, x in dense.items()
+    }
+    reduction = Reduction(PLACES, SIZES, True, Ring(), small_leaf=small_leaf)
+    found = jax.jit(lambda x: updated(x, mesh=mesh, reduction=reduction))(shards)
+    for name, x in dense.items():
+        np.testing.assert_array_equal(found[name], x)
+        wanted = named_sharding(mesh, PLACES[name].params)
+        assert found[name].sharding.is_equivalent_to(wanted, x.ndim), name
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_collectives_do_not_grow_with_the_number_of_small_leaves(count: int) -> None:
+    """Those of a step's gradients on the way to the optimizer's split, and of what it updates."""
+    places = {f"{k}.{i}": PLACES[k] for k in ("zero", "zero, dim 1", "small") for i in range(count)}
+    places["large"] = leaf("large", (64, 4), ((), ()), (("fsdp", "data"), ()), ((), ()))
+    reduction, mesh = Reduction(places, SIZES, True, small_leaf=50), eight_devices()
+    arrays = {k: jnp.zeros(p.shape) for k, p in places.items()}
+    specs = {k: partition_spec(p.optimizer) for k, p in places.items()}
+
+    def on_device(grads: Any) -> Any:
+        return reduction.finish(
+            reduction.settle({k: vary(g, tuple(SIZES)) for k, g in grads.items()})
+        )
+
+    def step(grads: Any) -> Any:
+        run = jax.shard_map(on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+        return updated(run(grads), mesh=mesh, reduction=reduction)
+
+    program = str(jax.make_jaxpr(step)(arrays))
+    # The small leaves in one, the large one in another.
+    assert len(re.findall(r"= (?:reduce|psum)_scatter\w*\[", program)) == 2
+    assert len(re.findall(r"= all_gather\w*\[", program)) == 2
+    # Sums over tensor (ZeRO's), one for large and one for small; over all axes, of "small".
+    assert len(re.findall(r"= psum\w*\[", program)) == 3
 
 
 @pytest.mark.parametrize("table", ["params", "optimizer"])
