@@ -17,7 +17,7 @@ import jax
 from jaxtrain.telemetry.hlo_groups import Groups, connected, replica_groups
 from jaxtrain.telemetry.hlo_loops import fold
 from jaxtrain.telemetry.hlo_matmul import is_gemm, matmul_flops
-from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, parse
+from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, Shape, parse
 
 
 def dot_flops(text: str) -> float:
@@ -143,7 +143,12 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
     size = max(map(len, groups), default=1)
     buffers: Counter[str] = Counter()
     arrays: Counter[str] = Counter()
-    for shape in (leaf for leaves in body.operand_shapes(each) for leaf in leaves):
+    operands = [leaf for leaves in body.operand_shapes(each) for leaf in leaves]
+    if kind in ("all-reduce", "reduce-scatter") and len(each.shapes) == len(operands):
+        # TPU takes bf16 and gives fp32: what travels are partial sums, in the result's type.
+        pairs = zip(operands, each.shapes, strict=True)
+        operands = [Shape(result.dtype, operand.dims) for operand, result in pairs]
+    for shape in operands:
         buffers[shape.dtype] += shape.bytes * (size if kind == "all-gather" else 1)
         arrays[shape.dtype] += 1
     # Without a dim to split, an all-to-all takes a tile for each device apart.

@@ -302,3 +302,10 @@ def test_a_fused_reduce_scatter_of_a_tpu_is_one() -> None:
     assert found.total_wire_bytes == 512 * 3 / 4
     (apart,) = collectives(TPU_REDUCE_SCATTER.replace("%all-reduce-scatter", "%another"))
     assert apart.kind == "all-reduce"
+
+
+def test_sums_of_a_tpu_travel_in_the_type_of_their_result() -> None:
+    mixed = re.sub(r"(input|x): f32", r"\1: bf16", TPU_REDUCE_SCATTER)
+    mixed = re.sub(r"(%input|%x) = f32", r"\1 = bf16", mixed)
+    (found,) = collectives(mixed)
+    assert (found.dtype, found.buffer_bytes) == ("f32", 512)
