@@ -77,6 +77,22 @@ def _parser() -> argparse.ArgumentParser:
 
     _bench_commands(commands)
 
+    schedule = command("schedule", _schedule, "a pipeline schedule: its grid, cost and memory")
+    source = schedule.add_mutually_exclusive_group(required=True)
+    source.add_argument("--kind", help="gpipe, one_f_one_b, interleaved or zero_bubble")
+    source.add_argument("--table", metavar="FILE", help="a table of your own, as --save writes it")
+    schedule.add_argument("--stages", type=int, help="pipeline stages, with --kind")
+    schedule.add_argument("--microbatches", type=int, help="microbatches of a step, with --kind")
+    schedule.add_argument("--chunks", type=int, help="of blocks on each stage; default 1")
+    for name, text in (("forward", "F"), ("backward", "B"), ("weight", "W"), ("head", "the head")):
+        help_ = (
+            f"cost of {text} on one microbatch, in any unit; default {0 if name == 'head' else 1}"
+        )
+        schedule.add_argument(f"--{name}", type=float, metavar="TIME", help=help_)
+    schedule.add_argument("--svg", metavar="FILE", help="write a Gantt chart there")
+    schedule.add_argument("--save", metavar="FILE", help="write the table there")
+    schedule.add_argument("--json", action="store_true", help=JSON)
+
     tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
     tokenize.add_argument("experiment")
     tokenize.add_argument("--out", required=True, help="directory of the token files")
@@ -283,6 +299,40 @@ def _bench_collectives(options: Any) -> int:
     print(found.summary(), file=_told(options))
     if options.json:
         print(json.dumps(found.as_json()))
+    return 0
+
+
+def _schedule(options: Any) -> int:
+    from rich.console import Console
+
+    from jaxtrain.pipeline.picture import as_json, figures, grid, svg
+    from jaxtrain.pipeline.schedule import Costs, make_schedule
+    from jaxtrain.pipeline.table_file import read_schedule, written
+
+    sizes = {name: getattr(options, name) for name in ("stages", "microbatches", "chunks")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if options.table:
+        if given:
+            raise ValueError(f"--table has its own sizes; leave out --{', --'.join(given)}")
+        schedule = read_schedule(options.table)
+    else:
+        if missing := sorted({"stages", "microbatches"} - set(given)):
+            raise ValueError(f"--kind needs --{' and --'.join(missing)}")
+        schedule = make_schedule(options.kind, **given)
+    times = {name: getattr(options, name) for name in ("forward", "backward", "weight", "head")}
+    costs = Costs(**{name: time for name, time in times.items() if time is not None})
+    told = _told(options)
+    console = Console(file=told)
+    table = grid(schedule)
+    # A grid that is cut off would lie: what does not fit is as wide as it is.
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)
+    print(figures(schedule, costs), file=told)
+    for path, text in ((options.svg, svg(schedule, costs)), (options.save, written(schedule))):
+        if path:
+            Path(path).write_text(text, encoding="utf-8")
+    if options.json:
+        print(json.dumps(as_json(schedule, costs)))
     return 0
 
 

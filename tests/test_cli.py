@@ -503,3 +503,31 @@ def test_an_unknown_flag_is_refused_with_code_2(capsys: pytest.CaptureFixture[st
         cli.main(["train", write(), "--batch", "8"])
     assert stopped.value.code == 2
     assert "--batch" in capsys.readouterr().err
+
+
+def test_schedule_prints_draws_saves_and_reads(tmp_path, capsys) -> None:
+    chart, table = tmp_path / "chart.svg", tmp_path / "mine.csv"
+    asked = ["schedule", "--kind", "interleaved", "--stages", "4", "--microbatches", "8"]
+    asked += ["--chunks", "2", "--svg", str(chart), "--save", str(table)]
+    assert cli.main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "F7.1" in shown and "= 28.5" in shown
+    assert chart.read_text().startswith("<svg") and table.read_text().startswith("# interleaved")
+    assert cli.main(["schedule", "--table", str(table), "--head", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cost"] == 28.5 + 8 * 0.5 and found["slots"] == {"inputs": 11, "cotangents": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kind", "gpipe"], "needs --microbatches and --stages"),
+        (["--kind", "gpipe", "--stages", "2", "--microbatches", "0"], "microbatches=0"),
+        (["--table", "mine.csv", "--stages", "2"], "leave out --stages"),
+        (["--table", "nowhere.csv"], "No such file"),
+        (["--kind", "gpipe", "--stages", "2", "--microbatches", "2", "--head", "-1"], "head=-1.0"),
+    ],
+)
+def test_schedule_refuses(arguments, words, capsys) -> None:
+    assert cli.main(["schedule", *arguments]) == 2
+    assert words in capsys.readouterr().err

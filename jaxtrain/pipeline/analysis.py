@@ -1,0 +1,178 @@
+"""What a schedule's tables cost, hold and leave idle; and the proof that they are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from jaxtrain.pipeline.schedule import Costs, Schedule
+
+
+@dataclass(frozen=True)
+class Span:
+    """Ticks start .. stop - 1, in which the same kinds of work are done."""
+
+    kinds: str
+    start: int
+    stop: int
+
+
+def spans(schedule: Schedule) -> list[Span]:
+    """The ticks in runs of equal kinds: each run is one loop of the executor."""
+    kinds = [
+        "".join(k for k, table in schedule.tables.items() if (table[tick] >= 0).any())
+        for tick in range(schedule.ticks)
+    ]
+    edges = [t for t in range(len(kinds) + 1) if t in (0, len(kinds)) or kinds[t] != kinds[t - 1]]
+    return [Span(kinds[a], a, b) for a, b in pairwise(edges)]
+
+
+def cost(schedule: Schedule, costs: Costs = Costs()) -> float:  # noqa: B008 (frozen)
+    """Time of a step: every tick costs each kind that any stage does in it, and the head's where a
+    microbatch leaves the last stage."""
+    each = costs.of(schedule)
+    time = sum(each[k] * (s.stop - s.start) for s in spans(schedule) for k in s.kinds)
+    return time + costs.head * schedule.microbatches
+
+
+def bubble(schedule: Schedule, costs: Costs = Costs()) -> float:  # noqa: B008 (frozen)
+    """The share of the step in which a stage, on average, does nothing that counts."""
+    busy = schedule.microbatches * (schedule.chunks * sum(costs.of(schedule).values()) + costs.head)
+    return 1 - busy / cost(schedule, costs)
+
+
+def times(table: np.ndarray, works: int) -> np.ndarray:
+    """[work, stage]: the tick of every work in a table where each stands once."""
+    found = np.full((works, table.shape[1]), -1)
+    tick, stage = np.nonzero(table >= 0)
+    found[table[tick, stage], stage] = tick
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """[work, stage] of the first and the last tick in which a buffer holds something."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+    def live(self, ticks: int) -> np.ndarray:
+        """[ticks, stages]: how many are held in each tick."""
+        begin, end = np.zeros((2, ticks + 1, self.first.shape[1]), int)
+        stages = np.broadcast_to(np.arange(self.first.shape[1]), self.first.shape)
+        np.add.at(begin, (self.first, stages), 1)
+        np.add.at(end, (self.last + 1, stages), 1)
+        return (begin - end).cumsum(0)[:-1]
+
+
+def inputs(schedule: Schedule) -> Lifetimes:
+    """Of the inputs of F, [work, stage]: from the tick after the stage before made it (an embedding
+    in the tick of its F) to the B that needs it again."""
+    works = schedule.microbatches * schedule.chunks
+    forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
+    return Lifetimes(_arrival(forward, schedule, +1) + 1, backward)
+
+
+def cotangents(schedule: Schedule) -> Lifetimes:
+    """Of what B starts from: from the tick after the stage behind made it (the head's in the tick
+    of the last F) to its B."""
+    works = schedule.microbatches * schedule.chunks
+    forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
+    first = _arrival(backward, schedule, -1) + 1
+    ends = np.arange(works) % schedule.chunks == schedule.chunks - 1
+    first[ends, -1] = forward[ends, -1]
+    return Lifetimes(first, backward)
+
+
+def stashes(schedule: Schedule) -> Lifetimes | None:
+    """Of the pairs (input, cotangent) of every product, made by B for W; None without W."""
+    if schedule.weight is None:
+        return None
+    works = schedule.microbatches * schedule.chunks
+    return Lifetimes(times(schedule.backward, works), times(schedule.weight, works))
+
+
+def _arrival(made: np.ndarray, schedule: Schedule, way: int) -> np.ndarray:
+    """[work, stage]: the tick in which what a work needs is sent, from the stage before it (way 1)
+    or behind it (-1); of the pipeline's first position, the tick before its own."""
+    works, stages = made.shape
+    sent = np.empty_like(made)
+    work = np.arange(works)
+    chunk = work % schedule.chunks
+    inner = slice(1, None) if way > 0 else slice(None, -1)
+    from_inner = slice(None, -1) if way > 0 else slice(1, None)
+    sent[:, inner] = made[:, from_inner]
+    edge, far = (0, stages - 1) if way > 0 else (stages - 1, 0)
+    first = chunk == 0 if way > 0 else chunk == schedule.chunks - 1
+    sent[~first, edge] = made[work[~first] - way, far]
+    sent[first, edge] = made[first, edge] - 1
+    return sent
+
+
+def in_flight(schedule: Schedule) -> np.ndarray:
+    """[stages]: the greatest number of inputs that a stage holds at once."""
+    return inputs(schedule).live(schedule.ticks).max(0)
+
+
+def slots(schedule: Schedule) -> dict[str, int]:
+    """Buffers a stage is given, the same on all: for inputs, cotangents, and stashes of W."""
+    found = {"inputs": inputs(schedule), "cotangents": cotangents(schedule)}
+    held = {name: int(each.live(schedule.ticks).max()) for name, each in found.items()}
+    stash = stashes(schedule)
+    return held | ({} if stash is None else {"stashes": int(stash.live(schedule.ticks).max())})
+
+
+def violations(schedule: Schedule) -> list[str]:
+    """What is wrong with a table, whoever made it; empty is a proof that a step may follow it.
+
+    Every (stage, work) runs F once, B once (and W once), B not before F, W not before B; nothing is
+    used before the tick after it was sent (the head's gradient: not before its F).
+    """
+    found = [
+        f"{name}: table of shape {table.shape} and forward is {schedule.forward.shape}; give every "
+        f"table one row for each tick and one column for each of {schedule.stages} stages"
+        for name, table in schedule.tables.items()
+        if table.ndim != 2 or table.shape != (schedule.ticks, schedule.stages)
+    ]
+    if found:
+        return found
+    works = schedule.microbatches * schedule.chunks
+    for name, table in schedule.tables.items():
+        for stage in range(schedule.stages):
+            found += _miscounted(name, stage, table[:, stage], works, schedule.chunks)
+    return found or _early(schedule, works)
+
+
+def _miscounted(name: str, stage: int, column: np.ndarray, works: int, chunks: int) -> list[str]:
+    counts = Counter(int(w) for w in column if w != -1)
+    unknown = sorted(w for w in counts if not 0 <= w < works)
+    found = [f"{name} on stage {stage}: work {w} is none of 0 .. {works - 1}" for w in unknown]
+    wrong = [w for w in range(works) if counts[w] != 1]
+    return found + [
+        f"{name} on stage {stage}: microbatch {w // chunks}, chunk {w % chunks} runs "
+        f"{counts[w]} times; it must run once"
+        for w in wrong
+    ]
+
+
+def _early(schedule: Schedule, works: int) -> list[str]:
+    found = []
+
+    def check(name: str, due: np.ndarray, at: np.ndarray, what: str) -> None:
+        for work, stage in np.argwhere(at < due):
+            m, c = divmod(int(work), schedule.chunks)
+            found.append(
+                f"{name} of microbatch {m}, chunk {c} on stage {stage} is in tick "
+                f"{at[work, stage]}, and {what}: not before tick {due[work, stage]}"
+            )
+
+    forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
+    check("F", inputs(schedule).first, forward, "its input comes from the stage before")
+    check("B", cotangents(schedule).first, backward, "its gradient comes from the stage behind")
+    check("B", forward, backward, "its F")
+    if schedule.weight is not None:
+        check("W", backward, times(schedule.weight, works), "its B")
+    return found

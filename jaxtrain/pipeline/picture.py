@@ -1,0 +1,132 @@
+"""A schedule to look at: a grid for the terminal, a Gantt chart, and its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.pipeline.analysis import bubble, cost, in_flight, slots, spans
+from jaxtrain.pipeline.schedule import Costs, Schedule
+from jaxtrain.pipeline.table_file import cell
+
+STYLES = {"F": "black on bright_blue", "B": "black on bright_green", "W": "black on bright_yellow"}
+COLOURS = {"F": ("#7aa6e0", "#c3d7f2"), "B": ("#7cc48f", "#c6e6ce"), "W": ("#e3c063", "#f3e3b6")}
+"""Fill of even and of odd chunks."""
+UNIT, LANE, MARGIN = 28, 26, 64
+
+
+def grid(schedule: Schedule) -> Table:
+    """A row for each stage, a column for each tick."""
+    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left")
+    table.add_column("stage", justify="right")
+    for tick in range(schedule.ticks):
+        table.add_column(str(tick), justify="left", no_wrap=True)
+    for stage in range(schedule.stages):
+        cells = [Text(str(stage))]
+        for tick in range(schedule.ticks):
+            text = Text()
+            for word in cell(schedule, tick, stage).split():
+                text.append(word, style=STYLES[word[0]])
+            cells.append(text)
+        table.add_row(*cells)
+    return table
+
+
+def figures(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (frozen)
+    """Cost, bubble and memory, with the published formula beside what the table has."""
+    s = schedule
+    held = ", ".join(f"{name} {count}" for name, count in slots(s).items())
+    loops = ", ".join(f"{span.kinds} x {span.stop - span.start}" for span in spans(s))
+    found = f"{cost(s, costs):g}"
+    lines = [
+        f"{s.kind}: {s.stages} stages, {s.microbatches} microbatches, {s.chunks} "
+        f"chunk{'s' if s.chunks > 1 else ''} a stage; {s.ticks} ticks in loops of {loops}",
+        f"cost: {found} in units of a stage's forward pass{_published(s, costs)}",
+        f"bubble: {100 * bubble(s, costs):.1f}% of the step",
+        f"inputs held at once by each stage: {' '.join(map(str, in_flight(s)))}",
+        f"buffers that every stage is given, of one microbatch's activations each: {held}",
+    ]
+    return "\n".join(lines)
+
+
+def as_json(schedule: Schedule, costs: Costs = Costs()) -> dict[str, Any]:  # noqa: B008 (frozen)
+    """What scripts may rely on."""
+    return {
+        "kind": schedule.kind,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.chunks,
+        "ticks": schedule.ticks,
+        "cost": cost(schedule, costs),
+        "bubble": bubble(schedule, costs),
+        "in_flight": [int(n) for n in in_flight(schedule)],
+        "slots": slots(schedule),
+    }
+
+
+def _published(s: Schedule, costs: Costs) -> str:
+    if costs != Costs():
+        return ""
+    m, r, v = s.microbatches, s.stages, s.chunks
+    return {
+        "gpipe": f"; Huang et al. 2019: 3(M + R - 1) = {3 * (m + r - 1)}",
+        "one_f_one_b": f"; Narayanan et al. 2021: 3(M + R - 1) = {3 * (m + r - 1)}",
+        "interleaved": f"; Narayanan et al. 2021, R dividing M: 3(M + (R - 1)/V) = "
+        f"{3 * (m + (r - 1) / v):g}",
+        "zero_bubble": f"; in lock-step, R dividing M: 3M + 2(R - 1)/V = "
+        f"{3 * m + 2 * (r - 1) / v:g}; ZB-H1 of Qi et al. 2023, stages not in step and no chunks: "
+        f"3M + (R - 1) = {3 * m + r - 1}",
+    }.get(s.kind, "")
+
+
+def svg(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (frozen)
+    """A Gantt chart: time to the right in units of `costs`, a lane for each stage; in a tick every
+    stage has the same room for each kind, whether it works or not."""
+    each = costs.of(schedule)
+    boxes, lines, now = [], [], 0.0
+    for span in spans(schedule):
+        for tick in range(span.start, span.stop):
+            for kind in span.kinds:
+                boxes += _boxes(schedule, kind, tick, now, each[kind])
+                now += each[kind]
+            x = MARGIN + UNIT * now
+            lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{LANE}" y2="{{bottom}}"/>')
+    width, bottom = MARGIN + UNIT * now + 8, LANE * (schedule.stages + 1)
+    labels = [
+        f'<text x="{MARGIN - 8}" y="{LANE * (s + 1) + 17}" text-anchor="end">stage {s}</text>'
+        for s in range(schedule.stages)
+    ]
+    title = figures(schedule, costs).splitlines()[0]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 8}" '
+            'font-family="sans-serif" font-size="11">',
+            f'<text x="{MARGIN}" y="17">{title}</text>',
+            '<g stroke="#ddd">',
+            *(line.replace("{bottom}", str(bottom)) for line in lines),
+            "</g>",
+            *labels,
+            *boxes,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _boxes(schedule: Schedule, kind: str, tick: int, begin: float, length: float) -> list[str]:
+    found = []
+    for stage in range(schedule.stages):
+        work = int(schedule.tables[kind][tick, stage])
+        if work < 0:
+            continue
+        microbatch, chunk = divmod(work, schedule.chunks)
+        x, y, width = MARGIN + UNIT * begin, LANE * (stage + 1) + 2, UNIT * length
+        found.append(
+            f"<g><title>{kind} microbatch {microbatch}, chunk {chunk}, tick {tick}</title>"
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 4}" stroke="#555" '
+            f'fill="{COLOURS[kind][chunk % 2]}"/><text x="{x + width / 2:.1f}" y="{y + 15}" '
+            f'text-anchor="middle">{microbatch}</text></g>'
+        )
+    return found

@@ -1,0 +1,120 @@
+"""Pipeline schedules: who works on what in which tick, as integer tables.
+
+The pipeline is lock-step: in a tick every stage runs the same kinds of work, F then B then W,
+masked where it is not its turn. So a tick costs what its kinds cost, whoever is idle in it.
+
+Stage r holds the blocks of chunks c = 0 .. V-1, the pipeline's positions c R + r. A work number is
+microbatch * V + chunk; -1 is no work. Microbatches enter in groups of R that go through one chunk
+after another, so p = g R V + c R + i is the place in line of microbatch g R + i on chunk c. Stage r
+runs F of it in tick p + r; its B (with chunks mirrored) comes V R - 1 ticks after the line's start
+plus R - 1 - r, as soon as the gradient can be there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtrain.mesh.hardware import did_you_mean, refuse
+
+KINDS = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Tables [ticks, stages] of work numbers. `weight` None: B makes weight gradients too; else B
+    makes the input's alone, and W the weights'."""
+
+    kind: str
+    stages: int
+    microbatches: int
+    chunks: int
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray | None = None
+
+    @property
+    def ticks(self) -> int:
+        return len(self.forward)
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """Those that there are, by the letter of their work, in the order of a tick."""
+        tables = {"F": self.forward, "B": self.backward}
+        return tables if self.weight is None else {**tables, "W": self.weight}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one stage's work on one microbatch, all its chunks together, in any unit of time; `head`:
+    the head's and the loss's, forward and backward, which every stage shares. Without W, B costs
+    backward + weight."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    head: float = 0.0
+
+    def __post_init__(self) -> None:
+        times = vars(self).items()
+        wrong = [f"{k}={v!r} must be a time of at least 0" for k, v in times if not v >= 0]
+        if not wrong and not self.forward + self.backward + self.weight:
+            wrong.append("forward, backward and weight are all 0; give one of them a time")
+        refuse("costs", wrong)
+
+    def of(self, schedule: Schedule) -> dict[str, float]:
+        """By letter, of one chunk."""
+        last = {"B": self.backward, "W": self.weight}
+        if schedule.weight is None:
+            last = {"B": self.backward + self.weight}
+        return {k: v / schedule.chunks for k, v in {"F": self.forward, **last}.items()}
+
+
+def make_schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The table of one of KINDS, for any number of microbatches. Where `stages` does not divide
+    them and there are chunks, the last group is short and costs as much as a full one.
+
+    Raises ValueError, with all that is wrong: an unknown kind, numbers below 1, chunks with a
+    schedule that has none, `interleaved` with one.
+    """
+    refuse(f"schedule {kind}", _violations(kind, stages, microbatches, chunks))
+    r = np.arange(stages)
+    m, c = np.divmod(np.arange(microbatches * chunks), chunks)
+    group, i = np.divmod(m, stages)
+    enters = (group * chunks + c) * stages + i
+    returns = (group * chunks + chunks - 1 - c) * stages + i
+    begin = chunks * stages - 1
+    if kind == "gpipe":
+        begin = int(enters.max()) + stages
+    last = begin + returns.max() + stages
+    forward = _table(enters[:, None] + r, last)
+    backward = _table(begin + returns[:, None] + stages - 1 - r, last)
+    weight = None
+    if kind == "zero_bubble":
+        # The last moment at which every stage has run the B of a work: no stage waits for another.
+        weight = _table(begin + returns[:, None] + stages - 1 + 0 * r, last)
+    return Schedule(kind, stages, microbatches, chunks, forward, backward, weight)
+
+
+def _table(ticks: np.ndarray, length: int) -> np.ndarray:
+    """[length, stages] from the tick [work, stage] of every work."""
+    table = np.full((length, ticks.shape[1]), -1)
+    works, stages = np.indices(ticks.shape)
+    table[ticks, stages] = works
+    return table
+
+
+def _violations(kind: str, stages: int, microbatches: int, chunks: int) -> list[str]:
+    found = [
+        f"{name}={value!r} must be a whole number of at least 1"
+        for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+    ]
+    if kind not in KINDS:
+        found.append(f"kind={kind!r} is no schedule{did_you_mean(kind, KINDS)}")
+    if kind in ("gpipe", "one_f_one_b") and isinstance(chunks, int) and chunks > 1:
+        found.append(f"{kind} has no chunks, and chunks={chunks}; use interleaved or zero_bubble")
+    if kind == "interleaved" and chunks == 1:
+        found.append("interleaved with chunks=1 is one_f_one_b; name that, or give more chunks")
+    return found

@@ -1,0 +1,93 @@
+"""A schedule as a text file that people write: a line for each tick, a cell for each stage.
+
+    # 2 stages, 3 microbatches
+    F0,
+    F1, F0 B0
+    F2 B0, F1 B1
+    B1, F2 B2
+    B2,
+
+A cell holds what the stage does in that tick: F, B or W with the microbatch, and its chunk after a
+dot where there are chunks (F3.1). Lines that begin with # and empty lines say nothing. Without any
+W, B makes the weights' gradients too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.pipeline.analysis import violations
+from jaxtrain.pipeline.schedule import Schedule
+
+_WORK = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """The schedule in a file, its kind the file's name; microbatches and chunks are those it names.
+
+    Raises ValueError with every line that cannot be read, or else with every reason why no step can
+    follow it (`analysis.violations`); OSError where there is no file.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    rows = [
+        (number, [cell.strip() for cell in line.split(",")])
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    schedule, problems = _parsed(Path(path).stem, rows)
+    refuse(str(path), problems or violations(schedule))
+    return schedule
+
+
+def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
+    stages = max((len(cells) for _, cells in rows), default=0)
+    problems = [] if rows else ["no tick is in it; write a line for each, such as: F0, F1 B0"]
+    found: list[tuple[int, int, str, int, int]] = []
+    for tick, (number, cells) in enumerate(rows):
+        if len(cells) != stages:
+            problems.append(f"line {number} has {len(cells)} cells and others {stages}")
+        for stage, cell in enumerate(cells):
+            works = [(word, _WORK.fullmatch(word)) for word in cell.split()]
+            for word, match in works:
+                if match is None:
+                    problems.append(f"line {number}: {word!r} is no work; write F3, B0 or W2.1")
+                else:
+                    found.append((tick, stage, match[1], int(match[2]), int(match[3] or 0)))
+            letters = [match[1] for _, match in works if match]
+            if len(set(letters)) < len(letters):
+                problems.append(f"line {number}: {cell!r} does one kind of work twice in a tick")
+    chunks = 1 + max((chunk for *_, chunk in found), default=0)
+    microbatches = 1 + max((m for *_, m, _ in found), default=0)
+    tables = {letter: np.full((len(rows), stages), -1) for letter in "FBW"}
+    for tick, stage, letter, microbatch, chunk in found:
+        tables[letter][tick, stage] = microbatch * chunks + chunk
+    weight = tables["W"] if (tables["W"] >= 0).any() else None
+    return (
+        Schedule(kind, stages, microbatches, chunks, tables["F"], tables["B"], weight),
+        problems,
+    )
+
+
+def cell(schedule: Schedule, tick: int, stage: int) -> str:
+    """What a stage does in a tick, as a file has it."""
+    words = []
+    for letter, table in schedule.tables.items():
+        work = int(table[tick, stage])
+        if work >= 0:
+            microbatch, chunk = divmod(work, schedule.chunks)
+            words.append(f"{letter}{microbatch}" + (f".{chunk}" if schedule.chunks > 1 else ""))
+    return " ".join(words)
+
+
+def written(schedule: Schedule) -> str:
+    """The text that `read_schedule` reads back to equal tables."""
+    head = f"# {schedule.kind}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+    rows = (
+        ", ".join(cell(schedule, tick, stage) for stage in range(schedule.stages)).rstrip()
+        for tick in range(schedule.ticks)
+    )
+    return "\n".join([head, *rows]) + "\n"
