@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -18,6 +19,35 @@ from jaxtrain.train import certify
 from jaxtrain.train.session import Session, open_session
 
 VOCAB, SEQ, BATCH = 16, 8, 8
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """A corpus with an infinite weight in row `row`: that step's gradient is not finite."""
+
+    corpus: Any
+    row: int
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        dataset = self.corpus.open(split, seed=seed, cache_dir=cache_dir)
+        clean = dataset.rows
+
+        def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
+            batch = clean(indices)
+            batch["weights"][np.asarray(indices) == self.row, 0] = np.inf
+            return batch
+
+        dataset.rows = rows
+        return dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "corpus"), name)
+
+
+@pytest.fixture
+def poisoned() -> type[Poisoned]:
+    """(corpus, row) -> the corpus with that row poisoned."""
+    return Poisoned
 
 
 class Table(nnx.Module):

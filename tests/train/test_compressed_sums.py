@@ -405,38 +405,15 @@ def test_factors_of_another_shape_begin_again() -> None:
     np.testing.assert_array_equal(found["b"], old["factors"]["b"])
 
 
-@dataclass(frozen=True)
-class Poisoned:
-    """A corpus one of whose rows has an infinite weight: that step's gradient is not finite."""
-
-    chain: Any
-    row: int
-
-    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
-        dataset = self.chain.open(split, seed=seed, cache_dir=cache_dir)
-        clean = dataset.rows
-
-        def rows(indices: np.ndarray) -> Any:
-            batch = clean(indices)
-            batch["weights"][np.asarray(indices) == self.row, 0] = np.inf
-            return batch
-
-        dataset.rows = rows
-        return dataset
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "chain"), name)
-
-
 @pytest.mark.parametrize(
     "codec",
     [Int8(block=16), *(pytest.param(c, marks=pytest.mark.slow) for c in (TopK(0.1), PowerSGD(2)))],
     ids=str,
 )
 def test_a_skipped_step_leaves_the_residuals_as_they_were(
-    decoder: jaxtrain.Experiment, opened: Any, stepped: Any, codec: Any
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any, poisoned: Any, codec: Any
 ) -> None:
-    data = Poisoned(decoder.data, row=8)  # of the second batch of eight
+    data = poisoned(decoder.data, row=8)  # of the second batch of eight
     session = opened(with_reducer(decoder, Compressed(codec), data=data), data=2)
     assert stepped(session)["skipped"] == 0
     before = jax.tree.map(np.asarray, session.state.residuals)

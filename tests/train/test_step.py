@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 
 import jaxtrain
 from jaxtrain import LossScale, Precision, bf16, fp16, fp32
-from jaxtrain.data import BigramChain
 from jaxtrain.optim.rate import ScaledRate
 from jaxtrain.optim.schedule import WarmupLinear
 from jaxtrain.train.assembly import active_mesh, assemble
@@ -25,26 +23,6 @@ BATCH = 8  # rows of a step in the experiments of conftest.py
 
 Opened = Callable[..., Session]
 Stepped = Callable[[Session], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Poisoned:
-    """`BigramChain` with an infinite weight in row `row`: that step's gradient is not finite."""
-
-    chain: BigramChain
-    row: int
-
-    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
-        dataset = self.chain.open(split, seed=seed, cache_dir=cache_dir)
-        clean = dataset.rows
-
-        def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
-            batch = clean(indices)
-            batch["weights"][np.asarray(indices) == self.row, 0] = np.inf
-            return batch
-
-        dataset.rows = rows
-        return dataset
 
 
 def values(tree: Any) -> list[np.ndarray]:
@@ -83,11 +61,11 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_that_is_not_finite_is_skipped_and_counted(
-    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped, precision: str
+    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped, poisoned: Any, precision: str
 ) -> None:
-    poisoned = Poisoned(own.data, row=2 * BATCH + 3)
+    data = poisoned(own.data, row=2 * BATCH + 3)
     session = opened(
-        replace(own, data=poisoned, precision=PRECISIONS[precision], ema_decay=0.5,
+        replace(own, data=data, precision=PRECISIONS[precision], ema_decay=0.5,
                 optimizer=jaxtrain.AdamW(1e-2)),
         data=2, fsdp=2,
     )  # fmt: skip
@@ -196,13 +174,18 @@ def test_plain_gradient_descent_moves_by_rate_times_clipped_gradient(
 @pytest.mark.parametrize("schedule", [WarmupLinear(0.5, warmup=3)], ids=["warm-up"])
 @pytest.mark.parametrize("reference", [None, 2 * BATCH])
 def test_the_rate_reported_is_the_one_applied_and_waits_for_skipped_steps(
-    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped, schedule: Any, reference: Any
+    own: jaxtrain.Experiment,
+    opened: Opened,
+    stepped: Stepped,
+    poisoned: Any,
+    schedule: Any,
+    reference: Any,
 ) -> None:
     rate = schedule if reference is None else ScaledRate(schedule, reference_batch=reference)
     factor = 1.0 if reference is None else 0.5**0.5
     experiment = replace(
         own,
-        data=Poisoned(own.data, row=BATCH),
+        data=poisoned(own.data, row=BATCH),
         optimizer=replace(own.optimizer, learning_rate=rate),
     )
     session = opened(experiment)
