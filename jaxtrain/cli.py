@@ -54,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--mesh", default="meshes/cpu_1.toml", help="a mesh file")
     train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
-    train.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
@@ -74,10 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     compiled.add_argument("--mesh", required=True)
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
+    for sub in (train, check, compiled):
+        text = "another number or word in a field of the experiment, such as optimizer.b1=0.95"
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=text
+        )
 
     _bench_commands(commands)
 
-    schedule = command("schedule", _schedule, "a pipeline schedule: its grid, cost and memory")
+    _schedule_options(
+        command("schedule", _schedule, "a pipeline schedule: its grid, cost and memory")
+    )
+
+    tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
+    tokenize.add_argument("experiment")
+    tokenize.add_argument("--out", required=True, help="directory of the token files")
+    tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+def _schedule_options(schedule: argparse.ArgumentParser) -> None:
     source = schedule.add_mutually_exclusive_group(required=True)
     source.add_argument("--kind", help="gpipe, one_f_one_b, interleaved or zero_bubble")
     source.add_argument("--table", metavar="FILE", help="a table of your own, as --save writes it")
@@ -92,12 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--svg", metavar="FILE", help="write a Gantt chart there")
     schedule.add_argument("--save", metavar="FILE", help="write the table there")
     schedule.add_argument("--json", action="store_true", help=JSON)
-
-    tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
-    tokenize.add_argument("experiment")
-    tokenize.add_argument("--out", required=True, help="directory of the token files")
-    tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return parser
 
 
 def _bench_commands(commands: Any) -> None:
@@ -133,6 +142,12 @@ def _mesh(options: Any) -> Any:
 
     spec = load_mesh(options.mesh)
     return spec.simulate() if options.simulate else spec
+
+
+def _experiment(options: Any) -> Any:
+    from jaxtrain.experiment import load_experiment, with_fields
+
+    return with_fields(load_experiment(options.experiment), options.settings)
 
 
 def _set_simulation_flags(options: Any, spec: Any) -> None:
@@ -199,7 +214,7 @@ def _told(options: Any) -> TextIO:
 def _check(options: Any) -> int:
     from jaxtrain.train.check import check
 
-    report = check(options.experiment, options.mesh)
+    report = check(_experiment(options), options.mesh)
     told = _told(options)
     print(report.table(), file=told)
     print(report.summary(), file=told)
@@ -237,7 +252,7 @@ def _compile(options: Any) -> int:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     from jaxtrain.planner.compile import compile_experiment
 
-    report = compile_experiment(options.experiment, spec, compiler_log=_compiler_log)
+    report = compile_experiment(_experiment(options), spec, compiler_log=_compiler_log)
     for part in (report.table(), report.summary()):
         print(part, file=_told(options))
     if options.json:

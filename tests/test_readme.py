@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -127,7 +128,8 @@ def test_python_names_exist() -> None:
     """`jaxtrain.name` in code blocks and inline, and calls such as `fsdp()` in tables."""
     for block in blocks("python"):
         ast.parse(block)
-    dotted = set(re.findall(r"\bjaxtrain\.([a-zA-Z_]\w*)", README)) - {"cli"}
+    modules = {path.stem for path in (ROOT / "jaxtrain").iterdir()} - set(jaxtrain.__all__)
+    dotted = set(re.findall(r"\bjaxtrain\.([a-zA-Z_]\w*)", README)) - modules
     called = {
         name
         for span in re.findall(r"`([^`\n]+)`", README)
@@ -163,3 +165,10 @@ def test_extras() -> None:
     assert not any("torch" in requirement for requirement in extras["test"])
     named = set(re.findall(r"`?'?\.\[(\w+)\]", README))
     assert named <= set(extras)
+
+
+def test_the_example_of_collectives_runs() -> None:
+    (example,) = [block for block in blocks("python") if "shard_map" in block]
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert (names["whole"] == names["rows"]).all() and names["whole"].sharding.is_fully_replicated

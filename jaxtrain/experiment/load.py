@@ -161,7 +161,10 @@ def _replaced(value: Any, path: list[str], new: Any, setting: str) -> Any:
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if name not in fields:
         near = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
+        hint = (
+            f"the fields are {', '.join(fields)}" if fields else "write it in the experiment file"
+        )
+        hint = f"did you mean {near[0]!r}?" if near else hint
         raise ValueError(f"--set {setting}: {type(value).__name__} has no field {name!r}; {hint}")
     old = getattr(value, name)
     if rest:

@@ -38,9 +38,13 @@ class Evaluator:
         whole = -(-len(self._data) // self._size)
         chosen = range(min(whole, batches or whole))
         params = state.ema or state.params
-        parts = [
-            self._step(params, state.rest, self._placed.rows(self._numbers(i))) for i in chosen
-        ]
+        parts: list[Any] = []
+        for i in chosen:
+            rows = self._placed.rows(self._numbers(i))
+            # One at a time: programs that do not wait for each other's results would run side by
+            # side, and simulated devices have no thread for each of each: their collectives hang.
+            jax.block_until_ready(parts[-1:])
+            parts.append(self._step(params, state.rest, rows))
         total, count = (sum(map(float, column)) for column in zip(*parts, strict=True))
         values = {"eval_loss": total / count if count > 0 else 0.0}
         seen = sum(map(self._bytes, chosen))

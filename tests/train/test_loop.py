@@ -21,6 +21,7 @@ from flax import nnx
 import jaxtrain
 from jaxtrain.data import BatchRamp, Loader
 from jaxtrain.train import session
+from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.loop import Result
 
 STEPS = 6
@@ -388,3 +389,24 @@ def test_the_time_of_a_step_is_not_hidden_by_its_save(
     saved = replace(own, model=slow, checkpoints=jaxtrain.SavePolicy(every=1, keep=1), steps=5)
     result = trained(saved, steps=5)
     assert all(step["step_s"] >= 0.04 for step in result.history[1:])
+
+
+def test_held_out_batches_run_one_at_a_time(
+    decoder: jaxtrain.Experiment, opened: Any, tmp_path: Path
+) -> None:
+    """Simulated devices hang when independent programs with collectives run side by side."""
+    opened_session = opened(decoder, data=2)
+    evaluator = Evaluator(opened_session.assembly, opened_session.mesh, cache_dir=tmp_path)
+    evaluator.open()
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda i, x: jnp.sin(x @ x), x).sum())
+    right, results = evaluator._step, []
+
+    def step(*arguments: Any) -> Any:
+        assert all(each.is_ready() for each in results), "a batch before this one still runs"
+        total, count = right(*arguments)
+        results.append(total + 0 * slow(jnp.ones((300, 300))))
+        return results[-1], count
+
+    evaluator._step = step
+    evaluator(opened_session.state, batches=4)
+    assert len(results) == 4
