@@ -343,9 +343,10 @@ def _schedule(options: Any) -> int:
     console.width = max(console.width, console.measure(table).maximum)
     console.print(table)
     print(figures(schedule, costs), file=told)
-    for path, text in ((options.svg, svg(schedule, costs)), (options.save, written(schedule))):
-        if path:
-            Path(path).write_text(text, encoding="utf-8")
+    if options.svg:
+        Path(options.svg).write_text(svg(schedule, costs), encoding="utf-8")
+    if options.save:
+        Path(options.save).write_text(written(schedule), encoding="utf-8")
     if options.json:
         print(json.dumps(as_json(schedule, costs)))
     return 0

@@ -121,11 +121,6 @@ def no_errors(size: int, n: int) -> ErrorState:
     return ErrorState(worker, owner)
 
 
-def sent_bytes(size: int, n: int, codec: Codec) -> int:
-    """Bytes one of n devices sends for one `compressed_all_reduce` of `size` numbers."""
-    return 2 * (n - 1) * codec.payload_bytes(math.ceil(size / n))
-
-
 def compressed_all_reduce(
     x: jax.Array,
     error: ErrorState | None,

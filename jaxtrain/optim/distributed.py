@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.collectives.buckets import Bucket
 from jaxtrain.collectives.named import sum_over
 from jaxtrain.mesh.sharding import Axes, Dims, partition_spec
 from jaxtrain.optim.leaves import leaf_dims
@@ -39,23 +40,20 @@ class OnMesh:
             tuple(() if dim in part.dims else axes for dim, axes in enumerate(split))
             for part, split in zip(parts, before, strict=True)
         ]
-        together: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = defaultdict(list)
+        together: dict[tuple[tuple[str, ...], frozenset[str]], list[str]] = defaultdict(list)
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             kept = frozenset(_axes(new))
             over = tuple(a for a in self.sizes if a in _axes(old) - kept)
-            together[over, kept].append(i)
+            together[over, kept].append(str(i))
+        buckets = [Bucket(over, tuple(names)) for (over, _), names in together.items()]
 
         def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
-            found = [x.sum(p.dims, keepdims=True) for x, p in zip(arrays, parts, strict=True)]
-            for (over, _), members in together.items():
-                flat = jnp.concatenate([found[i].reshape(-1) for i in members])
-                total = sum_over("optimizer", flat, over)
-                begin = 0
-                for i in members:
-                    size = found[i].size
-                    found[i] = total[begin : begin + size].reshape(found[i].shape)
-                    begin += size
-            return found
+            pairs = enumerate(zip(arrays, parts, strict=True))
+            found = {str(i): x.sum(p.dims, keepdims=True) for i, (x, p) in pairs}
+            for bucket in buckets:
+                total = sum_over("optimizer", bucket.joined(found), bucket.axes)
+                found |= bucket.parted(total, found)
+            return list(found.values())
 
         run = jax.shard_map(
             on_device,

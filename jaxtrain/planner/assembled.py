@@ -14,7 +14,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.mesh.sharding import Leaf
+from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
@@ -56,7 +56,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
     """What the prediction may know of an assembly of a decoder."""
     e, loop, model = assembly.experiment, assembly.loop, assembly.experiment.model
     rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
-    rows //= math.prod(assembly.sizes[a] for a in assembly.batch_splits["tokens"][1])
+    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
     leaves = {
         path: LeafFacts(
             *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
@@ -119,8 +119,7 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
 
 
 def _tile_bytes(part: Part, codec: Any) -> int:
-    n = math.prod(part.sizes[a] for a in part.whole)
-    return codec.payload_bytes(math.ceil(math.prod(part.shape) / n))
+    return codec.payload_bytes(math.ceil(math.prod(part.shape) / ways(part.whole, part.sizes)))
 
 
 def _factor_sizes(part: Part, codec: PowerSGD) -> tuple[int, int]:
