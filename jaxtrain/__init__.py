@@ -115,6 +115,7 @@ _WHERE = {
         "WarmupLinear",
         "WarmupStableDecay",
     ),
+    "jaxtrain.pipeline.config": ("Pipeline",),
     "jaxtrain.telemetry.profiler": ("Steps",),
     "jaxtrain.train.certify": ("certify",),
     "jaxtrain.train.check": ("check",),

@@ -134,6 +134,12 @@ def _bench_commands(commands: Any) -> None:
         collectives.add_argument(f"--{name}", metavar="A,B", help=text)
     for sub in (step, collectives):
         sub.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+
+    text = "a step of every pipeline schedule beside what its table predicts, on fake CPU devices"
+    pipeline = kinds.add_parser("pipeline", help=text, description=text)
+    pipeline.set_defaults(run=_bench_pipeline)
+    pipeline.add_argument("--stages", type=int, default=2, choices=range(2, 17), metavar="N")
+    for sub in (step, collectives, pipeline):
         sub.add_argument("--json", action="store_true", help=JSON)
 
 
@@ -211,16 +217,24 @@ def _told(options: Any) -> TextIO:
     return sys.stderr if options.json else sys.stdout
 
 
+def _progress(options: Any) -> Callable[[str], None]:
+    """Tells people a line at once."""
+    return lambda text: print(text, flush=True, file=_told(options))
+
+
+def _answer(options: Any, report: Any, *texts: str) -> int:
+    """What a command has found: `texts` for people, with --json the report for a program."""
+    print(*texts, sep="\n", file=_told(options))
+    if options.json:
+        print(json.dumps(report.as_json()))
+    return 0
+
+
 def _check(options: Any) -> int:
     from jaxtrain.train.check import check
 
     report = check(_experiment(options), options.mesh)
-    told = _told(options)
-    print(report.table(), file=told)
-    print(report.summary(), file=told)
-    if options.json:
-        print(json.dumps({"bytes_per_device": report.bytes_per_device}))
-    return 0
+    return _answer(options, report, report.table(), report.summary())
 
 
 def _certify(options: Any) -> int:
@@ -236,9 +250,7 @@ def _certify(options: Any) -> int:
         certificate = found
         print(difference, flush=True, file=_told(options))
     assert certificate is not None
-    print(certificate.summary(), file=_told(options))
-    if options.json:
-        print(json.dumps(certificate.as_json()))
+    _answer(options, certificate, certificate.summary())
     return FAILED if certificate.failed else 0
 
 
@@ -253,10 +265,7 @@ def _compile(options: Any) -> int:
     from jaxtrain.planner.compile import compile_experiment
 
     report = compile_experiment(_experiment(options), spec, compiler_log=_compiler_log)
-    for part in (report.table(), report.summary()):
-        print(part, file=_told(options))
-    if options.json:
-        print(json.dumps(report.as_json()))
+    _answer(options, report, report.table(), report.summary())
     return FAILED if report.violations or report.fits is False else 0
 
 
@@ -281,10 +290,7 @@ def _bench_step(options: Any) -> int:
     from jaxtrain.train.bench import bench_step
 
     found = bench_step(options.experiment, _mesh(options), steps=options.steps)
-    print(found.table(), file=_told(options))
-    if options.json:
-        print(json.dumps(found.as_json()))
-    return 0
+    return _answer(options, found, found.table())
 
 
 def _bench_collectives(options: Any) -> int:
@@ -303,18 +309,21 @@ def _bench_collectives(options: Any) -> int:
             whole = text == "all" and everything
             chosen[name] = everything if whole else [read(word) for word in text.split(",")]
     try:
-        found = bench.bench_collectives(
-            _mesh(options),
-            **chosen,
-            progress=lambda text: print(text, flush=True, file=_told(options)),
-        )
+        found = bench.bench_collectives(_mesh(options), **chosen, progress=_progress(options))
     except RuntimeError as error:  # a process's last words say more than where we waited for it
         print(f"jaxtrain: {error}", file=sys.stderr)
         return FAILED
-    print(found.summary(), file=_told(options))
-    if options.json:
-        print(json.dumps(found.as_json()))
-    return 0
+    return _answer(options, found, found.summary())
+
+
+def _bench_pipeline(options: Any) -> int:
+    from jaxtrain.mesh.mesh import mesh_from_axes
+
+    _set_simulation_flags(options, mesh_from_axes(stage=options.stages))
+    from jaxtrain.train.bench_pipeline import bench_pipeline
+
+    found = bench_pipeline(options.stages, progress=_progress(options))
+    return _answer(options, found, found.table())
 
 
 def _schedule(options: Any) -> int:

@@ -69,10 +69,13 @@ SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int, Algorithm], jax.Array]] 
     "embedding": algorithm.reduce_scatter,
     "head gradients": algorithm.reduce_scatter,
     "fast links": algorithm.reduce_scatter,
+    "pipeline output": algorithm.reduce_scatter,
+    "pipeline input gradients": algorithm.reduce_scatter,
 }
 """Reduce-scatters: adjoint of the FSDP gather; gradients to ZeRO-1/2 owners; outputs of row-split
 matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head; those
-of hierarchical sums. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
+of hierarchical sums; what the last stage hands to all of them, and the gradient of what all hand to
+the first. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
 
 
 def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.fields import at_least, count, refuse
 from jaxtrain.optim.precision import Precision, fp32
+from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.telemetry.profiler import Steps
 
 SEEDS = 2**32
@@ -43,6 +44,7 @@ class Execution:
       microbatches the bytes of these sums are sent once each: `microbatches` times as many. What
       is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
       ever.
+    pipeline: the schedule of a mesh's `stage` axis.
     """
 
     mode: str | None = None
@@ -53,6 +55,7 @@ class Execution:
     reducer: Reducer = Lax()  # noqa: RUF009 (frozen)
     small_leaf: int = SMALL_LEAF
     reduce_layers: bool = False
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         refuse(kind_violations(self) or count("small_leaf", self.small_leaf, 0))

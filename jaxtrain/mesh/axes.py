@@ -22,6 +22,7 @@ LOGICAL_AXES = (
     "mlp",
     "vocab",
     "layers",
+    "chunks",
     "experts",
     "height",
     "width",
@@ -29,5 +30,5 @@ LOGICAL_AXES = (
     "classes",
 )
 
-STACKING_AXES = ("layers", "experts")
+STACKING_AXES = ("layers", "chunks", "experts")
 """Logical axes that stack whole tensors: an optimizer treats each slice as a tensor of its own."""

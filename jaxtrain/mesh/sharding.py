@@ -43,6 +43,10 @@ class PaddedAxis(str):
         return (str(self), self.real)
 
 
+STAGE = "stage"
+IN_USE_SPLIT = ("heads", "kv_heads", "mlp", "vocab")
+"""Logical axes that stay split in use, over `tensor`."""
+
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
 
@@ -98,6 +102,33 @@ class ShardingRules:
     @property
     def optimizer_table(self) -> Table:
         return self.params if self.optimizer is None else self.optimizer
+
+    def of(self, axes: Axes, sizes: Mapping[str, int]) -> ShardingRules:
+        """These rules for a parameter of logical axes `axes` on mesh axes `sizes`: in a pipeline
+        `stage` splits what is stacked over layers by layer; all other parameters belong to every
+        stage, and are split over it as they are over `tensor` (and within that)."""
+        if sizes.get(STAGE, 1) == 1:
+            return self
+        in_use = dict(self.activations)
+        names = ("layers",) if "layers" in axes else IN_USE_SPLIT
+        added = {name: (*in_use.get(name, ()), STAGE) for name in names}
+
+        def present(split: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(a for a in split if sizes.get(a, 1) > 1)
+
+        def staged(rules: Table) -> Table:
+            lookup = dict(rules)
+            for name, split in added.items():
+                at_rest, shared = present(lookup.get(name, ())), present(in_use.get(name, ()))
+                if not at_rest or at_rest[: len(shared)] == shared:  # else `place` tells of it
+                    lookup[name] = (*split, *at_rest[len(shared) :])
+            return tuple(lookup.items())
+
+        optimizer = None if self.optimizer is None else staged(self.optimizer)
+        activations = tuple({**in_use, **added}.items())
+        return replace(
+            self, params=staged(self.params), optimizer=optimizer, activations=activations
+        )
 
 
 def _merge(a: Table, b: Table) -> Table:
@@ -219,18 +250,19 @@ def place(
     """The place of every leaf, and every violation found (empty when all is well)."""
     placed: dict[str, Leaf] = {}
     violations = _unused_rules(rules, {name for names in axes.values() for name in names})
-    # A parameter's "seq" is a table of positions, looked up by number wherever tokens are.
-    used = tuple((logical, split) for logical, split in rules.activations if logical != "seq")
     for path, leaf in leaves.items():
         try:
             names = axes[path]
+            mine = rules.of(names, sizes)
+            # A parameter's "seq" is a table of positions, looked up by number wherever tokens are.
+            used = tuple((name, split) for name, split in mine.activations if name != "seq")
             if len(names) != len(leaf.shape):
                 raise ValueError(
                     f"{path} has shape {leaf.shape} and {len(names)} logical axes {names}; "
                     f"name one axis for each dim"
                 )
-            at_rest = dims(names, rules.params, sizes=sizes, what=path)
-            optimizer = dims(names, rules.optimizer_table, sizes=sizes, what=path)
+            at_rest = dims(names, mine.params, sizes=sizes, what=path)
+            optimizer = dims(names, mine.optimizer_table, sizes=sizes, what=path)
             in_use = dims(names, used, sizes=sizes, what=path)
         except ValueError as error:
             violations.append(str(error))

@@ -26,7 +26,7 @@ from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, named_key, normal
 from jaxtrain.nn.remat import rematerialised
 from jaxtrain.nn.rotary import Rope, tables
-from jaxtrain.nn.stack import LayerLoop, run_layers
+from jaxtrain.nn.stack import Body, LayerLoop, run_layers
 from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
 
 Batch = dict[str, jax.Array]
@@ -156,40 +156,47 @@ class Decoder(nnx.Module):
         batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
         rows [rows], their global numbers. `key` turns dropout on.
         """
-        targets = batch["targets"].reshape(-1)
-        weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
         table, ids = self._gathered(comm, "embedding", batch["tokens"])
-        x = self.hidden(table, {**batch, "tokens": ids}, key=key, comm=comm, loop=loop)
-        head, x = (table, x) if self.config.tied else self._gathered(comm, "head", x)
-        total = cross_entropy(
-            comm,
-            x,
-            head,
-            targets,
-            weights.astype(jnp.float32),
-            self.head_config,
-            rows=len(batch["tokens"]),
-        )
-        return total, jnp.sum(weights.astype(jnp.float32)) / comm.vocab_ways()
+        batch = {**batch, "tokens": ids}
+        context = self.context(batch, key, comm)
+        x = self.enter(table, batch, context, comm, loop)
+        x = self.run_period(x, context, comm, loop)
+        return self.leave(table, x, batch, context, comm, loop)
 
-    def hidden(
-        self,
-        table: jax.Array,
-        batch: Batch,
-        *,
-        key: jax.Array | None,
-        comm: Communicator,
-        loop: LayerLoop,
+    def enter(
+        self, table: jax.Array, batch: Batch, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
-        """The final hidden states [tokens share, embed], normalised; `table`: the embedding as
-        used, [vocab slice, embed]."""
-        context = self._context(batch, key, comm)
+        """What the period begins with, [tokens share, embed]; `table`: the embedding as used,
+        [vocab slice, embed]."""
         x = self._embed(table, batch["tokens"], context, comm)
-        first = len(self.config.prefix)
         for i, block in enumerate(self.prefix):
             x = _run_block(block, f"prefix.{i}.", x, context, comm, loop, layer=i)
-        x = self._run_period(x, context, comm, loop)
-        last = first + len(self.config.period) * self.config.periods
+        return x
+
+    def leave(
+        self,
+        table: jax.Array,
+        x: jax.Array,
+        batch: Batch,
+        context: Context,
+        comm: Communicator,
+        loop: LayerLoop,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`loss` of what the period ends with."""
+        x = self.hidden(x, context, comm, loop)
+        head, x = (table, x) if self.config.tied else self._gathered(comm, "head", x)
+        targets = batch["targets"].reshape(-1)
+        weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
+        weights = weights.astype(jnp.float32)
+        rows = len(batch["tokens"])
+        total = cross_entropy(comm, x, head, targets, weights, self.head_config, rows=rows)
+        return total, jnp.sum(weights) / comm.vocab_ways()
+
+    def hidden(
+        self, x: jax.Array, context: Context, comm: Communicator, loop: LayerLoop
+    ) -> jax.Array:
+        """The final hidden states, normalised, of what the period ends with."""
+        last = len(self.config.prefix) + len(self.config.period) * self.config.periods
         for i, block in enumerate(self.suffix):
             x = _run_block(block, f"suffix.{i}.", x, context, comm, loop, layer=last + i)
         return self.norm(x)
@@ -201,7 +208,8 @@ class Decoder(nnx.Module):
         whole, after = comm.gather({name: getattr(self, name)[...]}, "", after)
         return whole[name], after
 
-    def _context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
+    def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
+        """What every layer is told of a batch's tokens. `key` turns dropout on."""
         rows, seq = batch["tokens"].shape
         at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
         positions = batch.get("positions", at)
@@ -227,9 +235,23 @@ class Decoder(nnx.Module):
         x = comm.constrain(x, "batch*seq", "embed")
         return dropout(x, config.dropout, context.keys, name="embedding")
 
-    def _run_period(
+    def run_period(
         self, x: jax.Array, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
+        """All layers of the period."""
+        stacked, body = self.stack(comm)
+        return run_layers(
+            body,
+            stacked,
+            x,
+            context,
+            fetch=lambda p: comm.fetch(p, "period."),
+            scatter=lambda g: comm.scatter(g, "period."),
+            loop=loop,
+        )
+
+    def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:
+        """The period's parameters, named without `period.`, and what one turn of it does."""
         parts = [take_apart(block) for block in self.period]
         first, n = len(self.config.prefix), len(parts)
         stacked = {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.params.items()}
@@ -241,15 +263,7 @@ class Decoder(nnx.Module):
                 x, _ = block(x, context, comm, layer=first + number * n + i)
             return x
 
-        return run_layers(
-            body,
-            stacked,
-            x,
-            context,
-            fetch=lambda p: comm.fetch(p, "period."),
-            scatter=lambda g: comm.scatter(g, "period."),
-            loop=loop,
-        )
+        return stacked, body
 
     def empty_cache(self, rows: int, max_seq: int, dtype: Any) -> list[Cache]:
         """Caches for `decode`: one a layer outside the period, stacked ones for its blocks."""
@@ -269,7 +283,7 @@ class Decoder(nnx.Module):
         """fp32 logits [rows, new, padded vocab] of new tokens [rows, new] after `index` others."""
         rows, new = ids.shape
         positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
-        context = self._context({"tokens": ids, "positions": positions}, None, comm)
+        context = self.context({"tokens": ids, "positions": positions}, None, comm)
         context = context._replace(index=index)
         table, ids = self._gathered(comm, "embedding", ids)
         x = self._embed(table, ids, context, comm)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.mesh.sharding import ShardingRules, ways
+from jaxtrain.mesh.sharding import IN_USE_SPLIT, ShardingRules, ways
 
 if TYPE_CHECKING:
     from jaxtrain.models.decoder import DecoderConfig
@@ -125,24 +125,15 @@ def mesh_violations(
     """What does not split: whole heads and the padded vocabulary over their mesh axes."""
     if _layers_unknown(config) or not config.period:
         return []  # told as a wrong field
-    lookup, found = dict(rules.activations), []
-    split = {
-        name: tuple(a for a in lookup.get(name, ()) if sizes.get(a, 1) > 1)
-        for name in ("heads", "kv_heads", "mlp", "vocab")
-    }
-    for block in dict.fromkeys(config.blocks):
-        a = block.attention
-        counts = {"heads": a.heads, "kv_heads": a.key_heads}
-        for name, count in counts.items():
-            n = ways(split[name], sizes)
-            if _whole(count) and count % n:
-                fits = [str(k) for k in range(1, count + 1) if count % k == 0 and k > 1]
-                near = sorted({count // n * n or n, -(-count // n) * n})
-                found.append(
-                    f"{name}={count} does not split over {' x '.join(split[name])}={n}; use "
-                    f"{' or '.join(map(str, near))} {name}, or "
-                    f"{split[name][-1]}={' or '.join(fits) or 1}"
-                )
+    found = []
+    beside = rules.of(("embed",), sizes)
+    for block in dict.fromkeys((*config.prefix, *config.suffix)):
+        found += _unsplit_heads(
+            block, _in_use(beside, sizes), sizes, "a block outside the period: "
+        )
+    split = _in_use(rules, sizes)
+    for block in dict.fromkeys(config.period):
+        found += _unsplit_heads(block, split, sizes)
     if split["heads"] != split["kv_heads"]:
         found.append(
             f"the activations table splits heads over {split['heads']} and kv_heads over "
@@ -154,3 +145,28 @@ def mesh_violations(
             f"activations table has {split}; use the tensor() preset, or execution.mode='gspmd'"
         )
     return list(dict.fromkeys(found))
+
+
+def _in_use(rules: ShardingRules, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of more than one device that split each logical axis in use."""
+    lookup = dict(rules.activations)
+    return {
+        name: tuple(a for a in lookup.get(name, ()) if sizes.get(a, 1) > 1) for name in IN_USE_SPLIT
+    }
+
+
+def _unsplit_heads(
+    block: Any, split: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], where: str = ""
+) -> list[str]:
+    found = []
+    for name, count in (("heads", block.attention.heads), ("kv_heads", block.attention.key_heads)):
+        n = ways(split[name], sizes)
+        if _whole(count) and count % n:
+            fits = [str(k) for k in range(1, count + 1) if count % k == 0 and k > 1]
+            near = sorted({count // n * n or n, -(-count // n) * n})
+            found.append(
+                f"{where}{name}={count} does not split over {' x '.join(split[name])}={n}; use "
+                f"{' or '.join(map(str, near))} {name}, or {split[name][-1]}="
+                f"{' or '.join(fits) or 1}"
+            )
+    return found

@@ -48,6 +48,14 @@ class Communicator(Protocol):
         """x @ w for a weight split by row; the result is the residual stream's share."""
         ...
 
+    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
+        """Gradients of the weights of `column` from its x and its outputs' cotangents."""
+        ...
+
+    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+        """Gradient of the weight of `row` from its x and its output's cotangent."""
+        ...
+
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         """Rows `ids` [tokens] of the table [vocab, embed]."""
         ...
@@ -114,6 +122,12 @@ class Local:
 
     def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
+
+    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x.T @ dy for dy in dys)
+
+    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+        return (x.T @ dy,)
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return vectors[ids]

@@ -17,6 +17,7 @@ from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
 from jaxtrain.nn.communicator import Local, Params
@@ -48,11 +49,16 @@ class Explicit(Local):
 
     def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
         if not self.gather_weights:
-            return super().gather(params, prefix, after)
+            return self.fetch(params, prefix), after
         return _gather(self, prefix, params, after)
 
     def fetch(self, params: Params, prefix: str) -> Params:
-        whole = super().fetch(params, prefix)
+        def cast(name: str, value: jax.Array) -> jax.Array:
+            stacked = sum(axis in STACKING_AXES for axis in self.places[prefix + name].axes)
+            one_dim = len(self.places[prefix + name].axes) - stacked < 2
+            return value if one_dim else value.astype(self.compute_dtype)
+
+        whole = {k: cast(k, v) for k, v in params.items()}
         if not self.gather_weights:
             return whole
         for split in self._gathered(params, prefix):
@@ -80,21 +86,27 @@ class Explicit(Local):
         by = self.collectives.tensor
         if isinstance(by, Ring):
             return gather_matmul(x, weights, self.tensor, by)
-        x = _gather_tokens(self.tensor, by, x)
+        x = gather_tokens("column gradients", self.tensor, by, x)
         return tuple(x @ w for w in weights)
 
     def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         by = self.collectives.tensor
         if isinstance(by, Ring):
             return matmul_scatter(x, weight, self.tensor, by)
-        return _scatter_tokens("row", self.tensor, by, x @ weight)
+        return scatter_tokens("row", self.tensor, by, x @ weight)
+
+    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
+        return super().column_gradients(self.all_tokens(x), *dys)
+
+    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+        return super().row_gradients(x, self.all_tokens(dy))
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         local = ids - self.vocab_offset(vectors.shape[0])
         mine = (local >= 0) & (local < vectors.shape[0])
         found = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
         found = jnp.where(mine[:, None], found, jnp.zeros((), found.dtype))
-        return _scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
+        return scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         share = per_token.shape[0] // self.vocab_ways()
@@ -148,23 +160,26 @@ def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Gathered)
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_tokens(axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gather_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+    """Tokens of all devices of `axes`; adjoint: the reduce-scatter registered as `name`."""
     return all_gather(x, axes, 0, by)
 
 
-_gather_tokens.defvjp(
-    lambda axes, by, x: (all_gather(x, axes, 0, by), None),
-    lambda axes, by, _, dx: (sum_scatter("column gradients", dx, axes, 0, by),),
+gather_tokens.defvjp(
+    lambda name, axes, by, x: (all_gather(x, axes, 0, by), None),
+    lambda name, axes, by, _, dx: (sum_scatter(name, dx, axes, 0, by),),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scatter_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+def scatter_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
+    """The sum over the devices of `axes`, by the reduce-scatter registered as `name`, each keeping
+    its tokens; adjoint: all-gather."""
     return sum_scatter(name, x, axes, 0, by)
 
 
-_scatter_tokens.defvjp(
+scatter_tokens.defvjp(
     lambda name, axes, by, x: (sum_scatter(name, x, axes, 0, by), None),
     lambda name, axes, by, _, dy: (all_gather(dy, axes, 0, by),),
 )

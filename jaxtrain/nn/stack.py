@@ -69,15 +69,53 @@ def run_layers(
     return _run(_Static(body, fetch, scatter, loop, layers), params, x, extras)
 
 
+def linearised(
+    body: Body,
+    params: Params,
+    x: jax.Array,
+    extras: Any,
+    *,
+    fetch: Callable[[Params], Params],
+    scatter: Callable[[Params], Params],
+    loop: LayerLoop,
+) -> tuple[jax.Array, Any]:
+    """As `run_layers`: x after all layers, and what `pulled_back` needs beside `params` and
+    `extras`, a tree of arrays."""
+    layers = len(jax.tree.leaves(params)[0])
+    y, (_, _, saved) = _forward(_Static(body, fetch, scatter, loop, layers), params, x, extras)
+    return y, saved
+
+
+def pulled_back(
+    saved: Any,
+    params: Params,
+    dy: jax.Array,
+    extras: Any,
+    *,
+    fetch: Callable[[Params], Params],
+    scatter: Callable[[Params], Params],
+    loop: LayerLoop,
+) -> tuple[Params, jax.Array]:
+    """Gradients of `params` and of x from that of y."""
+    layers = len(jax.tree.leaves(params)[0])
+    static = _Static(_nothing, fetch, scatter, loop, layers)
+    grads, dx, _ = _backward(static, (params, extras, saved), dy)
+    return grads, dx
+
+
+def _nothing(params: Params, x: jax.Array, extras: Any, layer: Any) -> jax.Array:
+    raise AssertionError("a backward pass runs no body: it has what the forward pass saved")
+
+
 def _slice(params: Params, layer: Any) -> Params:
     return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, layer, 0, keepdims=False), params)
 
 
-def _pinned(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
-    """The shards, not before `x` exists: keeps XLA from merging a backward fetch with the
-    forward one (which would keep every layer's weights) or hoisting it out of a loop: of layers,
-    or of microbatches."""
-    return lax.optimization_barrier((params, x))
+def pinned_slice(params: Params, layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
+    """A layer's shards, not before `x` exists, and x: keeps XLA from merging a backward fetch with
+    the forward one (which would keep every layer's weights) or hoisting it out of a loop: of
+    layers, or of microbatches."""
+    return lax.optimization_barrier((_slice(params, layer), x))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,7 +123,7 @@ def _run(static: _Static, params: Params, x: jax.Array, extras: Any) -> jax.Arra
     """Without a derivative: nothing is saved."""
 
     def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        shards, x = _pinned(_slice(params, layer), x)
+        shards, x = pinned_slice(params, layer, x)
         return static.body(static.fetch(shards), x, extras, layer), None
 
     if static.loop.unroll:
@@ -100,15 +138,20 @@ def _linearise(static: _Static, weights: Params, x: jax.Array, extras: Any, laye
     weights and extras, which the backward pass has anyway."""
     body = rematerialised(static.body, static.loop.remat)
     y, vjp = jax.vjp(lambda w, x, e: body(w, x, e, layer), weights, x, extras)
+    return y, packed(vjp, (weights, extras))
+
+
+def packed(vjp: Any, known: Any) -> Saved:
+    """A function that `jax.vjp` has made, without the arrays of the tree `known`."""
     leaves, tree = jax.tree.flatten(vjp)
-    known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, extras)))}
-    places = tuple(known.get(id(leaf), -1) for leaf in leaves)
+    number = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
+    places = tuple(number.get(id(leaf), -1) for leaf in leaves)
     kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place < 0]
-    return y, _Saved(kept, tree, places)
+    return Saved(kept, tree, places)
 
 
 @jax.tree_util.register_pytree_node_class
-class _Saved:
+class Saved:
     """Residual arrays of one layer (stackable), and the static form of its backward function."""
 
     def __init__(self, kept: list[jax.Array], tree: Any, places: tuple[int, ...]) -> None:
@@ -118,13 +161,17 @@ class _Saved:
         return (self.kept,), (self.tree, self.places)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> _Saved:
+    def tree_unflatten(cls, static: Any, children: Any) -> Saved:
         return cls(children[0], *static)
 
-    def pull_back(self, weights: Params, extras: Any, dy: jax.Array) -> tuple[Params, jax.Array]:
-        given, kept = jax.tree.leaves((weights, extras)), iter(self.kept)
+    def unpacked(self, known: Any) -> Callable[[jax.Array], Any]:
+        """The function again; `known`: arrays like those it was packed without."""
+        given, kept = jax.tree.leaves(known), iter(self.kept)
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
-        dw, dx, _ = jax.tree.unflatten(self.tree, leaves)(dy)
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def pull_back(self, weights: Params, extras: Any, dy: jax.Array) -> tuple[Params, jax.Array]:
+        dw, dx, _ = self.unpacked((weights, extras))(dy)
         return dw, dx
 
 
@@ -137,7 +184,7 @@ def _forward(static: _Static, params: Params, x: jax.Array, extras: Any) -> tupl
         return y, (saved, weights if keep else None)
 
     def fetched(layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
-        shards, x = _pinned(_slice(params, layer), x)
+        shards, x = pinned_slice(params, layer, x)
         return static.fetch(shards), x
 
     if loop.unroll:
@@ -178,7 +225,7 @@ def _backward(static: _Static, residuals: Any, dy: jax.Array) -> tuple[Params, j
     def step(dx: jax.Array, at: Any) -> tuple[jax.Array, Params]:
         layer, (saved, weights) = at
         if weights is None:
-            shards, dx = _pinned(_slice(params, layer), dx)
+            shards, dx = pinned_slice(params, layer, dx)
             weights = static.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
         return dx, _like(static.scatter(dw), params)
@@ -193,7 +240,7 @@ def _backward_unrolled(static: _Static, residuals: Any, dx: jax.Array) -> Any:
     for layer in reversed(range(static.layers)):
         saved, weights = out[layer]
         if weights is None:
-            shards, dx = _pinned(_slice(params, layer), dx)
+            shards, dx = pinned_slice(params, layer, dx)
             weights = static.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
         grads.append(_like(static.scatter(dw), params))
@@ -205,11 +252,11 @@ def _backward_prefetched(static: _Static, residuals: Any, dy: jax.Array) -> Any:
     params, extras, (out, (saved, weights)) = residuals
     layers = static.layers
     if weights is None:
-        shards, dy = _pinned(_slice(params, layers - 1), dy)
+        shards, dy = pinned_slice(params, layers - 1, dy)
         weights = static.fetch(shards)
 
     def fetched(layer: Any, dx: jax.Array) -> tuple[Params, jax.Array]:
-        shards, dx = _pinned(_slice(params, layer), dx)
+        shards, dx = pinned_slice(params, layer, dx)
         return static.fetch(shards), dx
 
     def step(carry: Any, at: Any) -> tuple[Any, Params]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,11 +23,15 @@ class Span:
 
 def spans(schedule: Schedule) -> list[Span]:
     """The ticks in runs of equal kinds: each run is one loop of the executor."""
-    kinds = [
-        "".join(k for k, table in schedule.tables.items() if (table[tick] >= 0).any())
-        for tick in range(schedule.ticks)
-    ]
-    edges = [t for t in range(len(kinds) + 1) if t in (0, len(kinds)) or kinds[t] != kinds[t - 1]]
+    return runs(schedule.tables)
+
+
+def runs(tables: Mapping[str, np.ndarray]) -> list[Span]:
+    """`spans` of tables by the letter of their work."""
+    worked = {letter: np.any(table >= 0, axis=1).tolist() for letter, table in tables.items()}
+    ticks = len(next(iter(worked.values())))
+    kinds = ["".join(k for k, at in worked.items() if at[tick]) for tick in range(ticks)]
+    edges = [t for t in range(ticks + 1) if t in (0, ticks) or kinds[t] != kinds[t - 1]]
     return [Span(kinds[a], a, b) for a, b in pairwise(edges)]
 
 
@@ -76,14 +81,24 @@ def inputs(schedule: Schedule) -> Lifetimes:
     return Lifetimes(_arrival(forward, schedule, +1) + 1, backward)
 
 
-def cotangents(schedule: Schedule) -> Lifetimes:
-    """Of what B starts from: from the tick after the stage behind made it (the head's in the tick
-    of the last F) to its B."""
+def head_waits(schedule: Schedule) -> bool:
+    """Whether the head's gradient, if it were made with the last F, would lie until its B. Such a
+    schedule (GPipe) runs the head in the tick of that B, from an output that B makes again."""
+    forward, backward = schedule.forward[:, -1], schedule.backward[:, -1]
+    ends = (forward >= 0) & (forward % schedule.chunks == schedule.chunks - 1)
+    return bool((forward != backward)[ends].any())
+
+
+def cotangents(schedule: Schedule, *, keep_residuals: bool = False) -> Lifetimes:
+    """Of what B starts from: from the tick after the stage behind made it to its B. The head's is
+    from the tick of the last F, or where it would wait (`head_waits`) of its B; with residuals
+    kept, B makes no output again, and it does wait."""
     works = schedule.microbatches * schedule.chunks
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
     first = _arrival(backward, schedule, -1) + 1
     ends = np.arange(works) % schedule.chunks == schedule.chunks - 1
-    first[ends, -1] = forward[ends, -1]
+    late = head_waits(schedule) and not keep_residuals
+    first[ends, -1] = (backward if late else forward)[ends, -1]
     return Lifetimes(first, backward)
 
 
@@ -117,12 +132,20 @@ def in_flight(schedule: Schedule) -> np.ndarray:
     return inputs(schedule).live(schedule.ticks).max(0)
 
 
-def slots(schedule: Schedule) -> dict[str, int]:
-    """Buffers a stage is given, the same on all: for inputs, cotangents, and stashes of W."""
-    found = {"inputs": inputs(schedule), "cotangents": cotangents(schedule)}
-    held = {name: int(each.live(schedule.ticks).max()) for name, each in found.items()}
+def slots(schedule: Schedule, *, keep_residuals: bool = False) -> dict[str, int]:
+    """Buffers a stage is given, the same on all: for inputs, cotangents, and stashes of W; where F
+    keeps residuals for B, for those, and inputs until F alone."""
+    works = schedule.microbatches * schedule.chunks
+    held = {"inputs": inputs(schedule)}
+    if keep_residuals:
+        forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
+        held["inputs"] = Lifetimes(held["inputs"].first, forward)
+        held["residuals"] = Lifetimes(forward, backward)
+    held["cotangents"] = cotangents(schedule, keep_residuals=keep_residuals)
     stash = stashes(schedule)
-    return held | ({} if stash is None else {"stashes": int(stash.live(schedule.ticks).max())})
+    if stash is not None:
+        held["stashes"] = stash
+    return {name: int(each.live(schedule.ticks).max()) for name, each in held.items()}
 
 
 def violations(schedule: Schedule) -> list[str]:
@@ -171,7 +194,12 @@ def _early(schedule: Schedule, works: int) -> list[str]:
 
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
     check("F", inputs(schedule).first, forward, "its input comes from the stage before")
-    check("B", cotangents(schedule).first, backward, "its gradient comes from the stage behind")
+    check(
+        "B",
+        cotangents(schedule, keep_residuals=True).first,
+        backward,
+        "its gradient comes from the stage behind",
+    )
     check("B", forward, backward, "its F")
     if schedule.weight is not None:
         check("W", backward, times(schedule.weight, works), "its B")

@@ -48,17 +48,18 @@ class Schedule:
 @dataclass(frozen=True)
 class Costs:
     """Of one stage's work on one microbatch, all its chunks together, in any unit of time; `head`:
-    the head's and the loss's, forward and backward, which every stage shares. Without W, B costs
-    backward + weight."""
+    the head's and the loss's, forward and backward, which every stage shares. whole: of a B that
+    makes the weights' gradients too, in a schedule without W; None: backward + weight."""
 
     forward: float = 1.0
     backward: float = 1.0
     weight: float = 1.0
     head: float = 0.0
+    whole: float | None = None
 
     def __post_init__(self) -> None:
-        times = vars(self).items()
-        wrong = [f"{k}={v!r} must be a time of at least 0" for k, v in times if not v >= 0]
+        times = {k: v for k, v in vars(self).items() if v is not None}
+        wrong = [f"{k}={v!r} must be a time of at least 0" for k, v in times.items() if not v >= 0]
         if not wrong and not self.forward + self.backward + self.weight:
             wrong.append("forward, backward and weight are all 0; give one of them a time")
         refuse("costs", wrong)
@@ -67,7 +68,7 @@ class Costs:
         """By letter, of one chunk."""
         last = {"B": self.backward, "W": self.weight}
         if schedule.weight is None:
-            last = {"B": self.backward + self.weight}
+            last = {"B": self.backward + self.weight if self.whole is None else self.whole}
         return {k: v / schedule.chunks for k, v in {"F": self.forward, **last}.items()}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.hierarchical import Hierarchical
@@ -14,16 +15,20 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.mesh.sharding import Leaf, ways
+from jaxtrain.mesh.axes import STACKING_AXES
+from jaxtrain.mesh.sharding import STAGE, Leaf, ways
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
+from jaxtrain.pipeline.analysis import Span, runs
+from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.planner.facts import (
     LayerFacts,
     LeafFacts,
     LeafSumFacts,
     OptimizerFacts,
+    PipelineFacts,
     StepFacts,
     SumFacts,
 )
@@ -60,7 +65,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
     leaves = {
         path: LeafFacts(
             *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
-            stacked=place.axes[0] == "layers",
+            stacked=sum(axis in STACKING_AXES for axis in place.axes),
         )
         for path, place in assembly.places.items()
     }
@@ -74,9 +79,9 @@ def facts_of(assembly: Assembly) -> StepFacts:
         period=len(model.period),
         periods=model.periods,
         unroll=loop.unroll,
-        remat=loop.remat != "none",
-        prefetch=loop.prefetch,
-        reshard=loop.reshard_after_forward,
+        remat=loop.remat,
+        prefetch=loop.prefetch and not _split(assembly),
+        reshard=loop.reshard_after_forward or _kept(assembly) or _split(assembly),
     )
     return StepFacts(
         sizes=assembly.sizes,
@@ -94,6 +99,50 @@ def facts_of(assembly: Assembly) -> StepFacts:
         optimizer=_optimizer_facts(e.optimizer, assembly.places),
         fsdp_by=algorithm_name(assembly.collectives.fsdp),
         tensor_by=algorithm_name(assembly.collectives.tensor),
+        pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
+    )
+
+
+def _kept(assembly: Assembly) -> bool:
+    """Whether F keeps what B needs, in a pipeline: never weights, whatever the loop says."""
+    save = assembly.experiment.execution.pipeline.save
+    return assembly.pipeline is not None and save == "residuals"
+
+
+def _split(assembly: Assembly) -> bool:
+    """Whether the backward pass is: in a loop that neither prefetches nor keeps weights."""
+    return assembly.pipeline is not None and assembly.pipeline.schedule.weight is not None
+
+
+def followed(assembly: Assembly) -> tuple[Rows, list[Span]]:
+    """The tables that the step of a pipeline follows, and the loops it makes of them."""
+    rows, _ = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
+    return rows, runs({"F": rows.forward, "B": rows.backward, "W": rows.weight})
+
+
+def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
+    rows, loops = followed(assembly)
+
+    def ticks(kind: str, received: np.ndarray | None = None) -> int:
+        """Of that kind of work; in loops in which any stage receives, where that is said."""
+        return sum(
+            loop.stop - loop.start
+            for loop in loops
+            if kind in loop.kinds
+            and (received is None or (received[loop.start : loop.stop] >= 0).any())
+        )
+
+    layout = assembly.on_stages.layout
+    return PipelineFacts(
+        axis=STAGE,
+        forward=ticks("F"),
+        backward=ticks("B"),
+        weight=ticks("W"),
+        sent_on=ticks("F", rows.receive_input),
+        sent_back=ticks("B", rows.receive_cotangent),
+        chunks=layout.chunks,
+        depth=layout.depth,
+        kept=_kept(assembly),
     )
 
 

@@ -18,7 +18,7 @@ from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.assembled import steady, unpredicted
-from jaxtrain.planner.contract import Contract, Key, contract, seen
+from jaxtrain.planner.contract import Contract, Key, as_run, contract, seen
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
@@ -176,7 +176,7 @@ def compile_experiment(
         compile_s=elapsed,
         flops=dot_flops(text),
         opaque=opaque_kernels(text),
-        sent=seen(found, assembly.sizes),
+        sent=seen(as_run(found, assembly), assembly.sizes),
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(*law, *_rematerialised(log()), *_broken(held)),

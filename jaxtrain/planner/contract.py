@@ -2,20 +2,24 @@
 
 The predicted side is `traffic.py`'s; the compiled side is read from the program's own text. What
 compilers are known to rewrite is undone by name, here; any other difference breaks the contract.
+
+A program does not say how often a branch is taken. Those of a pipeline are taken by constants of
+its schedule's tables, so what stands in them is counted by the tables (`as_run`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.planner.assembled import facts_of, unpredicted
+from jaxtrain.planner.assembled import facts_of, followed, unpredicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups
@@ -53,7 +57,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Contract:
-    """Every key that either side has, and the rewrites that were undone."""
+    """Every key that either side has, and in words the rewrites that were undone and what was
+    counted by more than the program's text."""
 
     lines: tuple[Line, ...]
     rewrites: tuple[str, ...]
@@ -63,13 +68,16 @@ class Contract:
         return [line for line in self.lines if not line.kept]
 
 
-def contract(assembly: Assembly, compiled: Iterable[Collective]) -> Contract:
+def contract(assembly: Assembly, compiled: Sequence[Collective]) -> Contract:
     """The contract of an explicit step. Raises ValueError where it is `unpredicted`."""
     if why := unpredicted(assembly):
         raise ValueError(why)
     sent, rewrites = rewritten(step_traffic(facts_of(assembly)), assembly)
     predicted = _totals(sent, assembly.sizes)
-    found = seen(compiled, assembly.sizes)
+    ran = as_run(compiled, assembly)
+    if ran != list(compiled):
+        rewrites = (*rewrites, BY_THE_TABLES)
+    found = seen(ran, assembly.sizes)
     lines = []
     for key in sorted({**predicted, **found}):
         count, size = predicted.get(key, (0, 0.0))
@@ -77,6 +85,37 @@ def contract(assembly: Assembly, compiled: Iterable[Collective]) -> Contract:
         why = tuple(dict.fromkeys(s.why for s in sent if _key(s) == key))
         lines.append(Line(key, count, size, compiled_count, compiled_size, why))
     return Contract(tuple(lines), rewrites)
+
+
+BY_THE_TABLES = (
+    "collectives in the branches for embedding, head and their gradients count as often as the "
+    "pipeline's tables run them; the program's text says only in how many ticks it may"
+)
+_BRANCH = re.compile(r"\bticks(\d+)/(?:.*/)?(enter|leave|exit)/")
+"""The executor's names of a loop of ticks and of what it does in some of them only."""
+
+
+def as_run(compiled: Iterable[Collective], assembly: Assembly) -> list[Collective]:
+    """`compiled` with those in the branches of a pipeline counted as often as its tables run them.
+
+    The text counts them in every tick of their loop. The loop and the branch are in the name of the
+    operation; the tables say in how many of the loop's ticks the branch is taken. What is in a
+    branch of another name keeps its count, which is the most that may be.
+    """
+    if assembly.pipeline is None:
+        return list(compiled)
+    rows, loops = followed(assembly)
+
+    def counted(each: Collective) -> Collective:
+        name = _BRANCH.search(each.op_name) if each.in_branch else None
+        if name is None or int(name[1]) >= len(loops):
+            return each
+        loop = loops[int(name[1])]
+        taken = int((getattr(rows, name[2])[loop.start : loop.stop] >= 0).sum())
+        count, rest = divmod(each.count * taken, loop.stop - loop.start)
+        return each if rest else replace(each, count=count, in_branch=False)
+
+    return [counted(each) for each in compiled]
 
 
 def rewritten(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:

@@ -13,31 +13,39 @@ Dims = tuple[tuple[str, ...], ...]
 @dataclass(frozen=True)
 class LeafFacts:
     """A parameter: its whole shape, NumPy's name of its dtype, and its splits at rest, in the
-    optimizer and in use. `stacked`: dim 0 counts layers."""
+    optimizer and in use. `stacked`: how many dims count layers, those first."""
 
     shape: tuple[int, ...]
     dtype: str
     params: Dims
     optimizer: Dims
     in_use: Dims
-    stacked: bool
+    stacked: int
 
 
 @dataclass(frozen=True)
 class LayerFacts:
     """tables: names of leaves that are gathered by themselves; outside: path prefixes of the blocks
     beside the stack, such as "prefix.0."; in the stack a period of `period` blocks repeats
-    `periods` times. unroll, prefetch, reshard: `nn.stack.LayerLoop`'s; remat: any policy but
-    "none"."""
+    `periods` times. unroll, remat, prefetch, reshard: `nn.stack.LayerLoop`'s."""
 
     tables: tuple[str, ...]
     outside: tuple[str, ...]
     period: int
     periods: int
     unroll: bool
-    remat: bool
+    remat: str
     prefetch: bool
     reshard: bool
+
+    def fetched_again(self, layers: int) -> int:
+        """How often the backward pass of a stack of `layers` gathers a layer's weights. A
+        prefetching loop does it once more than there are layers: its last turn fetches for a turn
+        that does not come. (A loop of one turn is no loop to a compiler, which then drops what is
+        not used.)"""
+        if not self.reshard:
+            return 0
+        return layers + (self.prefetch and not self.unroll and layers > 2)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,29 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineFacts:
+    """A schedule's tables in numbers, and what a stage does in a tick.
+
+    axis: the mesh axis of the stages. forward, backward, weight: ticks in which any stage does that
+      work; weight 0: B makes the weights' gradients too. sent_on, sent_back: ticks at whose end
+      activations, and gradients, are handed on: those with F, with B, but for loops in which no
+      stage receives any.
+    chunks: of a stage; depth: the stack's turns in each, padding included. kept: F keeps what B
+      needs, which else runs the stage forward again.
+    """
+
+    axis: str
+    forward: int
+    backward: int
+    weight: int
+    sent_on: int
+    sent_back: int
+    chunks: int
+    depth: int
+    kept: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """The explicit step of a decoder.
 
@@ -86,7 +117,7 @@ class StepFacts:
       vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
       the loss takes them in. leaves: parameters by path.
     compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
-      once a step.
+      once a step. pipeline: None without one; then all microbatches take the same way.
     fsdp_by, tensor_by: algorithms, named as in `collectives.steps.SCHEDULES`.
     """
 
@@ -105,3 +136,4 @@ class StepFacts:
     optimizer: OptimizerFacts
     fsdp_by: str
     tensor_by: str
+    pipeline: PipelineFacts | None = None

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
+from jaxtrain.planner import token_traffic as tokens
+from jaxtrain.planner.facts import LeafFacts, StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
-from jaxtrain.planner.sent import Sent, local_elements, moved, times, ways
+from jaxtrain.planner.pipeline_traffic import pipeline_traffic
+from jaxtrain.planner.sent import Sent, local_elements, moved, times
+from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated
 
 Axes = tuple[str, ...]
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
     """Everything that one training step sends, optimizer included."""
-    micro = [*_activations(facts), *_head(facts)]
-    once = [*_summed(facts), *_norms(facts), *optimizer_traffic(facts), *_updated(facts)]
+    once = [*_summed(facts), *_norms(facts), *optimizer_traffic(facts), *updated(facts)]
+    if facts.pipeline is not None:
+        return [*pipeline_traffic(facts, facts.pipeline), *once]
+    micro = [*_activations(facts), *tokens.head(facts, facts.tensor)]
     if facts.sharded:
-        micro += [*_weights(facts), *_scattered(facts)]
+        micro += [*_weights(facts), *to_optimizer(facts, facts.leaves)]
     else:
-        once += [*_gathers(facts, "parameters", facts.leaves), *_scattered(facts)]
+        once += [*gathers(facts, "parameters", facts.leaves), *to_optimizer(facts, facts.leaves)]
     return [*times(micro, facts.microbatches), *once]
 
 
@@ -38,131 +43,24 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
         turns = layers.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if k.startswith(prefix)}
         name = prefix.rstrip(".")
-        gathers = _gathers(facts, f"weights of {name}", leaves, layers=layers.periods)
-        yield from times(gathers, turns)
-        again = _fetches_again(facts) if stacked else prefix in layers.outside and layers.remat
-        repeated = [replace(each, why=f"{each.why}, again") for each in gathers]
-        yield from times(repeated, int(again))
-        for axes, dtype, elements in _grouped(facts, leaves, lambda leaf: facts.reduce):
-            why = f"weight gradients of {name}"
-            elements //= layers.periods if stacked else 1
-            scatter = moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, dtype, elements)
-            yield from times(scatter, turns)
-
-
-def _fetches_again(facts: StepFacts) -> int:
-    """How often the backward pass gathers a layer's weights. A prefetching loop does it once more
-    than there are layers: its last turn fetches for a turn that does not come. (A loop of one turn
-    is no loop to a compiler, which then drops what is not used.)"""
-    layers = facts.layers
-    if not layers.reshard:
-        return 0
-    looped = layers.prefetch and not layers.unroll and layers.periods > 2
-    return layers.periods + looped
-
-
-def _gathers(
-    facts: StepFacts, why: str, leaves: Mapping[str, LeafFacts], *, layers: int = 1
-) -> list[Sent]:
-    """One all-gather for each dtype and set of mesh axes; of one layer in `layers`, where leaves
-    are stacked."""
-
-    def dtype(leaf: LeafFacts) -> str:
-        return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
-
-    found = []
-    for axes, name, elements in _grouped(facts, leaves, dtype):
-        elements //= layers if all(leaf.stacked for leaf in leaves.values()) else 1
-        found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements)
-    return found
-
-
-def _grouped(
-    facts: StepFacts, leaves: Mapping[str, LeafFacts], dtype: Callable[[LeafFacts], str]
-) -> Iterator[tuple[Axes, str, int]]:
-    """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
-    are gathered together. A leaf with several such dims takes a turn for each."""
-    held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
-    for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
-        found: dict[tuple[Axes, str], int] = defaultdict(int)
-        for name, axes in turn.items():
-            held[name] *= ways(facts, axes)
-            found[axes, dtype(leaves[name])] += held[name]
-        yield from ((*key, elements) for key, elements in found.items())
-
-
-def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
-    """The mesh axes that lie between two splits of each leaf, (fewer ways, more ways): a dim of
-    each leaf a round."""
-    between = {
-        name: [b[len(a) :] for a, b in zip(fewer, more, strict=True) if a != b]
-        for name, (fewer, more) in splits.items()
-    }
-    turns = max(map(len, between.values()), default=0)
-    return [{k: dims[i] for k, dims in between.items() if i < len(dims)} for i in range(turns)]
-
-
-def _together(
-    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[Axes, str, int]]
-) -> Iterator[Sent]:
-    """A reduce-scatter or all-gather of leaves (mesh axes, dtype, elements of the whole); those of
-    which a device's part is small in one for each dtype and set of axes."""
-    small: dict[tuple[Axes, str], int] = defaultdict(int)
-    for name, (axes, dtype, elements) in leaves.items():
-        if elements // ways(facts, axes) <= facts.sums.small_leaf:
-            small[axes, dtype] += elements
-            continue
-        line = f"{why}: {name}"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
-    for (axes, dtype), elements in small.items():
-        line = f"{why}: small leaves"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        found = gathers(facts, f"weights of {name}", leaves, layers=turns)
+        yield from times(found, turns)
+        again = layers.remat != "none" and prefix in layers.outside
+        turns_again = layers.fetched_again(layers.periods) if stacked else int(again)
+        repeated = [replace(each, why=f"{each.why}, again") for each in found]
+        yield from times(repeated, turns_again)
+        scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
+        yield from times(scattered, turns)
 
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:
-    """Sequence parallelism over `tensor` (Korthikanti et al. 2022): tokens are gathered before a
-    column-split product and scattered after a row-split one, twice a block, and the other way round
-    in the backward pass."""
-
-    def sent(why: str, collective: str, count: int) -> Iterator[Sent]:
-        size = facts.tokens * facts.embed
-        one = moved(facts, why, collective, facts.tensor_by, facts.tensor, facts.compute, size)
-        return times(one, count)
-
-    yield from sent("embedding", "reduce_scatter", 1)
-    yield from sent("embedding, backward", "all_gather", 1)
-    blocks = len(facts.layers.outside) + facts.layers.period * facts.layers.periods
-    for way in ("", ", backward"):
-        gather, scatter = ("columns", "rows") if not way else ("rows", "columns")
-        yield from sent(f"{gather}{way}", "all_gather", 2 * blocks)
-        yield from sent(f"{scatter}{way}", "reduce_scatter", 2 * blocks)
-    if facts.layers.remat:
-        # What a body returns is not needed to differentiate it: its last scatter is not repeated.
-        bodies = len(facts.layers.outside) + facts.layers.periods
-        yield from sent("columns, again", "all_gather", 2 * blocks)
-        yield from sent("rows, again", "reduce_scatter", 2 * blocks - bodies)
-
-
-def _head(facts: StepFacts) -> Iterator[Sent]:
-    """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
-    by, axes, size = facts.tensor_by, facts.tensor, facts.tokens * facts.embed
-    yield from moved(facts, "head", "all_gather", by, axes, facts.compute, size)
-    yield from moved(facts, "head gradients", "reduce_scatter", by, axes, facts.compute, size)
-    chunk = facts.tokens // facts.chunks
-    for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
-        sums = moved(facts, why, "all_reduce", "lax", axes, "float32", each)
-        yield from times(sums, facts.chunks)
-
-
-def _scattered(facts: StepFacts) -> Iterator[Sent]:
-    """Gradients on their way from where the backward pass leaves them to the optimizer's split."""
-    begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in facts.leaves.items()}
-    held = {k: local_elements(facts, leaf, begins[k]) for k, leaf in facts.leaves.items()}
-    why = "gradients to their optimizer state"
-    for turn in _rounds({k: (begins[k], leaf.optimizer) for k, leaf in facts.leaves.items()}):
-        leaves = {k: (axes, "float32", held[k]) for k, axes in turn.items()}
-        yield from _together(facts, why, "reduce_scatter", leaves)
-        held |= {k: held[k] // ways(facts, axes) for k, axes in turn.items()}
+    """Embedding and blocks, over `tensor`."""
+    axes, layers = facts.tensor, facts.layers
+    yield from tokens.scattered(facts, "embedding", axes, 1)
+    yield from tokens.gathered(facts, "embedding, backward", axes, 1)
+    blocks = len(layers.outside) + layers.period * layers.periods
+    yield from tokens.forward(facts, axes, blocks)
+    yield from tokens.backward(facts, axes, blocks, len(layers.outside) + layers.periods)
 
 
 def _summed(facts: StepFacts) -> Iterator[Sent]:
@@ -176,7 +74,7 @@ def _summed(facts: StepFacts) -> Iterator[Sent]:
 
 def _by_layer(facts: StepFacts, leaf: LeafFacts) -> bool:
     begins = leaf.params if facts.sharded else leaf.in_use
-    return facts.sums.by_layer and leaf.stacked and begins == leaf.optimizer
+    return facts.sums.by_layer and leaf.stacked > 0 and begins == leaf.optimizer
 
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
@@ -235,12 +133,3 @@ def _norms(facts: StepFacts) -> Iterator[Sent]:
     }
     for why, count in numbers.items():
         yield from moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
-
-
-def _updated(facts: StepFacts) -> Iterator[Sent]:
-    """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
-    held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in facts.leaves.items()}
-    for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in facts.leaves.items()}):
-        held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
-        leaves = {k: (axes, facts.leaves[k].dtype, held[k]) for k, axes in turn.items()}
-        yield from _together(facts, "updated parameters", "all_gather", leaves)

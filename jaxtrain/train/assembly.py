@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
+    STAGE,
+    Axes,
     Dims,
     Leaf,
     activation_dims,
@@ -33,6 +35,8 @@ from jaxtrain.nn.param import named_key
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
+from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.train.residuals import Part, compressed_parts, no_residuals
 from jaxtrain.train.state import TrainState, state_splits
 from jaxtrain.train.violations import (
@@ -51,6 +55,13 @@ time: with it nothing is rematerialised there, and gathers leave their places. O
 their barriers that long by themselves."""
 
 
+class OnStages(NamedTuple):
+    """A pipeline: who works when, and which layer lies where."""
+
+    schedule: Schedule
+    layout: StageLayout
+
+
 @dataclass(frozen=True)
 class Assembly:
     """An experiment that fits a mesh. `sizes`: mesh axes of size > 1, in mesh order."""
@@ -67,6 +78,7 @@ class Assembly:
     transform: optax.GradientTransformation
     abstract: TrainState
     splits: TrainState
+    pipeline: OnStages | None
     fields: Mapping[str, tuple[tuple[int, ...], Any]]
     """What a batch holds: name -> (shape of one row, dtype)."""
 
@@ -78,6 +90,12 @@ class Assembly:
     @property
     def built_in(self) -> bool:
         return isinstance(self.experiment.model, DecoderConfig)
+
+    @property
+    def on_stages(self) -> OnStages:
+        """The pipeline of a mesh that has one."""
+        assert self.pipeline is not None, "asked for on a mesh without stages"
+        return self.pipeline
 
     @property
     def tensor(self) -> tuple[str, ...]:
@@ -160,8 +178,12 @@ class Assembly:
         e = self.experiment
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
-        table = e.sharding.optimizer_table
-        shards = OnMesh(mesh, lambda names: dims(names, table, sizes=self.sizes), self.sizes)
+
+        def split_of(names: Axes) -> Dims:
+            table = e.sharding.of(names, self.sizes).optimizer_table
+            return dims(names, table, sizes=self.sizes)
+
+        shards = OnMesh(mesh, split_of, self.sizes)
         return e.optimizer.build(
             self.split.axes, steps=e.steps, batch=self.largest_batch, shards=shards
         )
@@ -197,10 +219,15 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     if unbuildable:
         raise ValueError(listed(violations, spec))
     split = take_apart(_abstract_model(experiment))
+    pipeline, unpiped = _on_stages(experiment, sizes)
+    violations += unpiped
+    if pipeline is not None:
+        split = _laid(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     violations += unplaced
     execution = experiment.execution
-    parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes)
+    layout = None if pipeline is None else pipeline.layout
+    parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     if violations:
         raise ValueError(listed(violations, spec))
@@ -208,7 +235,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     transform = experiment.optimizer.build(
         split.axes, steps=experiment.steps, batch=sizes_of_batch[-1]
     )
-    abstract = jax.eval_shape(lambda: initial_state(experiment, transform, parts))
+    abstract = jax.eval_shape(lambda: initial_state(experiment, transform, parts, pipeline))
     return Assembly(
         experiment=experiment,
         spec=spec,
@@ -221,6 +248,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
         transform=transform,
         abstract=abstract,
         splits=state_splits(abstract, places, parts),
+        pipeline=pipeline,
         fields=token_fields(experiment.data) if fields is None else fields,
     )
 
@@ -242,13 +270,47 @@ def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     return fields
 
 
+def _on_stages(
+    experiment: Experiment, sizes: Mapping[str, int]
+) -> tuple[OnStages | None, list[str]]:
+    """The pipeline of a mesh with stages, and why there is none of a kind that was asked for."""
+    stages, model = sizes.get(STAGE, 1), experiment.model
+    if stages == 1 or not isinstance(model, DecoderConfig):
+        return None, []
+    try:
+        schedule = experiment.execution.pipeline.table(
+            stages=stages, microbatches=experiment.microbatches
+        )
+    except (ValueError, OSError) as error:
+        return None, [f"execution.pipeline: {error}"]
+    return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
+
+
+def _laid(split: Split, layout: StageLayout) -> Split:
+    """The stacked parameters and their axes as they rest on stages."""
+    stacked = {k for k, axes in split.axes.items() if "layers" in axes}
+    params = {
+        k: jax.eval_shape(layout.laid, leaf) if k in stacked else leaf
+        for k, leaf in split.params.items()
+    }
+    axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}
+    return split._replace(params=params, axes=axes)
+
+
 def initial_state(
-    experiment: Experiment, transform: optax.GradientTransformation, parts: Mapping[str, Part]
+    experiment: Experiment,
+    transform: optax.GradientTransformation,
+    parts: Mapping[str, Part],
+    pipeline: OnStages | None = None,
 ) -> TrainState:
-    """The state before the first step; but for residuals a function of the seed only."""
+    """The state before the first step; but for residuals and the slots of a pipeline a function of
+    the seed only."""
     split = take_apart(make_model(experiment))
     dtype = experiment.precision.params
     params = {k: v.astype(dtype) for k, v in split.params.items()}
+    if pipeline is not None:
+        lay = pipeline.layout.laid
+        params = {k: lay(v) if "layers" in split.axes[k] else v for k, v in params.items()}
     scale = experiment.precision.loss_scale
     return TrainState(
         step=jnp.zeros((), jnp.int32),

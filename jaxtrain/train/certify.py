@@ -2,14 +2,14 @@
 
 For each layout: initial parameters equal to the bit, losses of five steps within 1e-5 (relative),
 gradients within 1e-5 (max|a-b| / max|b| per leaf), the gradient norm within 1e-5, all against one
-device. The experiment's own sharding, precision, loop, reducer and dropout give way to those of the
-layout; fp16 is in none.
+device. The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to
+those of the layout; fp16 is in none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,21 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.collectives.choice import Collectives
-from jaxtrain.collectives.hierarchical import Hierarchical
-from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.recursive import Recursive
-from jaxtrain.collectives.reducer import ExactReducer
-from jaxtrain.collectives.ring import Ring
-from jaxtrain.experiment import Execution, Experiment, load_experiment
+from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
-from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.optim.precision import Precision, bf16, fp32
-from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
-from jaxtrain.train.layouts import covering_array, factorisation_count, factorisations
+from jaxtrain.train.layouts import PRECISIONS, Layout, arranged, layouts
 from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.shrink import shrink
 from jaxtrain.train.state import shardings
@@ -41,89 +32,6 @@ STEPS = 5
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 """Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
 SMALLEST_SCALE = 1e-4
-
-
-class Layout(NamedTuple):
-    """A mesh and every other choice that must not change the run."""
-
-    axes: tuple[tuple[str, int], ...]
-    mode: str = "explicit"
-    sharding: str = "fsdp"
-    microbatches: int = 2
-    packing: bool = True
-    loop: str = "unrolled, remat none"
-    dropout: float = 0.0
-    precision: str = "fp32"
-
-    def __str__(self) -> str:
-        sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
-        rest = (f"{name}={value}" for name, value in self._asdict().items() if name != "axes")
-        return f"{sizes}: {' '.join(rest)}"
-
-    def reference(self) -> Layout:
-        """The one-device run it must equal."""
-        plain = Layout((("data", 1),))
-        kept = {name: getattr(self, name) for name in SEMANTIC}
-        return plain._replace(**kept)
-
-
-SEMANTIC = ("microbatches", "packing", "dropout", "precision")
-"""Fields that change what is computed; the others may not."""
-
-SHARDING: dict[str, ShardingRules] = {
-    "fsdp": fsdp() | tensor(),
-    "zero1": zero1() | tensor(),
-    "zero2": zero2() | tensor(),
-    "data parallel": data_parallel() | tensor(),
-    "fsdp, reduced once": (fsdp() | tensor()).whole_until_update(),
-}
-LOOPS: dict[str, LayerLoop] = {
-    "unrolled, remat none": LayerLoop(unroll=True, remat="none"),
-    "scanned, prefetch, remat full": LayerLoop(unroll=False, remat="full"),
-    "scanned, prefetch, kept weights": LayerLoop(
-        unroll=False, remat="dots", reshard_after_forward=False
-    ),
-    "scanned, remat dots_and_attention": LayerLoop(
-        unroll=False, remat="dots_and_attention", prefetch=False
-    ),
-}
-
-
-class Mode(NamedTuple):
-    """Who communicates, and by what; gspmd chooses itself."""
-
-    name: str
-    collectives: Collectives | None
-    reducer: ExactReducer = Lax()
-    reduce_layers: bool = False
-
-
-def _explicit(by: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
-    return Mode("explicit", Collectives(by, by), reducer)
-
-
-MODES: dict[str, Mode] = {
-    "explicit": _explicit(Lax(), Lax()),
-    "explicit, ring": _explicit(Ring(), Ring()),
-    "explicit, ring looped, layer by layer": _explicit(
-        Ring(1, unroll=False), Ring(1, unroll=False)
-    )._replace(reduce_layers=True),
-    "explicit, recursive": _explicit(Recursive(), Recursive()),
-    "explicit, hierarchical sums": _explicit(Lax(), Hierarchical(slow=Ring(), fast=Lax())),
-    "gspmd": Mode("gspmd", None),
-}
-EVERYWHERE = ("explicit", "explicit, ring", "gspmd")
-"""Modes in which `all` runs every factorisation."""
-PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
-MESHES = (
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 8},
-    {"fsdp": 8},
-    {"tensor": 8},
-    {"fsdp": 4, "tensor": 2},
-    {"data": 2, "fsdp": 4},
-    {"data": 2, "tensor": 4},
-)
 
 
 class Difference(NamedTuple):
@@ -185,43 +93,6 @@ class Certificate:
             "worst_loss_rel": self.worst("loss_rel"),
             "worst_grad_rel": self.worst("grad_rel"),
         }
-
-
-def layouts(devices: int, which: str) -> tuple[list[Layout], int]:
-    """The layouts of `quick` or `all`, and their closed count.
-
-    quick: the pairwise covering array. all: also every factorisation of `devices`, devices / 2, ..
-    1 in each mode of EVERYWHERE. Raises ValueError on another word.
-    """
-    if which not in ("quick", "all"):
-        raise ValueError(f"layouts={which!r}; use 'quick' or 'all'")
-    fitting = [m for m in MESHES if int(np.prod(list(m.values()))) == devices]
-    pairwise = [Layout(**row) for row in covering_array(_options(devices, fitting))]
-    if which == "quick":
-        return pairwise, len(pairwise)
-    sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
-    every = [
-        Layout(tuple(axes.items()), mode=mode)
-        for n in sizes
-        for axes in factorisations(n)
-        for mode in EVERYWHERE
-    ]
-    count = len(EVERYWHERE) * sum(factorisation_count(n, 3) for n in sizes) + len(pairwise)
-    return every + pairwise, count
-
-
-def _options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
-    meshes = meshes or factorisations(devices)
-    return {
-        "axes": [tuple(m.items()) for m in meshes],
-        "sharding": list(SHARDING),
-        "mode": list(MODES),
-        "loop": list(LOOPS),
-        "packing": [True, False],
-        "microbatches": [2, 1],
-        "dropout": [0.0, 0.1],
-        "precision": list(PRECISIONS),
-    }
 
 
 def certify(
@@ -294,33 +165,6 @@ def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float 
     return np.inf if np.isnan(worst) else worst
 
 
-def arranged(experiment: Experiment, layout: Layout) -> Experiment:
-    """The experiment as this layout runs it."""
-    e, d = experiment, layout.dropout
-    mode = MODES[layout.mode]
-    parts = {
-        part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
-        for part in ("prefix", "period", "suffix")
-    }
-    model = replace(e.model, dropout=d, **parts)
-    return replace(
-        e,
-        model=model,
-        data=replace(e.data, isolate_documents=layout.packing),
-        microbatches=layout.microbatches,
-        precision=PRECISIONS[layout.precision],
-        sharding=SHARDING[layout.sharding],
-        execution=Execution(
-            mode.name,
-            LOOPS[layout.loop],
-            e.execution.attention,
-            mode.collectives,
-            reducer=mode.reducer,
-            reduce_layers=mode.reduce_layers,
-        ),
-    )
-
-
 def _run(experiment: Experiment, layout: Layout) -> _Outcome:
     """STEPS steps on the layout; gradients are those of the first."""
     e = arranged(experiment, layout)
@@ -351,4 +195,16 @@ def _run(experiment: Experiment, layout: Layout) -> _Outcome:
             grads = jax.tree.map(np.asarray, kept)
         found.append({k: float(v) for k, v in metrics.items()})
     losses = np.array([m["loss"] for m in found])
-    return _Outcome(init, losses, np.array([m["grad_norm"] for m in found]), grads)
+    norms = np.array([m["grad_norm"] for m in found])
+    return _Outcome(_natural(assembly, init), losses, norms, _natural(assembly, grads))
+
+
+def _natural(assembly: Assembly, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Leaves by the names of parameters, those of a pipeline in natural order."""
+    if assembly.pipeline is None:
+        return leaves
+    ordered = assembly.pipeline.layout.ordered
+    stacked = {k for k, place in assembly.places.items() if "layers" in place.axes}
+    return {
+        k: np.asarray(ordered(jnp.asarray(v))) if k in stacked else v for k, v in leaves.items()
+    }

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf
+from jaxtrain.pipeline.analysis import bubble, cost
+from jaxtrain.pipeline.layout import CHUNKS
+from jaxtrain.pipeline.slots import training
 from jaxtrain.train.assembly import Assembly, assemble
 from jaxtrain.train.batches import fields_of
+from jaxtrain.train.natural import natural_form
 from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import make_loss
@@ -20,7 +25,8 @@ from jaxtrain.train.step import make_loss
 
 @dataclass(frozen=True)
 class CheckReport:
-    """parameters: all of them, the padded rows of the vocabulary not counted.
+    """parameters: all of them, the padded rows of the vocabulary not counted, nor the padded slots
+    of a pipeline.
 
     bytes_per_device: params, optimizer, other state (a model's own, average, step, scale, residuals
     of compressed sums), batch; and total, which is the compiled step's argument bytes.
@@ -48,13 +54,64 @@ class CheckReport:
         return f"{place.local_size(self.assembly.sizes) * itemsize:,}"
 
     def summary(self) -> str:
-        """Two lines: the parameters and the mesh; the bytes on each device."""
+        """Two lines: the parameters and the mesh; the bytes on each device. A third of a pipeline,
+        where there is one."""
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
         return (
             f"{self.parameters:,} parameters on {spec.where} ({sizes}, {self.assembly.mode})\n"
-            f"bytes per device: {parts}"
+            f"bytes per device: {parts}{self._pipeline_line()}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What scripts may rely on; `pipeline` is there only on a mesh with stages."""
+        pipeline = self.pipeline()
+        found = {"bytes_per_device": self.bytes_per_device}
+        return found | ({} if pipeline is None else {"pipeline": pipeline})
+
+    def pipeline(self) -> dict[str, Any] | None:
+        """Of the schedule: its shape, `ticks`, `cost` (in forward passes of a stage, B as two),
+        `bubble` (a share of the step) and `buffers` (of a microbatch's activations, on every
+        stage); of the layers how many there are and in how many `slots`."""
+        if self.assembly.pipeline is None:
+            return None
+        schedule, layout = self.assembly.pipeline
+        save = self.assembly.experiment.execution.pipeline.save
+        _, buffers = training(schedule, keep_residuals=save == "residuals")
+        return {
+            "schedule": schedule.kind,
+            "stages": schedule.stages,
+            "chunks": schedule.chunks,
+            "microbatches": schedule.microbatches,
+            "ticks": schedule.ticks,
+            "cost": cost(schedule),
+            "bubble": bubble(schedule),
+            "buffers": {name: count for name, count in buffers._asdict().items() if count},
+            "layers": layout.layers,
+            "slots": layout.layers + layout.padding,
+        }
+
+    def _pipeline_line(self) -> str:
+        found = self.pipeline()
+        if found is None:
+            return ""
+        chunks, held = found["chunks"], found["buffers"].items()
+        cut = f"{found['stages']} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        line = (
+            f"\npipeline: {found['schedule']}, {cut}, {found['microbatches']} microbatches: "
+            f"{found['ticks']} ticks, cost {found['cost']:g} forward passes of a stage, bubble "
+            f"{found['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in held)}"
+        )
+        layers, slots = found["layers"], found["slots"]
+        if slots == layers:
+            return line
+        blocks = len(self.assembly.experiment.model.period)
+        what = "layers" if blocks == 1 else f"periods of {blocks} layers"
+        stand = "stands" if slots == layers + 1 else "stand"
+        return (
+            f"{line}; {layers} {what} in {slots} slots of {cut}: {slots - layers} {stand} idle, "
+            f"{slots / layers - 1:.1%} more arithmetic in the blocks"
         )
 
 
@@ -86,7 +143,8 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
     }
     weights["total"] = sum(weights.values())
     real_rows = experiment.model.vocab if assembly.built_in else None
-    counted = sum(_count(place, real_rows) for place in assembly.places.values())
+    shapes = natural_form(assembly).abstract.params
+    counted = sum(_count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items())
     return CheckReport(assembly, counted, weights)
 
 
@@ -102,8 +160,9 @@ def _trace_loss(assembly: Assembly) -> None:
     jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
 
 
-def _count(leaf: Leaf, vocab: int | None) -> int:
-    named = zip(leaf.axes, leaf.shape, strict=True)
+def _count(shape: tuple[int, ...], leaf: Leaf, vocab: int | None) -> int:
+    """`shape`: in natural layer order."""
+    named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
     return math.prod(vocab if axis == "vocab" and vocab else size for axis, size in named)
 
 

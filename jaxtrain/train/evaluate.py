@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.batches import PlacedRows
+from jaxtrain.train.pipelined import evaluated_at_once
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import make_evaluation_step
 
@@ -27,6 +29,8 @@ class Evaluator:
     def __init__(self, assembly: Assembly, mesh: jax.sharding.Mesh, *, cache_dir: Path) -> None:
         self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
         self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
+        self._dispatcher = ThreadPoolExecutor(1)
+        self._at_once = evaluated_at_once(assembly)
         self._data: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
@@ -39,18 +43,26 @@ class Evaluator:
         chosen = range(min(whole, batches or whole))
         params = state.ema or state.params
         parts: list[Any] = []
-        for i in chosen:
-            rows = self._placed.rows(self._numbers(i))
-            # One at a time: programs that do not wait for each other's results would run side by
-            # side, and simulated devices have no thread for each of each: their collectives hang.
-            jax.block_until_ready(parts[-1:])
-            parts.append(self._step(params, state.rest, rows))
-        total, count = (sum(map(float, column)) for column in zip(*parts, strict=True))
+        for first in chosen[:: self._at_once]:
+            numbers = self._numbers(first, self._at_once)
+            # Batches behind the last are rows of weight 0.
+            rows = self._placed.rows(
+                np.where(numbers < len(chosen) * self._size, numbers, len(self._data))
+            )
+            for part in parts[-1:]:
+                part.result()
+            parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
+        found = [part.result() for part in parts]
+        total, count = (sum(map(float, column)) for column in zip(*found, strict=True))
         values = {"eval_loss": total / count if count > 0 else 0.0}
         seen = sum(map(self._bytes, chosen))
         if seen:
             values["bits_per_byte"] = total / math.log(2) / seen
         return values
+
+    def wait(self) -> None:
+        """Return when nothing is evaluated: an interrupt of a call leaves a program on its way."""
+        self._dispatcher.submit(int).result()
 
     def open(self) -> None:
         """Open the held-out data. Raises ValueError when there is none; later calls do nothing."""
@@ -65,11 +77,17 @@ class Evaluator:
             )
         self._data = _Ended(data)
         self._size = self._assembly.largest_batch // e.microbatches
-        self._placed = PlacedRows(self._data, self._assembly.batch_shardings(self._mesh), 1)
+        where = self._assembly.batch_shardings(self._mesh)
+        self._placed = PlacedRows(self._data, where, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
 
-    def _numbers(self, batch: int) -> np.ndarray:
-        return np.arange(batch * self._size, (batch + 1) * self._size)
+    def _run(self, *arguments: Any) -> Any:
+        """One at a time: programs that do not wait for each other's results would run side by side,
+        and simulated devices have no thread for each of each: their collectives hang."""
+        return jax.block_until_ready(self._step(*arguments))
+
+    def _numbers(self, batch: int, batches: int = 1) -> np.ndarray:
+        return np.arange(batch * self._size, (batch + batches) * self._size)
 
     def _bytes_of(self, batch: int) -> float:
         """Bytes of text that the batch's weighted targets stand for."""

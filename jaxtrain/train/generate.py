@@ -14,6 +14,7 @@ from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.natural import in_order
 
 if TYPE_CHECKING:
     from jaxtrain.train.session import Session
@@ -55,7 +56,8 @@ def generate_ids(
 ) -> list[int]:
     """`tokens` ids after `prompt`, drawn from softmax(z / temperature); 0 takes the likeliest.
 
-    Parameters stay where they are: XLA partitions the program (GSPMD). Raises ValueError on an
+    Parameters stay where they are: XLA partitions the program (GSPMD); those on pipeline stages are
+    put in natural layer order in it. Raises ValueError on an
     empty prompt, a negative temperature, or more tokens than there are learned positions.
     """
     config = assembly.experiment.model
@@ -84,7 +86,7 @@ def _generate(
     prompt: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    model = put_together(assembly.split.static, params)
+    model = put_together(assembly.split.static, in_order(assembly, params))
     comm = Local(assembly.experiment.precision.compute)
     caches = model.empty_cache(1, len(prompt) + tokens, comm.compute_dtype)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -192,13 +193,35 @@ class Reduction(NamedTuple):
         return out
 
 
+LocalSums = Callable[[Arrays, Arrays, Any, jax.Array], Gradients]
+"""(params, batch, key, scale) -> a device's shares, gradients as `Reduction.finish` takes them; all
+of them typed as varying over all mesh axes."""
+
+
+def accumulated(
+    loss: LossFunction, reduction: Reduction, fetch: Callable[[Arrays], Arrays]
+) -> LocalSums:
+    """One microbatch after another. `fetch` gathers all parameters for use; needed when gradients
+    are scattered once a step."""
+    axes = tuple(reduction.sizes)
+
+    def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
+        if not reduction.sharded:
+            params = fetch(params)
+        typed = partial(jax.tree.map, lambda x: vary(x, axes))
+        return accumulate(
+            loss, params, {}, batch, key=key, scale=scale, settle=reduction.settle, types=typed
+        )
+
+    return sums
+
+
 def explicit(
-    loss: LossFunction,
+    local: LocalSums,
     *,
     mesh: jax.sharding.Mesh,
     reduction: Reduction,
     batch_specs: Arrays,
-    fetch: Callable[[Arrays], Arrays],
     check_vma: bool = True,
     compressed: CompressedSums | None = None,
     residual_specs: Any = None,
@@ -206,7 +229,6 @@ def explicit(
     """(params, rest, batch, key, scale, residuals) -> Gradients, by one shard_map, every axis
     manual.
 
-    `fetch` gathers all parameters for use; needed when gradients are scattered once a step.
     `compressed` sums its parts' gradients, and `residual_specs` says how its residuals are split.
     """
     places, axes = reduction.places, tuple(reduction.sizes)
@@ -216,11 +238,7 @@ def explicit(
 
     def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
         unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
-        if not reduction.sharded:
-            params = fetch(params)
-        sums = accumulate(
-            loss, params, {}, batch, key=key, scale=scale, settle=reduction.settle, types=typed
-        )
+        sums = local(params, batch, key, scale)
         total, count = sum_over("loss", jnp.stack([sums.loss, sums.count]), axes)
         if compressed is None:
             return total, count, reduction.finish(sums.grads), residuals, {}

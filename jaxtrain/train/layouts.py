@@ -1,73 +1,218 @@
-"""Which layouts a certificate runs: all factorisations of a mesh, and a pairwise covering array."""
+"""Which layouts a certificate runs, and an experiment as each of them runs it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations, product
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-AXES = ("data", "fsdp", "tensor")
+import numpy as np
 
-
-def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
-    """Every way to write `devices` as an ordered product over the axes, each factor >= 1."""
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = [
-        dict(zip(axes, sizes, strict=True))
-        for sizes in product(divisors, repeat=len(axes))
-        if math.prod(sizes) == devices
-    ]
-    assert len(found) == factorisation_count(devices, len(axes)), "a factorisation was lost"
-    return found
-
-
-def factorisation_count(devices: int, axes: int) -> int:
-    """The closed form: the product over primes p^k of C(k + axes - 1, axes - 1)."""
-    count, n, p = 1, devices, 2
-    while n > 1:
-        k = 0
-        while n % p == 0:
-            n, k = n // p, k + 1
-        count *= math.comb(k + axes - 1, axes - 1)
-        p += 1
-    return count
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.reducer import ExactReducer
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.experiment import Execution, Experiment
+from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.precision import Precision, bf16, fp32
+from jaxtrain.pipeline.config import Pipeline
+from jaxtrain.train.covering import covering_array, factorisation_count, factorisations
 
 
-def covering_array(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Rows in which every pair of values of every two options stands together at least once.
+class Layout(NamedTuple):
+    """A mesh and every other choice that must not change the run."""
 
-    Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: start from the first
-    uncovered pair and give each further option the value that covers most.
+    axes: tuple[tuple[str, int], ...]
+    mode: str = "explicit"
+    sharding: str = "fsdp"
+    microbatches: int = 2
+    packing: bool = True
+    loop: str = "unrolled, remat none"
+    dropout: float = 0.0
+    precision: str = "fp32"
+    pipeline: str = "none"
+    periods: int | None = None
+    """Of layers; None: as many as a small model has."""
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
+        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None}
+        rest = (f"{k}={v}" for k, v in self._asdict().items() if v != unsaid.get(k, ...))
+        return f"{sizes}: {' '.join(rest)}"
+
+    def reference(self) -> Layout:
+        """The one-device run it must equal."""
+        plain = Layout((("data", 1),))
+        kept = {name: getattr(self, name) for name in SEMANTIC}
+        return plain._replace(**kept)
+
+
+SEMANTIC = ("microbatches", "packing", "dropout", "precision", "periods")
+"""Fields that change what is computed; the others may not."""
+
+SHARDING: dict[str, ShardingRules] = {
+    "fsdp": fsdp() | tensor(),
+    "zero1": zero1() | tensor(),
+    "zero2": zero2() | tensor(),
+    "data parallel": data_parallel() | tensor(),
+    "fsdp, reduced once": (fsdp() | tensor()).whole_until_update(),
+}
+LOOPS: dict[str, LayerLoop] = {
+    "unrolled, remat none": LayerLoop(unroll=True, remat="none"),
+    "scanned, prefetch, remat full": LayerLoop(unroll=False, remat="full"),
+    "scanned, prefetch, kept weights": LayerLoop(
+        unroll=False, remat="dots", reshard_after_forward=False
+    ),
+    "scanned, remat dots_and_attention": LayerLoop(
+        unroll=False, remat="dots_and_attention", prefetch=False
+    ),
+}
+
+
+class Mode(NamedTuple):
+    """Who communicates, and by what; gspmd chooses itself."""
+
+    name: str
+    collectives: Collectives | None
+    reducer: ExactReducer = Lax()
+    reduce_layers: bool = False
+
+
+def _explicit(by: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
+    return Mode("explicit", Collectives(by, by), reducer)
+
+
+MODES: dict[str, Mode] = {
+    "explicit": _explicit(Lax(), Lax()),
+    "explicit, ring": _explicit(Ring(), Ring()),
+    "explicit, ring looped, layer by layer": _explicit(
+        Ring(1, unroll=False), Ring(1, unroll=False)
+    )._replace(reduce_layers=True),
+    "explicit, recursive": _explicit(Recursive(), Recursive()),
+    "explicit, hierarchical sums": _explicit(Lax(), Hierarchical(slow=Ring(), fast=Lax())),
+    "gspmd": Mode("gspmd", None),
+}
+EVERYWHERE = ("explicit", "explicit, ring", "gspmd")
+"""Modes in which `all` runs every factorisation; `gspmd` has no pipelines."""
+PIPELINES: dict[str, Pipeline] = {
+    "none": Pipeline(),
+    "1F1B": Pipeline("one_f_one_b"),
+    "GPipe, residuals": Pipeline("gpipe", save="residuals"),
+    "interleaved": Pipeline("interleaved", chunks=2),
+    "zero bubble": Pipeline("zero_bubble"),
+    "zero bubble, 2 chunks, residuals": Pipeline("zero_bubble", chunks=2, save="residuals"),
+}
+IN_PIPELINES = ("explicit", "explicit, ring", "explicit, recursive")
+"""Modes of the pipelines' pairwise array."""
+PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
+MESHES = (
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 4},
+    {"data": 2, "tensor": 4},
+)
+STAGED = (
+    {"fsdp": 2, "stage": 2, "tensor": 2},
+    {"data": 2, "stage": 4},
+    {"stage": 8},
+    {"data": 2, "fsdp": 2, "stage": 2},
+)
+
+
+def layouts(devices: int, which: str) -> tuple[list[Layout], int]:
+    """The layouts of `quick` or `all`, and their closed count.
+
+    quick: a pairwise covering array of meshes without stages, and one of meshes with. all: also
+    every factorisation of `devices`, devices / 2, .. 1 in each mode of EVERYWHERE. Raises
+    ValueError on another word.
     """
-    names = list(options)
-    index = {name: range(len(options[name])) for name in names}
-    uncovered = {
-        ((a, i), (b, j)) for a, b in combinations(names, 2) for i in index[a] for j in index[b]
+    if which not in ("quick", "all"):
+        raise ValueError(f"layouts={which!r}; use 'quick' or 'all'")
+    arrays = [_options(devices, _fitting(MESHES, devices))]
+    if devices > 1:
+        arrays.append(_staged_options(devices, _fitting(STAGED, devices)))
+    pairwise = [Layout(**row) for options in arrays for row in covering_array(options)]
+    if which == "quick":
+        return pairwise, len(pairwise)
+    sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
+    every = [
+        _plain(axes, mode)
+        for n in sizes
+        for axes in factorisations(n)
+        for mode in EVERYWHERE
+        if mode != "gspmd" or axes["stage"] == 1
+    ]
+    unstaged = sum(factorisation_count(n, 3) for n in sizes)
+    staged = sum(factorisation_count(n, 4) for n in sizes) - unstaged
+    count = len(EVERYWHERE) * unstaged + (len(EVERYWHERE) - 1) * staged
+    return every + pairwise, count + len(pairwise)
+
+
+def _plain(axes: dict[str, int], mode: str) -> Layout:
+    layout = Layout(tuple(axes.items()), mode=mode)
+    staged = axes["stage"] > 1
+    return layout._replace(pipeline="1F1B", microbatches=4, periods=4) if staged else layout
+
+
+def _fitting(meshes: tuple[dict[str, int], ...], devices: int) -> list[dict[str, int]]:
+    return [m for m in meshes if int(np.prod(list(m.values()))) == devices]
+
+
+def _options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
+    meshes = meshes or [m for m in factorisations(devices) if m["stage"] == 1]
+    return {
+        "axes": [tuple(m.items()) for m in meshes],
+        "sharding": list(SHARDING),
+        "mode": list(MODES),
+        "loop": list(LOOPS),
+        "packing": [True, False],
+        "microbatches": [2, 1],
+        "dropout": [0.0, 0.1],
+        "precision": list(PRECISIONS),
     }
-    order = {name: at for at, name in enumerate(names)}
-    rows = []
-    while uncovered:
-        first = min(uncovered, key=lambda pair: [(order[n], i) for n, i in pair])
-        row = dict(first)
-        for name in names:
-            if name not in row:
-                gains = [_covers({**row, name: i}, name, order, uncovered) for i in index[name]]
-                row[name] = gains.index(max(gains))
-        cells = sorted(row.items(), key=lambda cell: order[cell[0]])
-        uncovered -= set(combinations(cells, 2))
-        rows.append({name: options[name][row[name]] for name in names})
-    return rows
 
 
-def _covers(
-    row: dict[str, int], name: str, order: dict[str, int], uncovered: set[tuple[Any, Any]]
-) -> int:
-    """How many uncovered pairs `name` makes with the rest of the row."""
-    mine = (name, row[name])
-    pairs = (
-        (mine, other) if order[name] < order[other[0]] else (other, mine)
-        for other in row.items()
-        if other[0] != name
+def _staged_options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
+    meshes = meshes or [m for m in factorisations(devices) if m["stage"] > 1]
+    return _options(devices, meshes) | {
+        "pipeline": [name for name in PIPELINES if name != "none"],
+        "mode": list(IN_PIPELINES),
+        "microbatches": [4, 2],
+        "periods": [4, 3],
+    }
+
+
+def arranged(experiment: Experiment, layout: Layout) -> Experiment:
+    """The experiment as this layout runs it."""
+    e, d = experiment, layout.dropout
+    mode = MODES[layout.mode]
+    parts: dict[str, Any] = {
+        part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
+        for part in ("prefix", "period", "suffix")
+    }
+    if layout.periods is not None:
+        ends = len(e.model.prefix) + len(e.model.suffix)
+        parts["layers"] = ends + layout.periods * len(e.model.period)
+    model = replace(e.model, dropout=d, **parts)
+    return replace(
+        e,
+        model=model,
+        data=replace(e.data, isolate_documents=layout.packing),
+        microbatches=layout.microbatches,
+        precision=PRECISIONS[layout.precision],
+        sharding=SHARDING[layout.sharding],
+        execution=Execution(
+            mode.name,
+            LOOPS[layout.loop],
+            e.execution.attention,
+            mode.collectives,
+            reducer=mode.reducer,
+            reduce_layers=mode.reduce_layers,
+            pipeline=PIPELINES[layout.pipeline],
+        ),
     )
-    return sum(pair in uncovered for pair in pairs)

@@ -127,6 +127,7 @@ RESUMABLE = (
     "experiment.execution.collectives",
     "experiment.execution.check_vma",
     "experiment.execution.reduce_layers",
+    "experiment.execution.pipeline",
     "experiment.sharding",
 )
 """Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
@@ -191,7 +192,7 @@ class _Loop:
 
     def headline(self, steps: int) -> str:
         session = self.session
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(session.state.params))
+        parameters = sum(leaf.size for leaf in session.natural.form.abstract.params.values())
         sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
         begin = f"resuming at step {session.start}, " if session.start else ""
         return (
@@ -310,7 +311,7 @@ class _Loop:
             self.saves.wait()  # what is in flight may be this very step
             if self.saves.latest() != self.result.steps:
                 metadata = {"step": self.result.steps, "data": self.session.dataset.digest}
-                self.saves.save(self.result.steps, self.session.state, metadata)
+                self.saves.save(self.result.steps, self.session.to_save(), metadata)
         self.result.saved = self.result.steps
 
     def interrupted(self, word: str = "interrupted") -> None:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD, first_factor
-from jaxtrain.mesh.sharding import Dims, Leaf, ways
+from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
+from jaxtrain.pipeline.layout import StageLayout
 
 Arrays = dict[str, Any]
 Residuals = dict[str, Any]
@@ -67,15 +68,23 @@ class Part(NamedTuple):
 
 
 def compressed_parts(
-    reducer: Any, small_leaf: int, places: Mapping[str, Leaf], sizes: Mapping[str, int]
+    reducer: Any,
+    small_leaf: int,
+    places: Mapping[str, Leaf],
+    sizes: Mapping[str, int],
+    layout: StageLayout | None = None,
 ) -> dict[str, Part]:
     """The leaves a compressed reducer encodes; the same ones on every mesh. Those of up to
-    `small_leaf` elements are summed exactly, and for PowerSGD what is no matrix."""
+    `small_leaf` elements are summed exactly, and for PowerSGD what is no matrix. `layout`: of a
+    pipeline, whose padding does not count."""
     if not isinstance(reducer, Compressed):
         return {}
     parts = {}
     for name, leaf in places.items():
-        if math.prod(leaf.shape) <= small_leaf:
+        elements = math.prod(leaf.shape)
+        if layout is not None and "layers" in leaf.axes:
+            elements = elements // (layout.layers + layout.padding) * layout.layers
+        if elements <= small_leaf:
             continue
         if isinstance(reducer.codec, PowerSGD) and not matrices(leaf.axes):
             continue
@@ -131,6 +140,14 @@ def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> Any:
     if "factors" in abstract:
         splits["factors"] = {k: (part.split, (), (), ()) for k, part in parts.items()}
     return splits
+
+
+def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> Any:
+    """The logical axes of errors; () of the others. `axes`: of the parameters."""
+    found = jax.tree.map(lambda leaf: (), abstract)
+    if "errors" in abstract:
+        found["errors"] = {k: (None, *axes[k]) for k in abstract["errors"]}
+    return found
 
 
 def stored_splits(abstract: Residuals, splits: Any, stored: Mapping[str, tuple[int, ...]]) -> Any:

@@ -10,17 +10,15 @@ import jax
 
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.mesh.sharding import named_sharding
-from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.residuals import no_residuals, redistributed, stored_splits
 from jaxtrain.train.state import TrainState
 
 PREFIX = "residuals."
 
 
-def restored(
-    assembly: Assembly, where: TrainState, checkpoints: CheckpointManager, step: int
-) -> TrainState:
-    """The state saved as `step`, on the devices of `where`.
+def restored(order: NaturalOrder, checkpoints: CheckpointManager, step: int) -> TrainState:
+    """The state saved as `step`, on the mesh of `order`: read in natural order and laid.
 
     All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
     to sum over: those are read as they are and dealt out again, for which each device holds as
@@ -29,26 +27,28 @@ def restored(
     """
     shapes = checkpoints.shapes(step)
     stored = {k.removeprefix(PREFIX): v for k, v in shapes.items() if k.startswith(PREFIX)}
-    template = jax.tree.map(_placed, assembly.abstract, where)
-    if _shapes(assembly.abstract.residuals) == stored or not _same_leaves(assembly, stored):
-        return checkpoints.restore(step, template)[0]  # which says what is missing
-    sharding: Any = where.step
-    splits = stored_splits(assembly.abstract.residuals, assembly.splits.residuals, stored)
+    wanted, where = order.form.abstract, order.shardings
+    template = jax.tree.map(_placed, wanted, where)
+    if _shapes(wanted.residuals) == stored or _shapes(wanted.residuals).keys() != stored.keys():
+        # Of other leaves the manager says which are missing.
+        return order.laid(checkpoints.restore(step, template)[0])
+    splits = stored_splits(wanted.residuals, order.form.splits.residuals, stored)
 
     def as_stored(path: Any, leaf: Any, split: Any) -> jax.ShapeDtypeStruct:
-        shape, at = stored[_name(path)], named_sharding(sharding.mesh, split)
+        shape, at = stored[_name(path)], named_sharding(order.mesh, split)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=at)
 
-    residuals = jax.tree_util.tree_map_with_path(as_stored, assembly.abstract.residuals, splits)
+    residuals = jax.tree_util.tree_map_with_path(as_stored, wanted.residuals, splits)
     state = checkpoints.restore(step, replace(template, residuals=residuals))[0]
-    deal = partial(_dealt, assembly=assembly)
-    return replace(state, residuals=jax.jit(deal, out_shardings=where.residuals)(state.residuals))
+    deal = jax.jit(partial(_dealt, order=order), out_shardings=where.residuals)
+    return order.laid(replace(state, residuals=jax.block_until_ready(deal(state.residuals))))
 
 
-def _dealt(stored: Any, assembly: Assembly) -> Any:
+def _dealt(stored: Any, order: NaturalOrder) -> Any:
+    assembly = order.assembly
     e = assembly.experiment
     first = no_residuals(e.execution.reducer, assembly.parts, e.seed)
-    return redistributed(stored, assembly.abstract.residuals, first)
+    return redistributed(stored, order.form.abstract.residuals, first)
 
 
 def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -62,7 +62,3 @@ def _name(path: Any) -> str:
 def _shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(residuals)
     return {_name(path): tuple(leaf.shape) for path, leaf in flat}
-
-
-def _same_leaves(assembly: Assembly, stored: dict[str, tuple[int, ...]]) -> bool:
-    return _shapes(assembly.abstract.residuals).keys() == stored.keys()

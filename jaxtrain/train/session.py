@@ -22,6 +22,7 @@ from jaxtrain.train.assembly import Assembly, active_mesh, assemble, initial_sta
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.restore import restored
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
@@ -46,6 +47,7 @@ class Session:
     start: int
     loader: Loader
     evaluate: Evaluator
+    natural: NaturalOrder
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
     guard: GuardReader = field(default_factory=GuardReader)
@@ -75,9 +77,15 @@ class Session:
         self.guard.push(metrics)
         return metrics
 
+    def to_save(self) -> TrainState:
+        """`state` in natural layer order. In the thread of the steps, so that `alive` waits for it
+        too where an interrupt left it on its way: no other program may run beside it."""
+        return self.dispatcher.submit(self.natural.ordered, self.state).result()
+
     def alive(self) -> bool:
-        """Whether the state can be read: a step that failed has donated it. Waits for a step that
-        an interrupt left on its way."""
+        """Whether the state can be read: a step that failed has donated it. Waits for what an
+        interrupt left on its way."""
+        self.evaluate.wait()
         self.dispatcher.submit(int).result()
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
@@ -109,23 +117,26 @@ def open_session(
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
+    natural = NaturalOrder(assembly, mesh)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     if held_out and experiment.evaluation is not None:
         evaluate.open()
     if checkpoints is not None:
-        checkpoints.check_space(assembly.abstract)  # last: it makes the directory
+        checkpoints.check_space(natural.form.abstract)  # last: it makes the directory
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
-        state = _first_state(assembly, where, checkpoints, start)
+        state = _first_state(natural, where, checkpoints, start)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
-    session = Session(assembly, mesh, where, dataset, state, start, loader, evaluate, compile_s)
+    session = Session(
+        assembly, mesh, where, dataset, state, start, loader, evaluate, natural, compile_s
+    )
     session.guard = guard
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
@@ -147,18 +158,18 @@ def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> N
 
 
 def _first_state(
-    assembly: Assembly, where: TrainState, checkpoints: CheckpointManager | None, start: int
+    natural: NaturalOrder, where: TrainState, checkpoints: CheckpointManager | None, start: int
 ) -> TrainState:
     """Restored, or born sharded: initialised under jit, each device making its part."""
     if checkpoints is not None and start:
-        return restored(assembly, where, checkpoints, start)
-    return initialise(assembly, where)
+        return restored(natural, checkpoints, start)
+    return initialise(natural.assembly, where)
 
 
 def initialise(assembly: Assembly, where: TrainState) -> TrainState:
     """The initial state on its devices; the same bits on every mesh."""
     make: Callable[[], TrainState] = partial(
-        initial_state, assembly.experiment, assembly.transform, assembly.parts
+        initial_state, assembly.experiment, assembly.transform, assembly.parts, assembly.pipeline
     )
     return jax.jit(make, out_shardings=where)()
 

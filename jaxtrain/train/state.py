@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
 from jaxtrain.optim.optimizer import state_axes
-from jaxtrain.train.residuals import Part, residual_splits
+from jaxtrain.train.residuals import Part, residual_axes, residual_splits
 
 Arrays = dict[str, Any]
 
@@ -41,20 +41,39 @@ def state_splits(
     """How every leaf is split: parameters and their average by the `params` table, optimizer state
     by `optimizer` (factored moments as their parameter is along the dims they keep), residuals of
     the compressed `parts` each on its device, the rest whole."""
-    axes = {k: place.axes for k, place in places.items()}
     params = {k: place.params for k, place in places.items()}
+    optimizer = {k: place.optimizer for k, place in places.items()}
+    residuals = residual_splits(abstract.residuals, parts)
+    return _for_each_leaf(abstract, places, params, optimizer, residuals)
+
+
+def state_axes_of(abstract: TrainState, places: Mapping[str, Leaf]) -> TrainState:
+    """The logical axes of every leaf that follows a parameter, () of the others."""
+    axes = {k: place.axes for k, place in places.items()}
+    residuals = residual_axes(abstract.residuals, axes)
+    return _for_each_leaf(abstract, places, axes, axes, residuals)
+
+
+def _for_each_leaf(
+    abstract: TrainState,
+    places: Mapping[str, Leaf],
+    params: Arrays,
+    optimizer: Arrays,
+    residuals: Any,
+) -> TrainState:
+    """A tuple for every leaf of the state: those given by parameter for it, its average and its
+    optimizer state, and of residuals; () for each dim of the others."""
     whole: Any = ()
+    axes = {k: place.axes for k, place in places.items()}
     return TrainState(
         step=whole,
         params=params,
-        optimizer=state_axes(
-            abstract.optimizer, axes, {k: place.optimizer for k, place in places.items()}
-        ),
+        optimizer=state_axes(abstract.optimizer, axes, optimizer),
         rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
         ema={k: params[k] for k in abstract.ema},
         loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
         skipped=whole,
-        residuals=residual_splits(abstract.residuals, parts),
+        residuals=residuals,
     )
 
 

@@ -26,7 +26,9 @@ from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.compressed_sums import Choice, CompressedSums
 from jaxtrain.train.gradients import (
     Gradients,
+    LocalSums,
     Reduction,
+    accumulated,
     explicit,
     gspmd,
     squared_norm,
@@ -34,6 +36,7 @@ from jaxtrain.train.gradients import (
 )
 from jaxtrain.train.guard import make_watch
 from jaxtrain.train.own_module import own_loss
+from jaxtrain.train.pipelined import pipeline_loss, pipeline_sums
 from jaxtrain.train.residuals import carried, trusted
 from jaxtrain.train.state import TrainState
 
@@ -127,13 +130,11 @@ def make_gradients(
         splits = assembly.splits.residuals
         specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
         compressed = isinstance(reducer, Compressed)
-        comm = explicit_communicator(assembly, reduction)
         return explicit(
-            make_loss(assembly, comm if reduction.sharded else comm.whole()),
+            local_sums(assembly, reduction),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
-            fetch=lambda params: comm.fetch(params, ""),
             check_vma=assembly.check_vma,
             compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
             residual_specs=carried(specs),
@@ -143,6 +144,15 @@ def make_gradients(
         return assembly.constrain(grads, mesh, "optimizer")
 
     return gspmd(make_loss(assembly, gspmd_communicator(assembly, mesh)), constrain=constrain)
+
+
+def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
+    """What a device makes of its rows: one microbatch after another, or in a pipeline."""
+    comm = explicit_communicator(assembly, reduction)
+    if assembly.pipeline is not None:
+        return pipeline_sums(assembly, comm, reduction)
+    loss = make_loss(assembly, comm if reduction.sharded else comm.whole())
+    return accumulated(loss, reduction, lambda params: comm.fetch(params, ""))
 
 
 def make_reduction(assembly: Assembly) -> Reduction:
@@ -217,20 +227,22 @@ def norms(
 
 
 def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """(params, rest, batch) -> (loss sum, count) of one batch [1, rows, ...], no dropout."""
-    comm: Communicator
-    if assembly.explicit:
-        comm = explicit_communicator(assembly)
-    else:
-        comm = gspmd_communicator(assembly, mesh)
-    loss = make_loss(assembly, comm)
+    """(params, rest, batch) -> (loss sum, count), no dropout; batch: [`evaluated_at_once`, rows,
+    ...], which is one batch, or several on their way through a pipeline."""
 
-    def on_device(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
-        return total, count
+    def one_by(comm: Communicator) -> Callable[..., Any]:
+        loss = make_loss(assembly, comm)
+
+        def of_batch(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+            total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
+            return total, count
+
+        return of_batch
 
     if not assembly.explicit:
-        return assembly.with_matmul_precision(on_device)
+        return assembly.with_matmul_precision(one_by(gspmd_communicator(assembly, mesh)))
+    comm = explicit_communicator(assembly)
+    on_device = one_by(comm) if assembly.pipeline is None else pipeline_loss(assembly, comm)
 
     def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         axes = tuple(assembly.sizes)

@@ -12,13 +12,13 @@ from jaxtrain.data import BatchRamp, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import activation_dims, ways
+from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.remat import REMAT
 from jaxtrain.train.residuals import Part
 
 MODES = ("explicit", "gspmd")
-UNSUPPORTED_AXES = ("replica", "stage", "expert", "context")
+UNSUPPORTED_AXES = ("replica", "expert", "context")
 
 
 def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
@@ -197,7 +197,7 @@ def mesh_violations(
     """What of the batch, the mesh axes and the model's fields does not fit together."""
     found = [
         f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
-        f"data, fsdp and tensor"
+        f"data, fsdp, stage and tensor"
         for axis in UNSUPPORTED_AXES
         if axis in sizes
     ]
@@ -224,26 +224,54 @@ def mesh_violations(
         f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
         f"{axis}() preset or set {axis}=1 in {spec.where}"
         for axis in unused
-        if axis not in UNSUPPORTED_AXES
+        if axis not in (*UNSUPPORTED_AXES, STAGE)
     ]
+    found += _pipeline_violations(experiment, sizes, mode)
     if isinstance(experiment.model, DecoderConfig):
         explicit = mode == "explicit"
         found += experiment.model.mesh_violations(experiment.sharding, sizes, explicit=explicit)
         seq = getattr(experiment.data, "seq", None)
-        tokens = sizes.get("tensor", 1)
         if explicit and seq is not None and not found:
-            found += _sequence_violations(experiment, seq, parts, tokens)
+            split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
+            found += _sequence_violations(experiment, seq, parts, split)
     return found
 
 
-def _sequence_violations(experiment: Experiment, seq: int, parts: int, ways: int) -> list[str]:
+def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
+    """What no pipeline can do; a schedule's own are told where its table is made."""
+    stages = sizes.get(STAGE, 1)
+    if stages == 1:
+        return []
+    if not isinstance(experiment.model, DecoderConfig):
+        return [
+            f"mesh axis stage={stages} cuts built-in models only: it must know what a layer is, "
+            f"and this model is its own; set stage=1"
+        ]
     found = []
+    if mode != "explicit":
+        found.append(
+            f"mesh axis stage={stages} and execution.mode={mode!r}: a pipeline's collectives are "
+            f"stated, never XLA's choice; use mode='explicit' (or None), or stage=1"
+        )
+    if experiment.execution.reduce_layers:
+        found.append(
+            f"execution.reduce_layers=True sums in every tick of a pipeline of stage={stages}, "
+            f"idle ones too; use reduce_layers=False, which sums once a step"
+        )
+    return found
+
+
+def _sequence_violations(
+    experiment: Experiment, seq: int, parts: int, split: Mapping[str, int]
+) -> list[str]:
+    found, count = [], math.prod(split.values())
     for batch in _divisible_batches(experiment):
         tokens = batch // experiment.microbatches // parts * seq
-        if tokens % ways:
+        if tokens % count:
+            axes = " x ".join(f"{axis}={n}" for axis, n in split.items())
             found.append(
-                f"a device's microbatch of {tokens} tokens does not split over tensor={ways}; "
-                f"use a seq that is a multiple of {ways} (now {seq})"
+                f"a device's microbatch of {tokens} tokens does not split over {axes}; use a seq "
+                f"that is a multiple of {count} (now {seq})"
             )
     return found
 

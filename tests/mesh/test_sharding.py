@@ -115,6 +115,81 @@ def test_local_size_is_what_a_device_holds(rules, rest):
         assert placed[path].local_size(SIZES) == reduce(int.__mul__, local, 1), path
 
 
+STAGES = {"data": 2, "fsdp": 4, "stage": 3, "tensor": 2}
+
+
+def staged(spec: P, axes: tuple[str, ...]) -> P:
+    """What a spec of no pipeline becomes in one: stacked leaves are split by layer, all others over
+    stages within tensor, or where tensor would be."""
+    rank = len(axes)
+    dims = [
+        (d,) if isinstance(d, str) else (d or ()) for d in (tuple(spec) + (None,) * rank)[:rank]
+    ]
+    for n, name in enumerate(axes):
+        if "layers" in axes:
+            dims[n] = ("stage",) if name == "layers" else dims[n]
+        elif name in ("heads", "kv_heads", "mlp", "vocab"):
+            held = dims[n][:1] if dims[n][:1] == ("tensor",) else ()
+            dims[n] = (*held, "stage", *dims[n][len(held) :])
+    return P(*dims)
+
+
+@pytest.mark.parametrize(("rules", "rest", "optimizer", "use", "sharded"), PRESETS)
+def test_presets_on_a_pipeline(rules, rest, optimizer, use, sharded):
+    leaves = {path: (tuple(12 * n for n in shape), axes) for path, (shape, axes) in LEAVES.items()}
+    placed, violations = place(shapes(leaves), AXES, rules, sizes=STAGES)
+    assert violations == []
+    for path, (shape, axes) in leaves.items():
+        leaf = placed[path]
+        for split, wanted in ((leaf.params, rest), (leaf.optimizer, optimizer), (leaf.in_use, use)):
+            found, due = partition_spec(split), staged(wanted[path], axes)
+            assert same(found, P(*(d or None for d in map(one_or_many, due))), len(shape)), path
+
+
+def one_or_many(dim):
+    """As a PartitionSpec has it: a name where there is one."""
+    return dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        (("vocab", "embed"), P(("tensor", "stage"), "fsdp")),
+        (("embed", "kv_heads"), P("fsdp", ("tensor", "stage"))),
+        (("mlp",), P(("tensor", "stage"))),
+        (("embed",), P(None)),
+        (("layers", "embed", "mlp"), P("stage", "fsdp", "tensor")),
+        (("layers", "mlp"), P("stage", "tensor")),
+        (("chunks", "layers", "embed", "heads"), P(None, "stage", "fsdp", "tensor")),
+        (("chunks", "layers", "embed"), P(None, "stage", None)),
+        (("experts", "layers", "embed", "mlp"), P(None, "stage", "fsdp", "tensor")),
+    ],
+)
+def test_where_a_parameter_rests_on_a_pipeline(axes, spec):
+    mine = (fsdp() | tensor()).of(axes, STAGES)
+    assert same(partition_spec(dims(axes, mine.params, sizes=STAGES)), spec, len(axes))
+
+
+def test_rules_without_a_pipeline_are_the_same():
+    rules = fsdp() | tensor()
+    for sizes in ({}, {"stage": 1}, SIZES):
+        assert rules.of(("vocab", "embed"), sizes) is rules
+
+
+def test_a_pipeline_keeps_what_rests_and_is_used_in_step():
+    """Split in use over the beginning of what it rests over, and that over its optimizer's."""
+    rules = ShardingRules(
+        params=table({"mlp": ("tensor", "fsdp")}),
+        optimizer=table({"mlp": ("tensor", "fsdp", "data")}),
+        activations=table({"mlp": "tensor"}),
+    )
+    axes = ("embed", "mlp")
+    mine = rules.of(axes, STAGES)
+    assert dims(axes, mine.params, sizes=STAGES)[1] == ("tensor", "stage", "fsdp")
+    assert dims(axes, mine.optimizer_table, sizes=STAGES)[1] == ("tensor", "stage", "fsdp", "data")
+    assert dims(axes, mine.activations, sizes=STAGES)[1] == ("tensor", "stage")
+
+
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 1, "tensor": 1}, {"replica": 4}])
 def test_axes_of_size_one_and_axes_absent_split_nothing(sizes):
     placed, violations = place(shapes(), AXES, zero1() | tensor(), sizes=sizes)

@@ -19,7 +19,7 @@ from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.train.assembly import active_mesh, assemble
-from jaxtrain.train.certify import Layout, arranged, layouts
+from jaxtrain.train.layouts import Layout, arranged, layouts
 from jaxtrain.train.shrink import shrink
 from jaxtrain.train.state import shardings
 from jaxtrain.train.step import compile_step

@@ -16,6 +16,7 @@ from flax import nnx
 import jaxtrain
 from jaxtrain.data import BigramChain
 from jaxtrain.train import certify
+from jaxtrain.train.layouts import Layout
 from jaxtrain.train.session import Session, open_session
 
 VOCAB, SEQ, BATCH = 16, 8, 8
@@ -147,7 +148,7 @@ def remembered(one_device_runs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch)
     """Certify with references that an earlier test has run."""
     run = certify._run
 
-    def once(experiment: jaxtrain.Experiment, layout: certify.Layout) -> Any:
+    def once(experiment: jaxtrain.Experiment, layout: Layout) -> Any:
         if layout != layout.reference():
             return run(experiment, layout)
         key = (repr(experiment), layout)

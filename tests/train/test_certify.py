@@ -15,7 +15,8 @@ from jaxtrain.experiment import load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.train import certify
 from jaxtrain.train.assembly import assemble
-from jaxtrain.train.certify import Difference, Layout, layouts
+from jaxtrain.train.certify import Difference
+from jaxtrain.train.layouts import LOOPS, MODES, PIPELINES, Layout, arranged, layouts
 from jaxtrain.train.shrink import shrink
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
@@ -27,12 +28,14 @@ def report(differences: list[Difference]) -> str:
 
 
 def shown(layout: Layout) -> set[str]:
-    """The mode, and in an explicit one the loop, which is ours there."""
-    return {layout.mode} if layout.mode == "gspmd" else {layout.mode, layout.loop}
+    """The mode, and in an explicit one the loop and the pipeline, which are ours there."""
+    if layout.mode == "gspmd":
+        return {layout.mode}
+    return {layout.mode, layout.loop, layout.pipeline}
 
 
 def chosen(every: list[Layout]) -> list[Layout]:
-    """The first fp32 layout of each mode, and of each loop in an explicit one."""
+    """The first fp32 layout of each mode, and of each loop and pipeline in an explicit one."""
     kept: list[Layout] = []
     for layout in every:
         fresh = shown(layout).difference(*map(shown, kept))
@@ -46,8 +49,9 @@ def test_layouts_of_every_loop_and_mode_equal_one_device(
     monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:
     some = chosen(layouts(8, "quick")[0])
-    assert {layout.mode for layout in some} == set(certify.MODES)
-    assert {layout.loop for layout in some if layout.mode != "gspmd"} == set(certify.LOOPS)
+    assert {layout.mode for layout in some} == set(MODES)
+    assert {layout.loop for layout in some if layout.mode != "gspmd"} == set(LOOPS)
+    assert {layout.pipeline for layout in some} == set(PIPELINES)
     monkeypatch.setattr(certify, "layouts", lambda devices, which: (some, len(some)))
     found = [difference for difference, _ in certify.certify(EXPERIMENT)]
     assert [d.layout for d in found] == some
@@ -182,7 +186,7 @@ def test_every_layout_of_any_count_of_devices_is_accepted(devices: int) -> None:
     every, count = layouts(devices, "all")
     assert len(every) == count
     for axes, sharding in dict.fromkeys((layout.axes, layout.sharding) for layout in every):
-        experiment = certify.arranged(small, Layout(axes, sharding=sharding))
+        experiment = arranged(small, Layout(axes, sharding=sharding))
         assemble(experiment, mesh_from_axes(**dict(axes)))
 
 
@@ -190,7 +194,7 @@ def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment
     (block,) = decoder.model.period
     noisy = replace(block, dropout=0.3)
     model = replace(decoder.model, layers=3, prefix=(noisy,), period=(noisy,), suffix=(noisy,))
-    found = certify.arranged(replace(decoder, model=model), Layout((("data", 1),), dropout=0.1))
+    found = arranged(replace(decoder, model=model), Layout((("data", 1),), dropout=0.1))
     assert [b.dropout for b in found.model.blocks] == [0.1, 0.1, 0.1]
     assert found.model.dropout == 0.1
 

@@ -54,9 +54,10 @@ def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
     def run(tokens: jax.Array) -> jax.Array:
         module = put_together(model.assembly.split.static, model.params)
         loop = LayerLoop(unroll=True, remat="none")
-        x = module.hidden(
-            module.embedding[...], {"tokens": tokens}, key=None, comm=Local(), loop=loop
-        )
+        table, batch, comm = module.embedding[...], {"tokens": tokens}, Local()
+        context = module.context(batch, None, comm)
+        x = module.enter(table, batch, context, comm, loop)
+        x = module.hidden(module.run_period(x, context, comm, loop), context, comm, loop)
         head = module.embedding[...] if module.config.tied else module.head[...]
         return logits(x, head, module.head_config)
 

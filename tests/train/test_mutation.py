@@ -19,7 +19,7 @@ from jaxtrain.collectives.named import GRADIENT_SUMS, LINK_SUMS, SUM_SCATTERS, S
 from jaxtrain.experiment import load_experiment
 from jaxtrain.optim.optimizer import Adafactor
 from jaxtrain.train import certify
-from jaxtrain.train.certify import Layout, layouts
+from jaxtrain.train.layouts import Layout, layouts
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 
@@ -71,6 +71,8 @@ def ordered(name: str) -> tuple[list[Layout], int]:
             "row matmul": tensor and layout.mode == "explicit, ring",
             "column gradients matmul": tensor and layout.mode == "explicit, ring",
         }
+        for ends in ("pipeline output", "pipeline input gradients"):
+            uses[ends] = layout.pipeline == "1F1B" and layout.precision == "fp32"
         uses["layer gradients"] = "layer by layer" in layout.mode
         for links in ("slow links", "fast links"):
             uses[links] = layout.mode == "explicit, hierarchical sums" and len(layout.axes) > 1

@@ -54,7 +54,7 @@ def test_blocks_of_different_head_dim_rotate_by_their_own_tables(decoder):
     config = replace(decoder.model, layers=2, prefix=(block(8),), period=(block(2),))
     model = config.build(jax.random.key(0), kernel=Reference())
     batch = {"tokens": jnp.arange(8)[None], "targets": jnp.arange(8)[None]}
-    context = model._context(batch, None, Local())
+    context = model.context(batch, None, Local())
     shapes = [cos.shape[-1] for cos, _ in context.ropes]
     assert shapes == [4, 1] and np.isfinite(model.loss(batch)[0])
 

@@ -1,0 +1,186 @@
+"""A backward pass in two: B makes the gradients of activations, W those of weight matrices.
+
+Qi et al. 2023, "Zero bubble pipeline parallelism". Only the input's gradient is waited for, by the
+stage before; the weights' may fill the time in which there is nothing else to do. W takes every
+matrix that a layer multiplies by (`Communicator.column` and `row`), from a stash of each product's
+input x and its output's cotangent dy, as they lie on the device: what B would have gathered for
+dW, W gathers again. All other parameters have their gradients from B.
+
+dy comes from one backward pass: a zero is added to each product's output, and its cotangent is dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.nn.communicator import Communicator
+from jaxtrain.nn.remat import rematerialised
+from jaxtrain.nn.stack import Body, LayerLoop, Saved, packed, pinned_slice
+
+Arrays = dict[str, Any]
+
+
+class Product(NamedTuple):
+    """x @ w for the weights of these names; `way` is the method of `Communicator`."""
+
+    way: str
+    weights: tuple[str, ...]
+
+
+Stash = dict[Product, tuple[jax.Array, tuple[jax.Array, ...]]]
+"""Product -> (x, the dy of each weight)."""
+
+
+class Tapped:
+    """A communicator that adds `taps` to the outputs of products and notes their inputs.
+
+    names: of each matrix by the identity of its array. Everything else is as `comm` does it.
+    """
+
+    def __init__(self, comm: Communicator, names: dict[int, str], taps: Any = None) -> None:
+        self._comm, self._names, self._taps = comm, names, taps
+        self.inputs: dict[Product, jax.Array] = {}
+        self.shapes: list[tuple[Product, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        return self._tapped("column", x, weights, self._comm.column(x, *weights))
+
+    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return self._tapped("row", x, (weight,), (self._comm.row(x, weight),))[0]
+
+    def _tapped(self, way: str, x: jax.Array, weights: Any, ys: Any) -> tuple[jax.Array, ...]:
+        names = tuple(self._names.get(id(w), "") for w in weights)
+        product = Product(way, names)
+        if not all(names):
+            return ys
+        self.shapes.append((product, tuple((y.shape, y.dtype) for y in ys)))
+        if self._taps is None or product not in self._taps:
+            return ys
+        self.inputs[product] = x
+        return tuple(y + tap for y, tap in zip(ys, self._taps[product], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLayers:
+    """A stack of layers whose backward pass is split. body_of: the body that asks the given
+    communicator; fetch, scatter, loop: as `stack.run_layers` has them (`prefetch` says nothing
+    here, and weights are fetched again for the backward pass)."""
+
+    body_of: Callable[[Any], Body]
+    comm: Communicator
+    fetch: Callable[[Arrays], Arrays]
+    scatter: Callable[[Arrays], Arrays]
+    loop: LayerLoop
+    vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
+    """Types a zero as the values of the program are."""
+
+    def linearised(self, params: Arrays, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
+        """x [tokens, embed] after all layers, and what `pulled_back` needs beside `params` and
+        `extras`."""
+
+        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            shards, x = pinned_slice(params, layer, x)
+            return self._linearise(self.fetch(shards), x, extras, layer)
+
+        return self._over_layers(step, x, _layers(params))
+
+    def pulled_back(
+        self, saved: Any, params: Arrays, dy: jax.Array, extras: Any
+    ) -> tuple[Arrays, jax.Array, Any]:
+        """Gradients of what is no matrix, stacked; of x; and what `weight_gradients` needs."""
+
+        def step(dx: jax.Array, layer: Any, one: tuple[Saved, Any]) -> tuple[jax.Array, Any]:
+            kept, inputs = one
+            shards, dx = pinned_slice(params, layer, dx)
+            others, dys, dx, _ = kept.unpacked((self.fetch(shards), extras))(dx)
+            stash = {product: (x, dys[product]) for product, x in inputs.items()}
+            return dx, (_like(self.scatter(others), params), stash)
+
+        dx, made = self._over_layers(step, dy, _layers(params), saved, reverse=True)
+        if not self.loop.unroll:
+            return made[0], dx, made[1]
+        grads, stash = zip(*made, strict=True)
+        return _stacked(grads), dx, list(stash)
+
+    def weight_gradients(self, stash: Any, params: Arrays) -> Arrays:
+        """Gradients of the matrices, stacked."""
+
+        def step(carry: Any, layer: Any, one: Stash) -> tuple[Any, Arrays]:
+            grads: Arrays = {}
+            for (way, names), (x, dys) in one.items():
+                made = getattr(self.comm, f"{way}_gradients")(x, *dys)
+                grads |= dict(zip(names, made, strict=True))
+            return carry, _like(self.scatter(grads), params)
+
+        grads = self._over_layers(step, (), _layers(params), stash)[1]
+        return _stacked(grads) if self.loop.unroll else grads
+
+    def _linearise(self, weights: Arrays, x: jax.Array, extras: Any, layer: Any) -> Any:
+        names = {id(w): name for name, w in weights.items()}
+        taps = self._zeros(weights, x, extras)
+        matrices = {name for product in taps for name in product.weights}
+        others = {k: w for k, w in weights.items() if k not in matrices}
+
+        def run(others: Arrays, taps: Any, x: jax.Array, extras: Any) -> Any:
+            comm = Tapped(self.comm, names, taps)
+            y = self.body_of(comm)({**weights, **others}, x, extras, layer)
+            return y, comm.inputs
+
+        body = rematerialised(run, self.loop.remat)
+        y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
+        return y, (packed(vjp, (weights, extras)), inputs)
+
+    def _zeros(self, weights: Arrays, x: jax.Array, extras: Any) -> dict[Product, Any]:
+        """A zero for the output of every product of matrices that are used once."""
+        found: list[Any] = []
+
+        def run(weights: Arrays, x: jax.Array) -> jax.Array:
+            comm = Tapped(self.comm, {id(w): name for name, w in weights.items()})
+            y = self.body_of(comm)(weights, x, extras, 0)
+            found.extend(comm.shapes)
+            return y
+
+        jax.eval_shape(run, weights, x)
+        used = [name for product, _ in found for name in product.weights]
+        return {
+            product: tuple(self.vary(jnp.zeros(*shape)) for shape in shapes)
+            for product, shapes in found
+            if all(used.count(name) == 1 for name in product.weights)
+        }
+
+    def _over_layers(
+        self, step: Any, carry: Any, layers: int, *each: Any, reverse: bool = False
+    ) -> tuple[Any, Any]:
+        """`step(carry, layer, *each[layer])` over all layers. Its results, and `each`, are lists
+        where the loop is unrolled, and stacked where it is not."""
+        if not self.loop.unroll:
+
+            def turn(carry: Any, at: Any) -> tuple[Any, Any]:
+                return step(carry, *at)
+
+            return lax.scan(turn, carry, (jnp.arange(layers), *each), reverse=reverse)
+        out: list[Any] = [None] * layers
+        for layer in reversed(range(layers)) if reverse else range(layers):
+            carry, out[layer] = step(carry, layer, *(one[layer] for one in each))
+        return carry, out
+
+
+def _layers(params: Arrays) -> int:
+    return len(jax.tree.leaves(params)[0])
+
+
+def _stacked(each: Any) -> Arrays:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def _like(grads: Arrays, params: Arrays) -> Arrays:
+    return {k: g.astype(params[k].dtype) for k, g in grads.items()}

@@ -1,0 +1,97 @@
+"""Which layer lies where on a pipeline, and the way from the natural order there and back.
+
+Position c R + r of the pipeline is chunk c of stage r, and the positions have the layers in order.
+A leaf that is stacked over layers rests as [V, slots, ...], the second dim split over `stage`, so
+that each device has [V, slots / R, ...]: what it works with, and no step moves a weight. Where the
+layers do not divide evenly the first positions have one more, and the rest a slot of padding:
+zeros, which no step changes. Without chunks there is no dim for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CHUNKS = "chunks"
+"""The logical axis of the dim V."""
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """`layers` (periods) of a model on `stages` of `chunks` each."""
+
+    layers: int
+    stages: int
+    chunks: int = 1
+
+    @property
+    def positions(self) -> int:
+        return self.stages * self.chunks
+
+    @property
+    def depth(self) -> int:
+        """Slots of a position."""
+        return -(-self.layers // self.positions)
+
+    @property
+    def padding(self) -> int:
+        """Slots without a layer."""
+        return self.positions * self.depth - self.layers
+
+    @cached_property
+    def layer_of(self) -> np.ndarray:
+        """[chunks, stages * depth]: the layer of each slot, -1 of padding."""
+        each, more = divmod(self.layers, self.positions)
+        counts = each + (np.arange(self.positions) < more)
+        first = np.cumsum(counts) - counts
+        slot = np.arange(self.depth)
+        found = np.where(slot < counts[:, None], first[:, None] + slot, -1)
+        return found.reshape(self.chunks, self.stages * self.depth).astype(np.int32)
+
+    @cached_property
+    def slot_of(self) -> np.ndarray:
+        """[layers]: where each lies among the slots of all positions."""
+        flat = self.layer_of.reshape(-1)
+        return np.argsort(np.where(flat < 0, self.layers, flat), kind="stable")[: self.layers]
+
+    @property
+    def natural(self) -> bool:
+        """Whether a laid leaf is the natural one."""
+        return self.chunks == 1 and not self.padding
+
+    def shape(self, shape: tuple[int, ...], dim: int = 0) -> tuple[int, ...]:
+        """Of a leaf whose dim `dim` counts layers, laid."""
+        lead = self.layer_of.shape if self.chunks > 1 else self.layer_of.shape[1:]
+        return (*shape[:dim], *lead, *shape[dim + 1 :])
+
+    def laid(self, leaf: jax.Array, dim: int = 0) -> jax.Array:
+        """A natural leaf in its slots."""
+        if self.natural:
+            return leaf
+        if self.padding:
+            flat = self.layer_of.reshape(-1)
+            taken = jnp.take(leaf, np.maximum(flat, 0), axis=dim)
+            real = (flat >= 0).reshape([-1 if d == dim else 1 for d in range(leaf.ndim)])
+            leaf = jnp.where(real, taken, jnp.zeros((), leaf.dtype))
+        shape = (*leaf.shape[:dim], self.layers, *leaf.shape[dim + 1 :])
+        return leaf.reshape(self.shape(shape, dim))
+
+    def ordered(self, leaf: jax.Array, dim: int = 0) -> jax.Array:
+        """Inverse of `laid`."""
+        if self.natural:
+            return leaf
+        rest = leaf.shape[dim + (2 if self.chunks > 1 else 1) :]
+        flat = leaf.reshape(*leaf.shape[:dim], -1, *rest)
+        return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
+
+    def axes(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Logical axes of a laid leaf."""
+        if self.chunks == 1 or "layers" not in axes:
+            return axes
+        dim = axes.index("layers")
+        return (*axes[:dim], CHUNKS, *axes[dim:])

@@ -1,0 +1,176 @@
+"""A schedule as the executor reads it: for each tick which work, and in which buffer it lies.
+
+A stage's buffers hold one microbatch's activations each, and are numbered; a work is given the
+lowest number that is free all the time it needs one. Lifetimes are intervals, so no more buffers
+are taken than are held at once (`analysis.slots`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.pipeline.analysis import (
+    Lifetimes,
+    cotangents,
+    head_waits,
+    inputs,
+    stashes,
+    times,
+)
+from jaxtrain.pipeline.schedule import Schedule
+
+
+class Rows(NamedTuple):
+    """int32 tables, [ticks, stages] (or [ticks], which every stage reads); -1: nothing. In a tick
+    of the executor: its row of each.
+
+    forward, backward, weight: the work. Beside each, the buffers it uses: of its input, its
+    cotangent, what F saved for B (`kept`), and B for W (`stash`). enter, leave, exit: the
+    microbatch that comes out of the embedding, goes into the head, and whose gradient comes back to
+    the embedding. receive_input, receive_cotangent: where what a neighbour sends is put.
+    """
+
+    forward: Any
+    forward_input: Any
+    forward_kept: Any
+    enter: Any
+    leave: Any
+    leave_cotangent: Any
+    receive_input: Any
+    backward: Any
+    backward_input: Any
+    backward_kept: Any
+    backward_cotangent: Any
+    backward_stash: Any
+    exit: Any
+    receive_cotangent: Any
+    weight: Any
+    weight_stash: Any
+
+
+class Buffers(NamedTuple):
+    """How many of each a stage has. late_head: the head runs with the last stage's B."""
+
+    inputs: int
+    cotangents: int
+    kept: int
+    stashes: int
+    late_head: bool = False
+
+
+def numbered(life: Lifetimes) -> np.ndarray:
+    """[work, stage]: the buffer of each work."""
+    found = np.empty_like(life.first)
+    for stage in range(found.shape[1]):
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []  # (last tick, number)
+        for work in np.argsort(life.first[:, stage], kind="stable"):
+            while busy and busy[0][0] < life.first[work, stage]:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            number = heapq.heappop(free) if free else len(busy)
+            found[work, stage] = number
+            heapq.heappush(busy, (int(life.last[work, stage]), number))
+    return found
+
+
+def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers]:
+    """The tables of a training step. keep_residuals: F saves what B needs, which is else made again
+    from the input; then an input is free when its F has run."""
+    works = schedule.microbatches * schedule.chunks
+    forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
+    held = inputs(schedule)
+    kept = np.zeros_like(forward)
+    if keep_residuals:
+        kept = numbered(Lifetimes(forward, backward))
+        held = Lifetimes(held.first, forward)
+    stashed, weight = stashes(schedule), schedule.weight
+    stash = np.zeros_like(forward) if stashed is None else numbered(stashed)
+    if weight is None:
+        weight = np.full_like(schedule.forward, -1)
+    input_of = numbered(held)
+    cotangent_of = numbered(cotangents(schedule, keep_residuals=keep_residuals))
+    rows = _forward_rows(schedule, input_of, kept)
+    head = schedule.forward
+    if head_waits(schedule) and not keep_residuals:
+        head = schedule.backward
+        rows = rows._replace(leave=_microbatches(head[:, -1], schedule.chunks, schedule.chunks - 1))
+    rows = rows._replace(
+        leave_cotangent=np.where(rows.leave >= 0, _at(head, cotangent_of)[:, -1], -1),
+        backward=schedule.backward,
+        backward_input=_at(schedule.backward, input_of),
+        backward_kept=_at(schedule.backward, kept),
+        backward_cotangent=_at(schedule.backward, cotangent_of),
+        backward_stash=_at(schedule.backward, stash),
+        exit=_microbatches(schedule.backward[:, 0], schedule.chunks, 0),
+        receive_cotangent=_received(schedule.backward, cotangent_of, schedule.chunks, -1),
+        weight=weight,
+        weight_stash=_at(weight, stash),
+    )
+    count = Buffers(
+        int(input_of.max()) + 1,
+        int(cotangent_of.max()) + 1,
+        int(kept.max()) + 1 if keep_residuals else 0,
+        0 if stashed is None else int(stash.max()) + 1,
+        head is schedule.backward,
+    )
+    return Rows(*(table.astype(np.int32) for table in rows)), count
+
+
+def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
+    """The tables of an evaluation: F of every work, in the schedule's order."""
+    works = schedule.microbatches * schedule.chunks
+    last = int(np.nonzero((schedule.forward >= 0).any(1))[0][-1]) + 1
+    forward = times(schedule.forward, works)
+    input_of = numbered(Lifetimes(inputs(schedule).first, forward))
+    rows = _forward_rows(schedule, input_of, np.zeros_like(forward))
+    count = Buffers(int(input_of.max()) + 1, 0, 0, 0)
+    return Rows(*(table[:last].astype(np.int32) for table in rows)), count
+
+
+def _forward_rows(schedule: Schedule, input_of: np.ndarray, kept: np.ndarray) -> Rows:
+    none, of_all = np.full_like(schedule.forward, -1), schedule.forward[:, 0] * 0 - 1
+    last = schedule.chunks - 1
+    return Rows(
+        forward=schedule.forward,
+        forward_input=_at(schedule.forward, input_of),
+        forward_kept=_at(schedule.forward, kept),
+        enter=_microbatches(schedule.forward[:, 0], schedule.chunks, 0),
+        leave=_microbatches(schedule.forward[:, -1], schedule.chunks, last),
+        leave_cotangent=of_all,
+        receive_input=_received(schedule.forward, input_of, schedule.chunks, +1),
+        backward=none,
+        backward_input=none,
+        backward_kept=none,
+        backward_cotangent=none,
+        backward_stash=none,
+        exit=of_all,
+        receive_cotangent=none,
+        weight=none,
+        weight_stash=none,
+    )
+
+
+def _at(table: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """[ticks, stages]: the number of the work that stands there."""
+    stages = np.arange(table.shape[1])
+    return np.where(table >= 0, number[np.maximum(table, 0), stages], -1)
+
+
+def _microbatches(column: np.ndarray, chunks: int, chunk: int) -> np.ndarray:
+    """[ticks]: the microbatch of a stage's work where its chunk is `chunk`."""
+    return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
+
+
+def _received(table: np.ndarray, number: np.ndarray, chunks: int, way: int) -> np.ndarray:
+    """[ticks, stages]: the buffer for what the neighbour sends at a tick's end: of the stage before
+    (way 1), or behind (-1). From the last stage to the first it goes on to the next chunk."""
+    sent = np.roll(table, way, axis=1)
+    edge = 0 if way > 0 else table.shape[1] - 1
+    ends = chunks - 1 if way > 0 else 0
+    wrapped = sent[:, edge]
+    follows = (wrapped >= 0) & (wrapped % chunks != ends)
+    sent[:, edge] = np.where(follows, wrapped + way, -1)
+    return _at(sent, number)

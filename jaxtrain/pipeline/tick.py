@@ -1,0 +1,306 @@
+"""One tick of a pipeline: which of a stage's works are done in it, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.collectives.vary import vary
+from jaxtrain.pipeline.slots import Buffers, Rows
+
+Arrays = dict[str, jax.Array]
+
+
+class Stage(Protocol):
+    """What a stage can do, on this device's part of everything; `at` is a chunk and a microbatch.
+
+    Activations x and y are [tokens share, embed], gradients by the names of their parameters.
+    """
+
+    def enter(self, outside: Arrays, microbatch: Any) -> jax.Array:
+        """The first chunk's input, on every stage. Differentiable: its cotangent is 0 on all stages
+        but the first."""
+        ...
+
+    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+        """This device's shares of loss and token count; y is 0 on all stages but the last.
+        Differentiable."""
+        ...
+
+    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array: ...
+
+    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+        """`forward`, and what `pulled_back` needs beside the chunk: arrays, no weights."""
+        ...
+
+    def pulled_back(
+        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
+    ) -> tuple[Arrays, jax.Array, Any]:
+        """Gradients of the chunk, as they are accumulated, and of x; and what `weight_gradients`
+        needs for those that are left to it, a tree of arrays."""
+        ...
+
+    def weight_gradients(self, stash: Any, chunk: Arrays) -> Arrays:
+        """The gradients that `pulled_back` left, of a schedule that has W."""
+        ...
+
+
+class At(NamedTuple):
+    """A work: which chunk of which microbatch."""
+
+    chunk: Any
+    microbatch: Any
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick. Buffers have a leading dim of their number; `kept` are the
+    leaves of what F saves for B, `stash` of what B leaves to W."""
+
+    total: jax.Array
+    inputs: jax.Array
+    cotangents: Any
+    kept: list[jax.Array]
+    stash: list[jax.Array]
+    blocks: Arrays
+    outside: Arrays
+    arriving: jax.Array
+    """What the stage before sent in the last tick. It is put among the inputs before anything else:
+    put at the tick's end, beside B's read of them, XLA would copy them all in every tick."""
+
+
+class Trees(NamedTuple):
+    """What the leaves of `Carry.kept` and `Carry.stash` are of."""
+
+    kept: Any
+    stash: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A schedule's tables on the mesh axis `stage`.
+
+    axes: every mesh axis of the shard_map. chunks: V. entering, leaving: names of the parameters
+    outside the pipeline that `Stage.enter` and `Stage.leave` read.
+    """
+
+    rows: Rows
+    buffers: Buffers
+    chunks: int
+    stage: str
+    axes: tuple[str, ...]
+    entering: tuple[str, ...]
+    leaving: tuple[str, ...]
+
+    @property
+    def training(self) -> bool:
+        """Whether they have a backward pass."""
+        return self.buffers.cotangents > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tick:
+    """The body of one scan: ticks in which the same `kinds` of work are done."""
+
+    run: Tables
+    stage: Stage
+    kinds: str
+    rows: Rows
+    arrived: np.ndarray
+    """`Rows.receive_input` of the ticks before. Both of all ticks, as constants."""
+    blocks: Arrays
+    outside: Arrays
+    scale: jax.Array
+    trees: Trees
+
+    def __call__(self, carry: Carry, at: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
+        row, arrived = at
+        if (self.arrived >= 0).any():
+            inputs = _put(carry.inputs, self._mine(arrived), carry.arriving)
+            carry = carry._replace(inputs=inputs)
+        if "F" in self.kinds:
+            carry, y = self._forward(carry, row)
+            if not self.run.buffers.late_head:
+                carry = self._left(carry, row, y)
+            if (self.rows.receive_input >= 0).any():
+                carry = carry._replace(arriving=self._sent(y, +1))
+        if "B" in self.kinds:
+            carry, dx = self._backward(carry, row)
+            carry = self._exited(carry, row, dx)
+            # After B has read its own: what comes may be put where that was.
+            if (self.rows.receive_cotangent >= 0).any():
+                slot = self._mine(row.receive_cotangent)
+                cotangents = _put(carry.cotangents, slot, self._sent(dx, -1))
+                carry = carry._replace(cotangents=cotangents)
+        if "W" in self.kinds:
+            carry = self._weighed(carry, row)
+        return carry, None
+
+    def _forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+        first = lax.axis_index(self.run.stage) == 0
+        slot = self._mine(row.forward_input)
+        x = self._sometimes(
+            "enter", lambda m, _: self.stage.enter(self.outside, m), carry.inputs[0], row
+        )
+        entering = first & (row.enter >= 0)
+        inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
+        carry = carry._replace(inputs=inputs)
+        at = self._at(row.forward)
+        chunk, x = chunk_of(self.blocks, at.chunk), _take(inputs, slot)
+        with jax.named_scope("F"):
+            if not carry.kept:
+                return carry, self.stage.forward(chunk, x, at)
+            y, saved = self.stage.linearised(chunk, x, at)
+        return carry._replace(kept=_put_all(carry.kept, self._mine(row.forward_kept), saved)), y
+
+    def _left(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
+        """The head and the loss of the microbatch that has run through, and its gradient."""
+        last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
+        y = jnp.where(last & (row.leave >= 0), y, jnp.zeros((), y.dtype))
+        if not self.run.training:
+            total = self._sometimes(
+                "leave",
+                lambda m, total: total + jnp.stack(self.stage.leave(self.outside, y, m)),
+                carry.total,
+                row,
+            )
+            return carry._replace(total=total)
+        names = self.run.leaving
+        mine = {k: carry.outside[k] for k in names}
+
+        def leave(m: Any, before: Any) -> Any:
+            total, sums, _ = before
+
+            def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+                loss, count = self.stage.leave({**self.outside, **used}, y, m)
+                return loss * self.scale, jnp.stack([loss, count])
+
+            used = {k: self.outside[k] for k in names}
+            (grads, dy), more = jax.grad(scaled, argnums=(0, 1), has_aux=True)(used, y)
+            return total + more, _added(sums, grads), dy
+
+        total, sums, dy = self._sometimes("leave", leave, (carry.total, mine, y), row)
+        slot = jnp.where(last, row.leave_cotangent, -1)
+        return carry._replace(
+            total=total,
+            outside={**carry.outside, **sums},
+            cotangents=_put(carry.cotangents, slot, dy),
+        )
+
+    def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+        at, y = self._at(row.backward), None
+        chunk = chunk_of(self.blocks, at.chunk)
+        with jax.named_scope("B"):
+            if carry.kept:
+                saved = _take_all(carry.kept, self._mine(row.backward_kept), self.trees.kept)
+            else:
+                x = _take(carry.inputs, self._mine(row.backward_input))
+                y, saved = self.stage.linearised(chunk, x, at)
+        if self.run.buffers.late_head:
+            assert y is not None, "a late head reads what B makes again"
+            carry = self._left(carry, row, y)
+        dy = _take(carry.cotangents, self._mine(row.backward_cotangent))
+        with jax.named_scope("B"):
+            grads, dx, stash = self.stage.pulled_back(saved, chunk, dy, at)
+        carry = self._accumulated(carry, row.backward, grads)
+        if carry.stash:
+            slot = self._mine(row.backward_stash)
+            carry = carry._replace(stash=_put_all(carry.stash, slot, stash))
+        return carry, dx
+
+    def _weighed(self, carry: Carry, row: Rows) -> Carry:
+        chunk = chunk_of(self.blocks, self._at(row.weight).chunk)
+        stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
+        with jax.named_scope("W"):
+            grads = self.stage.weight_gradients(stash, chunk)
+        return self._accumulated(carry, row.weight, grads)
+
+    def _accumulated(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:
+        """Gradients of the work's chunk added to its sums, where there is a work."""
+        chunk = self._at(works).chunk
+        slot = jnp.where(self._mine(works) >= 0, chunk, -1)
+        sums = {
+            k: _put(carry.blocks[k], slot, _take(carry.blocks[k], chunk) + grads[k]) for k in grads
+        }
+        return carry._replace(blocks={**carry.blocks, **sums})
+
+    def _exited(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
+        """The gradient that comes out of the pipeline's beginning, into the embedding."""
+        first = lax.axis_index(self.run.stage) == 0
+        dx = jnp.where(first & (row.exit >= 0), dx, jnp.zeros((), dx.dtype))
+        names = self.run.entering
+
+        def backward(m: Any, sums: Arrays) -> Arrays:
+            def entered(used: Arrays) -> jax.Array:
+                return self.stage.enter({**self.outside, **used}, m)
+
+            _, pull_back = jax.vjp(entered, {k: self.outside[k] for k in names})
+            return _added(sums, pull_back(dx)[0])
+
+        sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)
+        return carry._replace(outside={**carry.outside, **sums})
+
+    def _sometimes(self, name: str, work: Any, before: Any, row: Rows) -> Any:
+        """work(microbatch, before) in the ticks that have one, in others `before`. Nothing is
+        decided at run time where all ticks or none of the scan have."""
+        column, m = getattr(self.rows, name), getattr(row, name)
+        if (column < 0).all():
+            return before
+        axes = self.run.axes
+
+        def typed(m: Any, before: Any) -> Any:
+            return jax.tree.map(lambda leaf: vary(leaf, axes), work(m, before))
+
+        with jax.named_scope(name):
+            if (column >= 0).all():
+                return typed(m, before)
+            return lax.cond(m >= 0, typed, lambda m, before: before, m, before)
+
+    def _sent(self, x: jax.Array, way: int) -> jax.Array:
+        """What the neighbour has sent, of the stage before (way 1) or behind (-1)."""
+        n = lax.axis_size(self.run.stage)
+        pairs = [(i, (i + way) % n) for i in range(n)]
+        if self.run.chunks == 1:
+            pairs = [(a, b) for a, b in pairs if b - a == way]
+        return lax.ppermute(x, self.run.stage, pairs)
+
+    def _at(self, row: jax.Array) -> At:
+        work = jnp.maximum(self._mine(row), 0)
+        return At(work % self.run.chunks, work // self.run.chunks)
+
+    def _mine(self, row: jax.Array) -> jax.Array:
+        return row[lax.axis_index(self.run.stage)]
+
+
+def chunk_of(blocks: Arrays, chunk: Any) -> Arrays:
+    return {k: _take(leaf, chunk) for k, leaf in blocks.items()}
+
+
+def _take(buffer: jax.Array, slot: Any) -> jax.Array:
+    """buffer[slot]; of slot -1 anything."""
+    if len(buffer) == 1:
+        return buffer[0]
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
+
+
+def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+    """`buffer` with `value` at `slot`; with slot -1 as it was."""
+    kept = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
+    return lax.dynamic_update_index_in_dim(buffer, kept, jnp.maximum(slot, 0), 0)
+
+
+def _take_all(buffers: list[jax.Array], slot: Any, tree: Any) -> Any:
+    return jax.tree.unflatten(tree, [_take(buffer, slot) for buffer in buffers])
+
+
+def _put_all(buffers: list[jax.Array], slot: jax.Array, tree: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(tree)
+    return [_put(b, slot, leaf) for b, leaf in zip(buffers, leaves, strict=True)]
+
+
+def _added(sums: Arrays, grads: Arrays) -> Arrays:
+    return {k: sums[k] + grads[k].astype(jnp.float32) for k in sums}

@@ -1,0 +1,190 @@
+"""What the microbatches of a pipelined step send on their way, by arithmetic on its schedule.
+
+Lock-step: a tick with F costs every stage one F's collectives, masked or not, so blocks count by
+ticks. Embedding, head and their gradients run once a microbatch, whatever the schedule. Outside
+the pipeline tokens are split over (tensor, stage): a stage is handed its share by a gather over
+`stage`, and hands it back by a scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxtrain.planner import token_traffic as tokens
+from jaxtrain.planner.facts import PipelineFacts, StepFacts
+from jaxtrain.planner.sent import Sent, moved, times, ways
+from jaxtrain.planner.token_traffic import PRODUCTS
+from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimizer
+
+PERIOD = "period."
+
+NEEDED_OF_BLOCK = {
+    "none": (2, 1),
+    "full": (0, 0),
+    "attention": (1, 0),
+    "dots": (2, 1),
+    "dots_and_attention": (2, 1),
+}
+"""By remat policy, (column, row) products that a block makes before the last value it keeps: where
+its output is not used, what comes after that is not computed."""
+KEEPS_PRODUCTS = ("dots", "dots_and_attention")
+"""Policies that keep the outputs of a layer's products; then only the weights' gradients need their
+inputs again."""
+
+
+def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """Of all microbatches, from the embedding to the gradients as the optimizer takes them, before
+    the sums over the axes on which a leaf is whole."""
+    microbatch = (*_entering(facts, p), *_leaving(facts, p), *_exiting(facts, p))
+    yield from times(microbatch, facts.microbatches)
+    yield from times(_forward(facts, p), p.forward)
+    yield from times(_backward(facts, p), p.backward)
+    yield from times(_weights(facts, p), p.weight)
+    yield from times(_handed(facts, p, "activations to the next stage"), p.sent_on)
+    yield from times(_handed(facts, p, "gradients to the stage before"), p.sent_back)
+    blocks, outside = _parted(facts)
+    why = "weights outside the pipeline"
+    yield from gathers(facts, why, outside)
+    if facts.sharded:
+        yield from scatters(facts, f"gradients of {why}", outside)
+        yield from to_optimizer(facts, outside)
+    else:
+        yield from gathers(facts, "weights of all chunks", blocks)
+        yield from to_optimizer(facts, facts.leaves)
+
+
+def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
+    """Those of the pipeline, and those outside it."""
+    blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(PERIOD)}
+    return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
+
+
+def _outside(facts: StepFacts, part: str) -> int:
+    """Blocks before ("prefix.") or behind ("suffix.") the pipeline."""
+    return sum(name.startswith(part) for name in facts.layers.outside)
+
+
+def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
+    """What every stage but one, or with chunks every stage, hands to a neighbour."""
+    size = facts.tokens // ways(facts, facts.tensor) * facts.embed
+    whole = moved(facts, why, "all_gather", "lax", (p.axis,), facts.compute, size)
+    return [Sent(why, "collective-permute", e.axes, e.dtype, e.buffer_bytes, 1) for e in whole]
+
+
+def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> list[Sent]:
+    """A stage's tokens, gathered from the shares of all stages or scattered to them."""
+    size = facts.tokens // ways(facts, facts.tensor) * facts.embed
+    return moved(facts, why, collective, "lax", (p.axis,), facts.compute, size)
+
+
+def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """From ids to the first stage."""
+    wide = (*facts.tensor, p.axis)
+    yield from tokens.scattered(facts, "embedding", wide, 1)
+    yield from tokens.forward(facts, wide, _outside(facts, "prefix."))
+    yield from _between(facts, p, "pipeline input", "all_gather")
+
+
+def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """The gradients that come out of the first stage; blocks there run forward again, but for what
+    of the last one is not needed."""
+    wide, blocks = (*facts.tensor, p.axis), _outside(facts, "prefix.")
+    yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
+    if blocks:
+        yield from tokens.scattered(facts, "embedding, again for B", wide, 1)
+        yield from _rerun(facts, wide, blocks - 1, 1, NEEDED_OF_BLOCK[facts.layers.remat])
+    yield from tokens.backward(facts, wide, blocks, blocks)
+    yield from tokens.gathered(facts, "embedding, backward", wide, 1)
+
+
+def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """From the last stage through head and loss, and back."""
+    wide, blocks = (*facts.tensor, p.axis), _outside(facts, "suffix.")
+    yield from _between(facts, p, "pipeline output", "reduce_scatter")
+    yield from tokens.forward(facts, wide, blocks)
+    yield from tokens.head(facts, wide)
+    yield from tokens.backward(facts, wide, blocks, blocks)
+    yield from _between(facts, p, "pipeline output gradients", "all_gather")
+
+
+def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """A tick's F: one chunk forward."""
+    yield from tokens.forward(facts, facts.tensor, facts.layers.period * p.depth)
+    yield from _fetched(facts, p, "weights of a layer", p.depth)
+
+
+def _backward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """A tick's B: one chunk forward again, unless F has kept what is needed, and back."""
+    layers, axes = facts.layers, facts.tensor
+    if not p.kept:
+        whole, part = _run_again(facts, p)
+        needed = _needed_of_block(facts, p)
+        yield from _rerun(facts, axes, layers.period * whole, layers.period * part, needed)
+        turns = whole + part * _needs_weights(facts, p)
+        yield from _fetched(facts, p, "weights of a layer, again for B", turns)
+    again = not p.weight or layers.remat not in KEEPS_PRODUCTS
+    yield from tokens.backward(facts, axes, layers.period * p.depth, p.depth, again=again)
+    yield from _fetched(facts, p, "weights of a layer, backward", layers.fetched_again(p.depth))
+    if not p.weight:
+        yield from _weight_gradients(facts, p)
+
+
+def _run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
+    """(turns of a chunk run whole, turns whose result nobody needs): the last one's, unless it is a
+    turn of a loop like the others."""
+    layers = facts.layers
+    looped = not layers.unroll and not layers.prefetch and p.depth > 1
+    return (p.depth, 0) if looped else (p.depth - 1, 1)
+
+
+def _needed_of_block(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
+    """(column, row) products that make what B keeps of the last block: where there is W, also the
+    input of its last product."""
+    return NEEDED_OF_BLOCK["none" if p.weight else facts.layers.remat]
+
+
+def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
+    """Whether the last turn of the forward pass that B runs again has its weights gathered: they
+    are for what it keeps, or are kept themselves, or come in a loop for the turn after."""
+    layers = facts.layers
+    ahead = layers.prefetch and not layers.unroll and p.depth > 2
+    return any(_needed_of_block(facts, p)) or not layers.reshard or ahead
+
+
+def _rerun(
+    facts: StepFacts, axes: tuple[str, ...], whole: int, part: int, needed: tuple[int, int]
+) -> Iterator[Sent]:
+    """`whole` blocks forward, then `part` of whose last one only the products `needed` are; if it
+    needs none, nor do those before it in its turn of the stack."""
+    columns, rows = needed
+    if part and columns:
+        whole += part - 1
+    before = PRODUCTS * whole
+    yield from tokens.gathered(facts, "columns, again for B", axes, before + columns * (part > 0))
+    yield from tokens.scattered(facts, "rows, again for B", axes, before + rows * (part > 0))
+
+
+def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """A tick's W: the inputs of all products and their outputs' gradients, which lie split, are
+    gathered again for the weights'."""
+    count = PRODUCTS * facts.layers.period * p.depth
+    yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, count)
+    yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, count)
+    yield from _weight_gradients(facts, p)
+
+
+def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
+    """A turn's weights, gathered for use so often; nothing where they are gathered once a step."""
+    if facts.sharded:
+        blocks, _ = _parted(facts)
+        yield from times(gathers(facts, why, blocks, layers=p.chunks * p.depth), turns)
+
+
+def _weight_gradients(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+    """A chunk's, turn by turn, to where weights rest; then all of them to where the optimizer's
+    state does."""
+    if facts.sharded:
+        blocks, _ = _parted(facts)
+        layer = scatters(facts, "weight gradients of a layer", blocks, layers=p.chunks * p.depth)
+        yield from times(layer, p.depth)
+        yield from to_optimizer(facts, blocks, parts=p.chunks)

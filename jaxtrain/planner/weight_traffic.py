@@ -1,0 +1,97 @@
+"""What moves weights and their gradients between how they rest, are used and are updated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
+from jaxtrain.planner.sent import Sent, local_elements, moved, ways
+
+Axes = tuple[str, ...]
+Leaves = Mapping[str, LeafFacts]
+
+
+def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
+    """Leaves that rest split, gathered for use: one all-gather for each dtype and set of mesh axes.
+    Of one layer in `layers`, where leaves are stacked."""
+
+    def dtype(leaf: LeafFacts) -> str:
+        return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
+
+    found = []
+    for axes, name, elements in _grouped(facts, leaves, dtype):
+        found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers)
+    return found
+
+
+def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
+    """Their gradients summed and scattered back, in the dtype of sums."""
+    found = []
+    for axes, name, elements in _grouped(facts, leaves, lambda leaf: facts.reduce):
+        size = elements // layers
+        found += moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
+    return found
+
+
+def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
+    """Gradients on their way from where the backward pass leaves them to the optimizer's split; of
+    one part in `parts` of each leaf."""
+    begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in leaves.items()}
+    held = {k: local_elements(facts, leaf, begins[k]) // parts for k, leaf in leaves.items()}
+    why = "gradients to their optimizer state"
+    for turn in _rounds({k: (begins[k], leaf.optimizer) for k, leaf in leaves.items()}):
+        found = {k: (axes, "float32", held[k]) for k, axes in turn.items()}
+        yield from _together(facts, why, "reduce_scatter", found)
+        held |= {k: held[k] // ways(facts, axes) for k, axes in turn.items()}
+
+
+def updated(facts: StepFacts) -> Iterator[Sent]:
+    """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
+    held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in facts.leaves.items()}
+    for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in facts.leaves.items()}):
+        held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
+        leaves = {k: (axes, facts.leaves[k].dtype, held[k]) for k, axes in turn.items()}
+        yield from _together(facts, "updated parameters", "all_gather", leaves)
+
+
+def _grouped(
+    facts: StepFacts, leaves: Leaves, dtype: Callable[[LeafFacts], str]
+) -> Iterator[tuple[Axes, str, int]]:
+    """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
+    are gathered together. A leaf with several such dims takes a turn for each."""
+    held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
+    for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
+        found: dict[tuple[Axes, str], int] = defaultdict(int)
+        for name, axes in turn.items():
+            held[name] *= ways(facts, axes)
+            found[axes, dtype(leaves[name])] += held[name]
+        yield from ((*key, elements) for key, elements in found.items())
+
+
+def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
+    """The mesh axes that lie between two splits of each leaf, (fewer ways, more ways): a dim of
+    each leaf a round."""
+    between = {
+        name: [b[len(a) :] for a, b in zip(fewer, more, strict=True) if a != b]
+        for name, (fewer, more) in splits.items()
+    }
+    turns = max(map(len, between.values()), default=0)
+    return [{k: dims[i] for k, dims in between.items() if i < len(dims)} for i in range(turns)]
+
+
+def _together(
+    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[Axes, str, int]]
+) -> Iterator[Sent]:
+    """A reduce-scatter or all-gather of leaves (mesh axes, dtype, elements of the whole); those of
+    which a device's part is small in one for each dtype and set of axes."""
+    small: dict[tuple[Axes, str], int] = defaultdict(int)
+    for name, (axes, dtype, elements) in leaves.items():
+        if elements // ways(facts, axes) <= facts.sums.small_leaf:
+            small[axes, dtype] += elements
+            continue
+        line = f"{why}: {name}"
+        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+    for (axes, dtype), elements in small.items():
+        line = f"{why}: small leaves"
+        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)

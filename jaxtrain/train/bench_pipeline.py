@@ -1,0 +1,337 @@
+"""`bench pipeline`: seconds a step of every schedule, beside what their tables predict.
+
+In lock-step a masked tick works too, so a step lasts as long as its table costs
+(`pipeline.analysis.cost`) and what is done once. The costs of F, B, W and the head are measured
+each by itself (`pipeline_costs`). They and the steps take turns in one process, one program at a
+time, so that whatever else the machine does hits all alike. On simulated devices, which share the
+machine's cores.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data import BigramChain
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.rotary import Rope
+from jaxtrain.optim.optimizer import AdamW
+from jaxtrain.pipeline.analysis import bubble, cost
+from jaxtrain.pipeline.config import Pipeline
+from jaxtrain.pipeline.schedule import Costs, Schedule
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble
+from jaxtrain.train.batches import PlacedRows, fields_of, numbered
+from jaxtrain.train.pipeline_costs import runs_of, ticks_of
+from jaxtrain.train.session import CACHE_DIR, initialise
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step
+
+PIPELINES = (
+    Pipeline("one_f_one_b"),
+    Pipeline("gpipe"),
+    Pipeline("interleaved", chunks=2),
+    Pipeline("zero_bubble"),
+)
+MEASURED_AT = 8
+"""Microbatches at which costs are measured, and of the 1F1B step that tells what is done once."""
+PREDICTED = (2, 32)
+ROUNDS = 5
+BOUND = 0.15
+"""An error of a prediction that is larger is marked."""
+PASSES = (1, 3)
+"""How often a program of costs follows its tables: what the longer takes beyond the shorter is
+ticks alone, and nothing that is done once."""
+
+Arrays = dict[str, Any]
+Program = Callable[[], Any]
+Key = tuple[Pipeline, int]
+"""A step: its schedule and its microbatches."""
+
+
+def benchmark(stages: int) -> Experiment:
+    """Four layers a stage, so wide that their arithmetic outweighs what a tick does beside it.
+    `batch` is one microbatch."""
+    block = BlockConfig(AttentionConfig(heads=4, rope=Rope(1e4)), MlpConfig(hidden=768))
+    return Experiment(
+        model=DecoderConfig(vocab=2048, embed=256, layers=4 * stages, period=(block,)),
+        data=BigramChain(vocab=2048, seq=128),
+        optimizer=AdamW(1e-3),
+        steps=100,
+        batch=2,
+        evaluation=None,
+        checkpoints=None,
+    )
+
+
+# Programs
+
+
+@dataclass(eq=False)
+class _Machine:
+    """Where programs run. experiment: with a microbatch for its batch. states: the train state of
+    each number of chunks, which its programs hand on to one another."""
+
+    experiment: Experiment
+    stages: int
+    states: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        e, self.spec = self.experiment, mesh_from_axes(stage=self.stages)
+        self.dataset = e.data.open("train", seed=e.seed, cache_dir=CACHE_DIR.expanduser())
+        self.fields = fields_of(self.dataset, e.data)
+        self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
+
+    def assembled(self, pipeline: Pipeline, microbatches: int) -> Assembly:
+        e = self.experiment
+        execution = replace(e.execution, pipeline=pipeline)
+        assert isinstance(e.batch, int), "the rows of one microbatch do not change"
+        batch = microbatches * e.batch
+        e = replace(e, execution=execution, microbatches=microbatches, batch=batch)
+        return assemble(e, self.spec, self.fields)
+
+    def step(self, assembly: Assembly) -> Program:
+        """The train step as `train` runs it."""
+        chunks = assembly.on_stages.layout.chunks
+        where = shardings(assembly.abstract, assembly.splits, self.mesh)
+        program = compile_step(assembly, self.mesh, where)
+        if chunks not in self.states:
+            self.states[chunks] = jax.block_until_ready(initialise(assembly, where))
+        batch = self._batch(assembly)
+
+        def run() -> Any:
+            self.states[chunks], metrics = program(self.states[chunks], batch)
+            return self.states[chunks], metrics
+
+        return run
+
+    def ticks(self, assembly: Assembly, kind: str) -> dict[int, Program]:
+        """`ticks_of` by its passes, with parameters of a step of as many chunks, which comes
+        first."""
+        chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
+        program = jax.jit(ticks_of(assembly, self.mesh, kind))
+        lowered = program.lower(self.states[chunks].params, batch, jnp.int32(1))
+        compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
+
+        def following(passes: int) -> Program:
+            count = jnp.int32(passes)
+            return lambda: compiled(self.states[chunks].params, batch, count)
+
+        return {passes: following(passes) for passes in PASSES}
+
+    def _batch(self, assembly: Assembly) -> Arrays:
+        e = assembly.experiment
+        placed = PlacedRows(self.dataset, assembly.batch_shardings(self.mesh), e.microbatches)
+        return placed.rows(numbered(e.batch)(0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule at a number of microbatches. cost: in forward passes of a stage, head included.
+    measured_s: median of the rounds; spread: between their fastest and slowest, over it."""
+
+    schedule: str
+    chunks: int
+    microbatches: int
+    ticks: int
+    cost: float
+    bubble: float
+    predicted_s: float
+    measured_s: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """Below 0: the step takes longer than predicted."""
+        return self.predicted_s / self.measured_s - 1
+
+    def line(self) -> str:
+        mark = " !" if abs(self.error) > BOUND else ""
+        return (
+            f"{self.schedule:<12} {self.microbatches:>3} {self.ticks:>5} {self.cost:>9.2f} "
+            f"{self.bubble:>7.1%} {self.predicted_s:>11.3f} {self.measured_s:>10.3f} "
+            f"{self.spread:>7.1%} {self.error:>+7.1%}{mark}"
+        )
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """costs: seconds of a stage's work on one microbatch, `whole` the B of schedules without W.
+    once_s: of the 1F1B step at `measured_at` microbatches, what its table does not cost. at: the
+    row of that step, whose error is none by definition."""
+
+    what: str
+    stages: int
+    measured_at: int
+    costs: Costs
+    once_s: float
+    at: Row
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> float:
+        return max(abs(row.error) for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        costs = {f"{name}_s": seconds for name, seconds in vars(self.costs).items()}
+        return {
+            **{"stages": self.stages, "measured_at": self.measured_at, **costs},
+            **{"once_s": self.once_s, "bound": BOUND, "worst_error": self.worst},
+            "rows": [{**vars(row), "error": row.error} for row in (self.at, *self.rows)],
+        }
+
+    def table(self) -> str:
+        c, ms = self.costs, 1e3
+        head = (
+            f"{'schedule':<12} {'M':>3} {'ticks':>5} {'cost in F':>9} {'bubble':>7} "
+            f"{'predicted s':>11} {'measured s':>10} {'spread':>7} {'error':>7}"
+        )
+        assert c.whole is not None, "it was measured"
+        within = sum(abs(row.error) <= BOUND for row in self.rows)
+        return "\n".join(
+            [
+                self.what,
+                f"measured at M={self.measured_at}, ms a stage and microbatch: F "
+                f"{c.forward * ms:.2f}, B {c.whole * ms:.2f}; split: B {c.backward * ms:.2f}, W "
+                f"{c.weight * ms:.2f}; head, with embedding, {c.head * ms:.2f}; once a step "
+                f"{self.once_s * ms:.2f}",
+                head,
+                f"{self.at.line()}  (gives what is done once)",
+                *(row.line() for row in self.rows),
+                f"{within} of {len(self.rows)} predictions within {BOUND:.0%}, the worst off by "
+                f"{self.worst:.1%}",
+            ]
+        )
+
+
+def bench_pipeline(
+    stages: int = 2,
+    *,
+    experiment: Experiment | None = None,
+    measured_at: int = MEASURED_AT,
+    predicted: tuple[int, ...] = PREDICTED,
+    rounds: int = ROUNDS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> PipelineReport:
+    """Predict and time the step of all of PIPELINES on `stages` simulated devices.
+
+    experiment: with one microbatch for its batch; None: `benchmark`. measured_at: microbatches at
+    which costs are measured; predicted: those of the steps. rounds: in each of which every program
+    runs once. progress: told what is being done, in lines.
+
+    Raises ValueError for fewer than 2 stages, an experiment that does not fit them, or a process
+    with fewer devices.
+    """
+    refuse("bench pipeline", [] if stages > 1 else [f"stages={stages}; a pipeline has 2 or more"])
+    e = experiment or benchmark(stages)
+    machine, started = _Machine(e, stages), time.perf_counter()
+
+    def told(text: str) -> None:
+        progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
+
+    one, split = PIPELINES[0], PIPELINES[-1]
+    at = (one, measured_at)
+    steps = {at: machine.assembled(*at)}
+    steps |= {(p, m): machine.assembled(p, m) for m in predicted for p in PIPELINES}
+    of_one, of_split = steps[at], machine.assembled(split, measured_at)
+    works = {
+        **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
+        **{"backward": (of_split, "B"), "weight": (of_split, "W")},
+    }
+    seconds = take_turns(_compiled(machine, steps, works, told), rounds, told)
+    return report_of(
+        _described(e, rounds),
+        {
+            name: runs_of(assembly.on_stages.schedule, kind)
+            for name, (assembly, kind) in works.items()
+        },
+        {key: assembly.on_stages.schedule for key, assembly in steps.items()},
+        at,
+        seconds,
+    )
+
+
+def _compiled(
+    machine: _Machine,
+    steps: Mapping[Key, Assembly],
+    works: Mapping[str, tuple[Assembly, str]],
+    told: Callable[[str], None],
+) -> dict[Any, Program]:
+    """Programs by the keys of `report_of`'s seconds."""
+    programs: dict[Any, Program] = {}
+    for (pipeline, microbatches), assembly in steps.items():
+        told(f"compiling the step of {pipeline.schedule}, M={microbatches}")
+        programs[pipeline, microbatches] = machine.step(assembly)
+    for name, (assembly, kind) in works.items():
+        told(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
+        found = machine.ticks(assembly, kind)
+        programs |= {(name, passes): program for passes, program in found.items()}
+    return programs
+
+
+def _described(e: Experiment, rounds: int) -> str:
+    model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return (
+        f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "
+        f"{e.data.seq} tokens a microbatch; median of {rounds} rounds; {os.cpu_count()} cores, "
+        f"load at the end {load:.1f}"
+    )
+
+
+def take_turns(
+    programs: Mapping[Any, Program], rounds: int, told: Callable[[str], None]
+) -> dict[Any, list[float]]:
+    """Seconds of each program in each round, after one that is not timed. One at a time: programs
+    side by side wait for each other's collectives forever. Who begins changes."""
+    names, seconds = list(programs), {name: list[float]() for name in programs}
+    for turn in range(rounds + 1):
+        told(f"round {turn} of {rounds}" if turn else f"{len(names)} programs, once untimed")
+        first = turn * len(names) // (rounds + 1)
+        for name in [*names[first:], *names[:first]]:
+            began = time.perf_counter()
+            jax.block_until_ready(programs[name]())
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def report_of(
+    what: str,
+    counts: Mapping[str, int],
+    schedules: Mapping[Key, Schedule],
+    at: Key,
+    seconds: Mapping[Any, list[float]],
+) -> PipelineReport:
+    """The report of times: of steps by `schedules`' keys, of costs by (field of `Costs`, passes),
+    `counts` of each in a pass. `at`: the step that tells what is done once."""
+    few, many = PASSES
+    measured = {}
+    for name, count in counts.items():
+        longer = [b - a for a, b in zip(seconds[name, few], seconds[name, many], strict=True)]
+        # What is next to nothing may come out below it, beside other people's work.
+        measured[name] = max(1e-9, statistics.median(longer) / (many - few) / count)
+    costs = Costs(**measured)
+    once = statistics.median(seconds[at]) - cost(schedules[at], costs)
+
+    def row(key: Key) -> Row:
+        pipeline, schedule, found = key[0], schedules[key], statistics.median(seconds[key])
+        table = cost(schedule, costs)
+        return Row(
+            pipeline.schedule, pipeline.chunks, key[1], schedule.ticks,
+            table / costs.forward, bubble(schedule, costs),
+            table + once, found, (max(seconds[key]) - min(seconds[key])) / found,
+        )  # fmt: skip
+
+    others = tuple(row(key) for key in schedules if key != at)
+    return PipelineReport(what, schedules[at].stages, at[1], costs, once, row(at), others)

@@ -1,0 +1,73 @@
+"""All factorisations of a mesh, and pairwise covering arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+AXES = ("data", "fsdp", "stage", "tensor")
+
+
+def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
+    """Every way to write `devices` as an ordered product over the axes, each factor >= 1."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = [
+        dict(zip(axes, sizes, strict=True))
+        for sizes in product(divisors, repeat=len(axes))
+        if math.prod(sizes) == devices
+    ]
+    assert len(found) == factorisation_count(devices, len(axes)), "a factorisation was lost"
+    return found
+
+
+def factorisation_count(devices: int, axes: int) -> int:
+    """The closed form: the product over primes p^k of C(k + axes - 1, axes - 1)."""
+    count, n, p = 1, devices, 2
+    while n > 1:
+        k = 0
+        while n % p == 0:
+            n, k = n // p, k + 1
+        count *= math.comb(k + axes - 1, axes - 1)
+        p += 1
+    return count
+
+
+def covering_array(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Rows in which every pair of values of every two options stands together at least once.
+
+    Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: start from the first
+    uncovered pair and give each further option the value that covers most.
+    """
+    names = list(options)
+    index = {name: range(len(options[name])) for name in names}
+    uncovered = {
+        ((a, i), (b, j)) for a, b in combinations(names, 2) for i in index[a] for j in index[b]
+    }
+    order = {name: at for at, name in enumerate(names)}
+    rows = []
+    while uncovered:
+        first = min(uncovered, key=lambda pair: [(order[n], i) for n, i in pair])
+        row = dict(first)
+        for name in names:
+            if name not in row:
+                gains = [_covers({**row, name: i}, name, order, uncovered) for i in index[name]]
+                row[name] = gains.index(max(gains))
+        cells = sorted(row.items(), key=lambda cell: order[cell[0]])
+        uncovered -= set(combinations(cells, 2))
+        rows.append({name: options[name][row[name]] for name in names})
+    return rows
+
+
+def _covers(
+    row: dict[str, int], name: str, order: dict[str, int], uncovered: set[tuple[Any, Any]]
+) -> int:
+    """How many uncovered pairs `name` makes with the rest of the row."""
+    mine = (name, row[name])
+    pairs = (
+        (mine, other) if order[name] < order[other[0]] else (other, mine)
+        for other in row.items()
+        if other[0] != name
+    )
+    return sum(pair in uncovered for pair in pairs)

@@ -1,0 +1,268 @@
+"""A decoder on a pipeline: what a stage does, and the sums of a step or an evaluation.
+
+What stands before and behind the pipeline is split over (tensor, stage) as it else is over tensor:
+every stage has its slice of the vocabulary, and of the heads of blocks outside the period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.sharding import STAGE, ways
+from jaxtrain.models.block import Context
+from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
+from jaxtrain.nn.module import put_together
+from jaxtrain.nn.split import SplitLayers
+from jaxtrain.nn.stack import Body, LayerLoop, linearised, pulled_back, run_layers
+from jaxtrain.pipeline.executor import Executor
+from jaxtrain.pipeline.schedule import make_schedule
+from jaxtrain.pipeline.slots import forward_only, training
+from jaxtrain.pipeline.tick import At
+from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.gradients import Gradients, LocalSums, Reduction
+
+Arrays = dict[str, Any]
+PERIOD = "period."
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderStage:
+    """A `pipeline.executor.Stage`. inner: the communicator within a stage; wide: of what all stages
+    share. model: with parameters of any values. key: the step's, None for no dropout. settle:
+    one microbatch's gradients of blocks to what is accumulated."""
+
+    assembly: Assembly
+    inner: Explicit
+    wide: Explicit
+    params: Arrays
+    batch: Arrays
+    key: Any
+    loop: LayerLoop
+    settle: Callable[[Arrays], Arrays]
+
+    def enter(self, outside: Arrays, microbatch: Any) -> jax.Array:
+        model, batch = self._model(outside), self._batch(microbatch)
+        context = model.context(batch, self._key(microbatch), self.wide)
+        x = model.enter(model.embedding[...], batch, context, self.wide, self.loop)
+        by = self.wide.collectives.tensor
+        return gather_tokens("pipeline input gradients", (STAGE,), by, x)
+
+    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+        model, batch = self._model(outside), self._batch(microbatch)
+        context = model.context(batch, self._key(microbatch), self.wide)
+        y = scatter_tokens("pipeline output", (STAGE,), self.wide.collectives.tensor, y)
+        return model.leave(model.embedding[...], y, batch, context, self.wide, self.loop)
+
+    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
+        return run_layers(self._body(self.inner), chunk, x, self._extras(at), **self._layers)
+
+    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+        if self._split is not None:
+            return self._split.linearised(chunk, x, self._extras(at))
+        return linearised(self._body(self.inner), chunk, x, self._extras(at), **self._layers)
+
+    def pulled_back(
+        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
+    ) -> tuple[Arrays, jax.Array, Any]:
+        if self._split is not None:
+            grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
+            return self._settled(grads), dx, stash
+        grads, dx = pulled_back(saved, chunk, dy, self._extras(at), **self._layers)
+        return self._settled(grads), dx, ()
+
+    def weight_gradients(self, stash: Any, chunk: Arrays) -> Arrays:
+        assert self._split is not None, "a schedule without W asks for none"
+        return self._settled(self._split.weight_gradients(stash, chunk))
+
+    @cached_property
+    def _split(self) -> SplitLayers | None:
+        if self.assembly.on_stages.schedule.weight is None:
+            return None
+        axes = tuple(self.assembly.sizes)
+        zero = partial(vary, axes=axes)
+        return SplitLayers(self._body, self.inner, **self._layers, vary=zero)
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        return dict(
+            fetch=lambda p: self.inner.fetch(p, PERIOD),
+            scatter=lambda g: self.inner.scatter(g, PERIOD),
+            loop=self.loop,
+        )
+
+    def _settled(self, grads: Arrays) -> Arrays:
+        many = self.assembly.on_stages.layout.chunks > 1  # then leaves have a dim for them
+        settled = self.settle({PERIOD + k: g[None] if many else g for k, g in grads.items()})
+        return {k.removeprefix(PERIOD): g[0] if many else g for k, g in settled.items()}
+
+    def _body(self, comm: Any) -> Body:
+        """One turn of the period, asking `comm`."""
+
+        def body(params: Arrays, x: jax.Array, extras: Any, slot: Any) -> jax.Array:
+            context, layers = extras
+            turn = self._model({}).stack(comm)[1]
+            if not self.assembly.on_stages.layout.padding:
+                return turn(params, x, context, layers[slot])
+            y = turn(params, x, context, jnp.maximum(layers[slot], 0))
+            return jnp.where(layers[slot] >= 0, y, x)
+
+        return body
+
+    def _extras(self, at: At) -> tuple[Context, jax.Array]:
+        """The microbatch's context, and which layer is in each slot of the chunk."""
+        model, batch = self._model({}), self._batch(at.microbatch)
+        layout = self.assembly.on_stages.layout
+        of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
+        layers = jnp.asarray(of_stages)[at.chunk, lax.axis_index(STAGE)]
+        return model.context(batch, self._key(at.microbatch), self.inner), layers
+
+    def _model(self, outside: Arrays) -> Any:
+        params = self.params
+        if self.assembly.on_stages.layout.chunks > 1:  # a model knows no chunks: any one of them
+            params = {k: p[0] if k.startswith(PERIOD) else p for k, p in params.items()}
+        return put_together(self.assembly.split.static, {**params, **outside})
+
+    def _batch(self, microbatch: Any) -> Arrays:
+        take = lax.dynamic_index_in_dim
+        return {k: take(v, microbatch, 0, keepdims=False) for k, v in self.batch.items()}
+
+    def _key(self, microbatch: Any) -> Any:
+        return None if self.key is None else jax.random.fold_in(self.key, microbatch)
+
+
+def pipeline_sums(
+    assembly: Assembly, comm: Explicit, reduction: Reduction, *, fill: float = 0.0
+) -> LocalSums:
+    """The shares of a step's sums that a device makes, all microbatches on their way at once."""
+    save = assembly.experiment.execution.pipeline.save == "residuals"
+    rows, buffers = training(assembly.on_stages.schedule, keep_residuals=save)
+    run = executor_of(assembly, rows, buffers, fill)
+    wide = _wide(assembly, comm)
+
+    def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
+        stage, blocks, outside, x = on_device(assembly, comm, reduction, params, batch, key)
+        found = run(stage, blocks, outside, scale, x)
+        grads = {PERIOD + k: _laid(assembly, g) for k, g in found.blocks.items()}
+        rest = found.outside
+        if reduction.sharded:
+            scattered = wide.scatter(rest, "")
+            rest = reduction.settle({k: g.astype(params[k].dtype) for k, g in scattered.items()})
+        return Gradients(found.loss, found.count, {**grads, **rest}, {})
+
+    return sums
+
+
+class OnDevice(NamedTuple):
+    """What an `Executor` is given: blocks [V, layers of a position, ...] and the parameters outside
+    the pipeline, as used; x: an activation's shape."""
+
+    stage: DecoderStage
+    blocks: Arrays
+    outside: Arrays
+    x: jax.ShapeDtypeStruct
+
+
+def on_device(
+    assembly: Assembly,
+    comm: Explicit,
+    reduction: Reduction,
+    params: Arrays,
+    batch: Arrays,
+    key: Any,
+) -> OnDevice:
+    """This device's part of a training step."""
+    save = assembly.experiment.execution.pipeline.save == "residuals"
+    loop = replace(assembly.loop, reshard_after_forward=True) if save else assembly.loop
+    inner, wide = comm if reduction.sharded else comm.whole(), _wide(assembly, comm)
+    blocks, outside = _parted(params)
+    outside = wide.fetch(outside, "")
+    if not reduction.sharded:
+        blocks = comm.fetch(blocks, "")
+    stage = DecoderStage(assembly, inner, wide.whole(), params, batch, key, loop, reduction.settle)
+    return OnDevice(stage, _chunked(assembly, blocks), outside, _activation(assembly, comm))
+
+
+def evaluated_at_once(assembly: Assembly) -> int:
+    """Batches that a call of the evaluation step takes: of a pipeline as many as it has stages, so
+    that each of them works for more than half of the time."""
+    return 1 if assembly.pipeline is None else assembly.on_stages.layout.stages
+
+
+def pipeline_loss(assembly: Assembly, comm: Explicit) -> Callable[[Arrays, Arrays, Arrays], Any]:
+    """(params, {}, batch [`evaluated_at_once`, rows, ...]) -> (share of loss sum, of the count)."""
+    layout = assembly.on_stages.layout
+    kind = "interleaved" if layout.chunks > 1 else "one_f_one_b"
+    batches = evaluated_at_once(assembly)
+    schedule = make_schedule(kind, layout.stages, batches, layout.chunks)
+    run = executor_of(assembly, *forward_only(schedule), 0.0)
+    wide = _wide(assembly, comm)
+
+    def loss(params: Arrays, _: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        blocks, outside = _parted(params)
+        outside = wide.fetch(outside, "")
+        stage = DecoderStage(
+            assembly, comm, wide.whole(), params, batch, None, assembly.loop, lambda g: g
+        )
+        one = jnp.float32(1.0)
+        found = run(stage, _chunked(assembly, blocks), outside, one, _activation(assembly, comm))
+        return found.loss, found.count
+
+    return loss
+
+
+def executor_of(assembly: Assembly, rows: Any, buffers: Any, fill: float) -> Executor:
+    """The executor of these tables; fill: what its buffers hold before anything else."""
+    tied = assembly.experiment.model.tied
+    outside = [k for k in assembly.places if not k.startswith(PERIOD)]
+    entering = tuple(k for k in outside if k.startswith(("embedding", "positions", "prefix.")))
+    leaving = tuple(k for k in outside if k not in entering)
+    return Executor(
+        rows=rows,
+        buffers=buffers,
+        chunks=assembly.on_stages.layout.chunks,
+        stage=STAGE,
+        axes=tuple(assembly.sizes),
+        entering=entering,
+        leaving=(*leaving, "embedding") if tied else leaving,
+        fill=fill,
+    )
+
+
+def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
+    """The communicator of what all stages share. Over (tensor, stage) by the compiler's own
+    collectives: no ring of links joins the devices of both."""
+    collectives = replace(comm.collectives, tensor=Lax())
+    return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
+
+
+def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
+    """Those of the pipeline, and those outside it."""
+    blocks = {k: p for k, p in params.items() if k.startswith(PERIOD)}
+    return blocks, {k: p for k, p in params.items() if k not in blocks}
+
+
+def _chunked(assembly: Assembly, blocks: Arrays) -> Arrays:
+    """[V, layers of a position, ...], named without `period.`."""
+    many = assembly.on_stages.layout.chunks > 1
+    return {k.removeprefix(PERIOD): p if many else p[None] for k, p in blocks.items()}
+
+
+def _laid(assembly: Assembly, grads: jax.Array) -> jax.Array:
+    return grads if assembly.on_stages.layout.chunks > 1 else grads[0]
+
+
+def _activation(assembly: Assembly, comm: Explicit) -> jax.ShapeDtypeStruct:
+    """The residual stream of a microbatch on one device."""
+    rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
+    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
+    shape = (rows * seq // ways(assembly.tensor, assembly.sizes), assembly.experiment.model.embed)
+    return jax.ShapeDtypeStruct(shape, comm.compute_dtype)

@@ -1,0 +1,216 @@
+"""`bench pipeline`: its arithmetic by hand, that its programs do the work, one run of it all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.experiment import Experiment
+from jaxtrain.pipeline.analysis import cost
+from jaxtrain.pipeline.schedule import Costs, make_schedule
+from jaxtrain.pipeline.slots import training
+from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.train import bench_pipeline as bench
+from jaxtrain.train.bench_pipeline import (
+    PASSES,
+    PIPELINES,
+    bench_pipeline,
+    report_of,
+    take_turns,
+)
+from jaxtrain.train.pipeline_costs import only, runs_of, ticks_of
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step
+
+ONE, GPIPE, INTERLEAVED, SPLIT = PIPELINES
+
+
+def schedules(*microbatches: int, stages: int = 2) -> dict[Any, Any]:
+    return {
+        (p, m): make_schedule(p.schedule, stages, m, p.chunks)
+        for m in microbatches
+        for p in PIPELINES
+    }
+
+
+# Arithmetic
+
+
+def report(slower: float = 1.0) -> bench.PipelineReport:
+    """Of a machine on which F takes 1 s, B 3, a split B 2, W 1.5, the head 0.25, and what is done
+    once 5; steps of zero_bubble take `slower` times as long."""
+    found = schedules(8, 2, 32)
+    table = {key: found[key] for key in [(ONE, 8), *(k for k in found if k[1] != 8)]}
+    each = {"forward": 1.0, "whole": 3.0, "backward": 2.0, "weight": 1.5, "head": 0.25}
+    counts = dict.fromkeys(each, 9) | {"weight": 8, "head": 8}
+    seconds: dict[Any, list[float]] = {}
+    for (pipeline, m), _ in table.items():
+        by_hand = {
+            ONE: 4 * (m + 1),
+            GPIPE: 4 * (m + 1),
+            INTERLEAVED: 4 * (m + 1 / 2),
+            SPLIT: 3 * (m + 1) + 1.5 * m,
+        }
+        took = by_hand[pipeline] + 0.25 * m + 5
+        took *= slower if pipeline == SPLIT else 1
+        seconds[pipeline, m] = [took, 0.9 * took, 2 * took]  # the median is the first
+    for name, second in each.items():
+        for passes in PASSES:
+            took = 7 + passes * counts[name] * second
+            seconds[name, passes] = [took, took + 100, took]
+    return report_of("a machine", counts, table, (ONE, 8), seconds)
+
+
+def test_predictions_are_those_made_by_hand() -> None:
+    found = report()
+    assert found.costs == Costs(1.0, 2.0, 1.5, 0.25, 3.0)
+    assert found.once_s == pytest.approx(5)
+    assert found.worst == pytest.approx(0, abs=1e-12)
+    assert {(row.schedule, row.microbatches) for row in found.rows} == {
+        (p.schedule, m) for p in PIPELINES for m in (2, 32)
+    }
+    for row in found.rows:
+        assert row.predicted_s == pytest.approx(row.measured_s)
+        assert row.cost == pytest.approx(row.predicted_s - 5)
+        assert row.spread == pytest.approx(1.1)
+    assert "8 of 8 predictions within 15%" in found.table() and "!" not in found.table()
+
+
+def test_an_error_beyond_the_bound_is_marked() -> None:
+    found = report(slower=1.25)
+    lines = [line for line in found.table().splitlines() if "!" in line]
+    assert [line.split()[:2] for line in lines] == [["zero_bubble", "2"], ["zero_bubble", "32"]]
+    assert "6 of 8 predictions within 15%, the worst off by 20.0%" in found.table()
+    told = found.as_json()
+    assert told["worst_error"] == pytest.approx(0.2) and told["weight_s"] == pytest.approx(1.5)
+    errors = {(row["schedule"], row["microbatches"]): row["error"] for row in told["rows"]}
+    assert errors["zero_bubble", 32] == pytest.approx(-0.2)
+    assert errors["one_f_one_b", 8] == pytest.approx(0)
+
+
+def test_everything_runs_once_a_round_and_the_first_is_not_timed() -> None:
+    ran: list[str] = []
+    names = ["a", "b", "c"]
+    programs = {name: lambda name=name: ran.append(name) for name in names}
+    seconds = take_turns(programs, 5, lambda text: None)
+    rounds = np.reshape(ran, (6, 3))
+    assert all(sorted(turn) == names for turn in rounds.tolist())
+    assert set(rounds[:, 0]) == set(names), "nobody is always first"
+    assert {name: len(mine) for name, mine in seconds.items()} == dict.fromkeys(names, 5)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.schedule)
+def test_ticks_with_one_kind_of_work_are_the_schedules_own(pipeline: Any) -> None:
+    for stages, m in ((2, 3), (3, 6)):
+        schedule = make_schedule(pipeline.schedule, stages, m, pipeline.chunks)
+        rows, _ = training(schedule, keep_residuals=False)
+        for kind, table in schedule.tables.items():
+            found = only(rows, kind)
+            mine = table[(table >= 0).any(1)]
+            work = {"F": found.forward, "B": found.backward, "W": found.weight}
+            assert np.array_equal(work.pop(kind), mine)
+            assert runs_of(schedule, kind) == len(mine)
+            for other in (*work.values(), found.enter, found.leave, found.exit):
+                assert len(other) == len(mine) and (other == -1).all()
+
+
+# Programs
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """What a compiler drops it drops when it optimises."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+
+
+@pytest.fixture
+def small(decoder: Experiment) -> Experiment:
+    return replace(decoder, model=replace(decoder.model, layers=2, tied=False), batch=2)
+
+
+def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
+    optimised: None, small: Experiment
+) -> None:
+    """In multiplications, as compiled: the step costs what its table says, of costs counted in the
+    programs that are timed."""
+    machine, m = bench._Machine(small, 2), 3
+    one, split = (machine.assembled(pipeline, m) for pipeline in (ONE, SPLIT))
+
+    def counted(assembly: Any, kind: str) -> float:
+        run, passes = ticks_of(assembly, machine.mesh, kind), max(PASSES)
+        program = jax.jit(lambda params, batch: run(params, batch, jnp.int32(passes)))
+        where = shardings(assembly.abstract, assembly.splits, machine.mesh)
+        given = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            (assembly.abstract.params, assembly.abstract_batch()),
+            (where.params, assembly.batch_shardings(machine.mesh)),
+        )
+        compiled = program.lower(*given).compile(compiler_options=assembly.compiler_options)
+        works = runs_of(assembly.on_stages.schedule, kind)
+        text = compiled.as_text()
+        assert text is not None
+        return dot_flops(text) / passes / works
+
+    forward, whole, head = (counted(one, kind) for kind in ("F", "B", "head"))
+    backward, weight = (counted(split, kind) for kind in ("B", "W"))
+    costs = Costs(forward, backward, weight, head, whole)
+    tokens, embed, hidden, vocab = 16, 8, 16, 16
+    # B runs F again, without the last product: nobody reads the output that it makes.
+    assert forward > 0 and whole == 3 * forward - 2 * tokens * hidden * embed
+    assert backward + weight == whole
+    assert head == 3 * 2 * tokens * embed * vocab / 2, "split over the stages"
+    for assembly in (one, split):
+        where = shardings(assembly.abstract, assembly.splits, machine.mesh)
+        step = compile_step(assembly, machine.mesh, where).as_text()
+        assert dot_flops(step) == cost(assembly.on_stages.schedule, costs)
+
+
+def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PIPELINES", (ONE, SPLIT))
+    lines: list[str] = []
+    found = bench_pipeline(
+        2, experiment=small, measured_at=2, predicted=(2,), rounds=1, progress=lines.append
+    )
+    (row,) = found.rows
+    assert (found.at.schedule, row.schedule) == ("one_f_one_b", "zero_bubble")
+    assert (found.at.microbatches, found.at.ticks, row.ticks) == (2, 4, 4)
+    assert 0 < found.at.measured_s < 60 and 0 < row.measured_s < 60
+    assert found.at.error == pytest.approx(0, abs=1e-9), "what is done once is taken from it"
+    assert any("W of zero_bubble" in line for line in lines)
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_one_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="stages=1; a pipeline has 2 or more"):
+        bench_pipeline(1)
+
+
+def test_the_command_prints_the_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measured(stages: int, *, progress: Any) -> bench.PipelineReport:
+        asked.append(stages)
+        progress("a line")
+        return report()
+
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", "GLIBC_TUNABLES"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(bench, "bench_pipeline", measured)
+    assert cli.main(["bench", "pipeline", "--stages", "4", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("a line\na machine\n") and "within 15%" in said.err
+    assert len(json.loads(said.out)["rows"]) == 9
+    assert cli.main(["bench", "pipeline"]) == 0
+    assert "within 15%" in capsys.readouterr().out
+    assert asked == [4, 2]
