@@ -347,10 +347,8 @@ def _schedule(options: Any) -> int:
     costs = Costs(**{name: time for name, time in times.items() if time is not None})
     told = _told(options)
     console = Console(file=told)
-    table = grid(schedule)
-    # A grid that is cut off would lie: what does not fit is as wide as it is.
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+    for part in grid(schedule, console.width):
+        console.print(part)
     print(figures(schedule, costs), file=told)
     if options.svg:
         Path(options.svg).write_text(svg(schedule, costs), encoding="utf-8")

@@ -21,7 +21,8 @@ class Collectives:
       parameters that were updated in parts, gathered to be whole again (ZeRO-1 and 2).
     tensor: activations between sequence-split and column-split. A `Ring` here
       is a collective matmul (`matmul.py`), whose sums of 16-bit activations travel in fp32; `Lax`'s
-      travel in the compute dtype. What a pipeline does over (tensor, stage) is `Lax`'s always.
+      travel in the compute dtype. What the embedding and the head of a
+      pipeline do over (tensor, stage) is `Lax`'s always.
 
     Raises ValueError for a field that holds no algorithm.
     """

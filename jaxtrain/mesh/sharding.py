@@ -292,6 +292,14 @@ def _violations(leaf: Leaf, sizes: Mapping[str, int]) -> list[str]:
             parts = ways(dim, sizes)
             if size % parts and not (table_name == "optimizer" and split == leaf.params):
                 mesh_axes = " x ".join(f"{a}={sizes[a]}" for a in dim)
+                if isinstance(axis, PaddedAxis):
+                    near = math.lcm(parts, 64)
+                    found.append(
+                        f"{leaf.path}: {axis}={axis.real}, padded to {size}, does not split over "
+                        f"{mesh_axes} ({table_name}); use a {axis}_multiple that {parts} divides, "
+                        f"such as {near}, or {_fitting(size, dim[-1])}"
+                    )
+                    continue
                 found.append(
                     f"{leaf.path}: {axis}={size} does not split over {mesh_axes} ({table_name}); "
                     f"use {axis}={size // parts * parts or parts} or {-(-size // parts) * parts}, "

@@ -129,7 +129,7 @@ def mesh_violations(
     beside = rules.of(("embed",), sizes)
     for block in dict.fromkeys((*config.prefix, *config.suffix)):
         found += _unsplit_heads(
-            block, _in_use(beside, sizes), sizes, "a block outside the period: "
+            block, _in_use(beside, sizes), sizes, "prefix and suffix, split over stage too: "
         )
     split = _in_use(rules, sizes)
     for block in dict.fromkeys(config.period):

@@ -20,6 +20,9 @@ class Pipeline:
     save: what a stage keeps of F until B. "inputs": its input alone, and B runs the stage forward
       again; "residuals": what the remat policy of `execution.loop` saves in each layer, never
       weights.
+
+    Of `execution.loop`, `prefetch` acts in no schedule that has W, `reshard_after_forward=False`
+    neither there nor where residuals are saved.
     """
 
     schedule: str = "one_f_one_b"
@@ -30,7 +33,9 @@ class Pipeline:
         found = []
         if not isinstance(self.schedule, str) or not (self.of_file or self.schedule in KINDS):
             near = did_you_mean(str(self.schedule), KINDS)
-            found.append(f"schedule={self.schedule!r} is neither a schedule nor a file{near}")
+            found.append(
+                f"schedule={self.schedule!r} is neither a schedule nor a .csv or .txt file{near}"
+            )
         if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
             found.append(f"chunks={self.chunks!r} must be a whole number of at least 1")
         if self.save not in SAVES:
@@ -47,7 +52,9 @@ class Pipeline:
         if not self.of_file:
             return make_schedule(self.schedule, stages, microbatches, self.chunks)
         found = read_schedule(self.schedule)
-        due = {"stages": stages, "microbatches": microbatches, "chunks": self.chunks}
+        due = {"stages": stages, "microbatches": microbatches}
+        if self.chunks != 1:
+            due["chunks"] = self.chunks
         wrong = [
             f"the table has {name}={getattr(found, name)} and this run has {value}"
             for name, value in due.items()

@@ -89,6 +89,14 @@ class StageLayout:
         flat = leaf.reshape(*leaf.shape[:dim], -1, *rest)
         return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
 
+    def by_chunk(self, leaf: jax.Array) -> jax.Array:
+        """A device's part of a laid leaf as [chunks, depth, ...]."""
+        return leaf if self.chunks > 1 else leaf[None]
+
+    def from_chunks(self, leaf: jax.Array) -> jax.Array:
+        """Inverse of `by_chunk`."""
+        return leaf if self.chunks > 1 else leaf[0]
+
     def axes(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Logical axes of a laid leaf."""
         if self.chunks == 1 or "layers" not in axes:

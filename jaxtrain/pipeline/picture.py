@@ -17,20 +17,30 @@ COLOURS = {"F": ("#7aa6e0", "#c3d7f2"), "B": ("#7cc48f", "#c6e6ce"), "W": ("#e3c
 UNIT, LANE, MARGIN = 28, 26, 64
 
 
-def grid(schedule: Schedule) -> Table:
-    """A row for each stage, a column for each tick."""
-    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column("stage", justify="right")
-    for tick in range(schedule.ticks):
-        table.add_column(str(tick), justify="left", no_wrap=True)
-    for stage in range(schedule.stages):
-        cells = [Text(str(stage))]
-        for tick in range(schedule.ticks):
+def grid(schedule: Schedule, width: int) -> list[Table]:
+    """A row for each stage, a column for each tick; in as many parts as `width` characters need."""
+    cells = [[cell(schedule, t, s) for t in range(schedule.ticks)] for s in range(schedule.stages)]
+    column = 1 + max(len(str(schedule.ticks)), *(len(text) for row in cells for text in row))
+    each = max(1, (width - len("stage ")) // column)
+    return [
+        _part(cells, range(first, min(first + each, schedule.ticks)), column - 1)
+        for first in range(0, schedule.ticks, each)
+    ]
+
+
+def _part(cells: list[list[str]], ticks: range, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right", min_width=len("stage"))
+    for tick in ticks:
+        table.add_column(str(tick), no_wrap=True, min_width=width)
+    for stage, row in enumerate(cells):
+        texts = [Text(str(stage))]
+        for tick in ticks:
             text = Text()
-            for word in cell(schedule, tick, stage).split():
+            for word in row[tick].split():
                 text.append(word, style=STYLES[word[0]])
-            cells.append(text)
-        table.add_row(*cells)
+            texts.append(text)
+        table.add_row(*texts)
     return table
 
 
@@ -43,7 +53,7 @@ def figures(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (f
     lines = [
         f"{s.kind}: {s.stages} stages, {s.microbatches} microbatches, {s.chunks} "
         f"chunk{'s' if s.chunks > 1 else ''} a stage; {s.ticks} ticks in loops of {loops}",
-        f"cost: {found} in units of a stage's forward pass{_published(s, costs)}",
+        f"cost: {found} {_unit(costs)}{_published(s, costs)}",
         f"bubble: {100 * bubble(s, costs):.1f}% of the step",
         f"inputs held at once by each stage: {' '.join(map(str, in_flight(s)))}",
         f"buffers that every stage is given, of one microbatch's activations each: {held}",
@@ -64,6 +74,13 @@ def as_json(schedule: Schedule, costs: Costs = Costs()) -> dict[str, Any]:  # no
         "in_flight": [int(n) for n in in_flight(schedule)],
         "slots": slots(schedule),
     }
+
+
+def _unit(costs: Costs) -> str:
+    if costs == Costs():
+        return "in units of a stage's forward pass"
+    c = costs
+    return f"with F {c.forward:g}, B {c.backward:g}, W {c.weight:g} and the head {c.head:g}"
 
 
 def _published(s: Schedule, costs: Costs) -> str:
@@ -93,12 +110,13 @@ def svg(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (froze
                 now += each[kind]
             x = MARGIN + UNIT * now
             lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{LANE}" y2="{{bottom}}"/>')
-    width, bottom = MARGIN + UNIT * now + 8, LANE * (schedule.stages + 1)
+    bottom = LANE * (schedule.stages + 1)
     labels = [
         f'<text x="{MARGIN - 8}" y="{LANE * (s + 1) + 17}" text-anchor="end">stage {s}</text>'
         for s in range(schedule.stages)
     ]
     title = figures(schedule, costs).splitlines()[0]
+    width = MARGIN + max(UNIT * now + 8, 6.5 * len(title))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 8}" '

@@ -193,12 +193,17 @@ class Tick:
 
     def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
         at, y = self._at(row.backward), None
+        x = _take(carry.inputs, self._mine(row.backward_input))
+        if not carry.kept:
+            # Run again in this tick, whatever a compiler finds equal: with one microbatch the same
+            # input lies there in other ticks.
+            x, cotangents = lax.optimization_barrier((x, carry.cotangents))
+            carry = carry._replace(cotangents=cotangents)
         chunk = chunk_of(self.blocks, at.chunk)
         with jax.named_scope("B"):
             if carry.kept:
                 saved = _take_all(carry.kept, self._mine(row.backward_kept), self.trees.kept)
             else:
-                x = _take(carry.inputs, self._mine(row.backward_input))
                 y, saved = self.stage.linearised(chunk, x, at)
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"

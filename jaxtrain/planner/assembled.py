@@ -122,6 +122,7 @@ def followed(assembly: Assembly) -> tuple[Rows, list[Span]]:
 
 def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
     rows, loops = followed(assembly)
+    _, buffers = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
 
     def ticks(kind: str, received: np.ndarray | None = None) -> int:
         """Of that kind of work; in loops in which any stage receives, where that is said."""
@@ -143,6 +144,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
         chunks=layout.chunks,
         depth=layout.depth,
         kept=_kept(assembly),
+        late_head=buffers.late_head,
     )
 
 

@@ -95,7 +95,7 @@ class PipelineFacts:
       activations, and gradients, are handed on: those with F, with B, but for loops in which no
       stage receives any.
     chunks: of a stage; depth: the stack's turns in each, padding included. kept: F keeps what B
-      needs, which else runs the stage forward again.
+      needs, which else runs the stage forward again. late_head: the head runs in ticks of B.
     """
 
     axis: str
@@ -107,6 +107,7 @@ class PipelineFacts:
     chunks: int
     depth: int
     kept: bool
+    late_head: bool
 
 
 @dataclass(frozen=True, kw_only=True)

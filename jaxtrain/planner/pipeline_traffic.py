@@ -74,7 +74,7 @@ def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
 def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> list[Sent]:
     """A stage's tokens, gathered from the shares of all stages or scattered to them."""
     size = facts.tokens // ways(facts, facts.tensor) * facts.embed
-    return moved(facts, why, collective, "lax", (p.axis,), facts.compute, size)
+    return moved(facts, why, collective, facts.tensor_by, (p.axis,), facts.compute, size)
 
 
 def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -131,10 +131,10 @@ def _backward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
     """(turns of a chunk run whole, turns whose result nobody needs): the last one's, unless it is a
-    turn of a loop like the others."""
+    turn of a loop like the others, or goes to the head."""
     layers = facts.layers
     looped = not layers.unroll and not layers.prefetch and p.depth > 1
-    return (p.depth, 0) if looped else (p.depth - 1, 1)
+    return (p.depth, 0) if looped or p.late_head else (p.depth - 1, 1)
 
 
 def _needed_of_block(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:

@@ -224,7 +224,9 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     if pipeline is not None:
         split = _laid(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
-    violations += unplaced
+    # A head count that does not split is told once, not again as the sizes of its matrices.
+    told = any("heads=" in v for v in violations)
+    violations += [v for v in unplaced if not (told and "heads=" in v)]
     execution = experiment.execution
     layout = None if pipeline is None else pipeline.layout
     parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
@@ -281,8 +283,11 @@ def _on_stages(
         schedule = experiment.execution.pipeline.table(
             stages=stages, microbatches=experiment.microbatches
         )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return None, [f"execution.pipeline: {error}"]
+    except OSError as error:
+        where = experiment.execution.pipeline.schedule
+        return None, [f"execution.pipeline: {where} cannot be read: {error.strerror}"]
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 

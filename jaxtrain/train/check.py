@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf
-from jaxtrain.pipeline.analysis import bubble, cost
+from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
-from jaxtrain.pipeline.slots import training
+from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.train.assembly import Assembly, assemble
 from jaxtrain.train.batches import fields_of
 from jaxtrain.train.natural import natural_form
+from jaxtrain.train.pipelined import activation_share
 from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import make_loss
+
+MUCH = 0.4
+"""A bubble of which `check` says what would make it smaller."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,15 @@ class CheckReport:
 
     def pipeline(self) -> dict[str, Any] | None:
         """Of the schedule: its shape, `ticks`, `cost` (in forward passes of a stage, B as two),
-        `bubble` (a share of the step) and `buffers` (of a microbatch's activations, on every
-        stage); of the layers how many there are and in how many `slots`."""
+        `bubble` (a share of the step) and `buffers` of every stage: for inputs and cotangents, of
+        `activation_bytes` each; for what F keeps (residuals) and B leaves to W (stashes) of one
+        microbatch. Of the layers how many there are and in how many `slots`."""
         if self.assembly.pipeline is None:
             return None
         schedule, layout = self.assembly.pipeline
         save = self.assembly.experiment.execution.pipeline.save
-        _, buffers = training(schedule, keep_residuals=save == "residuals")
+        e = self.assembly.experiment
+        share = activation_share(self.assembly, self.assembly.abstract_batch()["tokens"].shape[1:])
         return {
             "schedule": schedule.kind,
             "stages": schedule.stages,
@@ -87,10 +94,20 @@ class CheckReport:
             "ticks": schedule.ticks,
             "cost": cost(schedule),
             "bubble": bubble(schedule),
-            "buffers": {name: count for name, count in buffers._asdict().items() if count},
+            "buffers": slots(schedule, keep_residuals=save == "residuals"),
+            "activation_bytes": math.prod(share) * jnp.dtype(e.precision.compute).itemsize,
             "layers": layout.layers,
             "slots": layout.layers + layout.padding,
         }
+
+    def _fuller(self) -> str:
+        """What more microbatches would do for a pipeline that idles too long."""
+        schedule, _ = self.assembly.on_stages
+        if bubble(schedule) < MUCH or self.assembly.experiment.execution.pipeline.of_file:
+            return ""
+        more = 4 * schedule.stages
+        fuller = make_schedule(schedule.kind, schedule.stages, more, schedule.chunks)
+        return f"; microbatches={more} would make the bubble {bubble(fuller):.1%}"
 
     def _pipeline_line(self) -> str:
         found = self.pipeline()
@@ -98,20 +115,22 @@ class CheckReport:
             return ""
         chunks, held = found["chunks"], found["buffers"].items()
         cut = f"{found['stages']} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        m = found["microbatches"]
         line = (
-            f"\npipeline: {found['schedule']}, {cut}, {found['microbatches']} microbatches: "
+            f"\npipeline: {found['schedule']}, {cut}, {m} microbatch{'es' if m > 1 else ''}: "
             f"{found['ticks']} ticks, cost {found['cost']:g} forward passes of a stage, bubble "
-            f"{found['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in held)}"
+            f"{found['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in held)}, "
+            f"an input of {found['activation_bytes']:,} bytes{self._fuller()}"
         )
-        layers, slots = found["layers"], found["slots"]
-        if slots == layers:
+        layers, room = found["layers"], found["slots"]
+        if room == layers:
             return line
         blocks = len(self.assembly.experiment.model.period)
         what = "layers" if blocks == 1 else f"periods of {blocks} layers"
-        stand = "stands" if slots == layers + 1 else "stand"
+        stand = "stands" if room == layers + 1 else "stand"
         return (
-            f"{line}; {layers} {what} in {slots} slots of {cut}: {slots - layers} {stand} idle, "
-            f"{slots / layers - 1:.1%} more arithmetic in the blocks"
+            f"{line}; {layers} {what} in {room} slots of {cut}: {room - layers} {stand} idle, "
+            f"{room / layers - 1:.1%} more arithmetic in the blocks"
         )
 
 

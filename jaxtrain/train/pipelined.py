@@ -53,13 +53,13 @@ class DecoderStage:
         model, batch = self._model(outside), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(model.embedding[...], batch, context, self.wide, self.loop)
-        by = self.wide.collectives.tensor
+        by = self.inner.collectives.tensor
         return gather_tokens("pipeline input gradients", (STAGE,), by, x)
 
     def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
         model, batch = self._model(outside), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
-        y = scatter_tokens("pipeline output", (STAGE,), self.wide.collectives.tensor, y)
+        y = scatter_tokens("pipeline output", (STAGE,), self.inner.collectives.tensor, y)
         return model.leave(model.embedding[...], y, batch, context, self.wide, self.loop)
 
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
@@ -100,7 +100,8 @@ class DecoderStage:
         )
 
     def _settled(self, grads: Arrays) -> Arrays:
-        many = self.assembly.on_stages.layout.chunks > 1  # then leaves have a dim for them
+        """Of one chunk, which `settle` knows as a part of the laid leaf only."""
+        many = self.assembly.on_stages.layout.chunks > 1
         settled = self.settle({PERIOD + k: g[None] if many else g for k, g in grads.items()})
         return {k.removeprefix(PERIOD): g[0] if many else g for k, g in settled.items()}
 
@@ -126,9 +127,9 @@ class DecoderStage:
         return model.context(batch, self._key(at.microbatch), self.inner), layers
 
     def _model(self, outside: Arrays) -> Any:
-        params = self.params
-        if self.assembly.on_stages.layout.chunks > 1:  # a model knows no chunks: any one of them
-            params = {k: p[0] if k.startswith(PERIOD) else p for k, p in params.items()}
+        # A model knows no chunks: any one of them.
+        first = self.assembly.on_stages.layout.by_chunk
+        params = {k: first(p)[0] if k.startswith(PERIOD) else p for k, p in self.params.items()}
         return put_together(self.assembly.split.static, {**params, **outside})
 
     def _batch(self, microbatch: Any) -> Arrays:
@@ -151,7 +152,8 @@ def pipeline_sums(
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
         stage, blocks, outside, x = on_device(assembly, comm, reduction, params, batch, key)
         found = run(stage, blocks, outside, scale, x)
-        grads = {PERIOD + k: _laid(assembly, g) for k, g in found.blocks.items()}
+        layout = assembly.on_stages.layout
+        grads = {PERIOD + k: layout.from_chunks(g) for k, g in found.blocks.items()}
         rest = found.outside
         if reduction.sharded:
             scattered = wide.scatter(rest, "")
@@ -159,6 +161,19 @@ def pipeline_sums(
         return Gradients(found.loss, found.count, {**grads, **rest}, {})
 
     return sums
+
+
+def without_padding(assembly: Assembly, grads: Arrays) -> Arrays:
+    """Gradients whose slots of padding are zero: as they are, but for what a codec leaves there."""
+    if assembly.pipeline is None or not assembly.pipeline.layout.padding:
+        return grads
+    layout = assembly.pipeline.layout
+    real = jnp.asarray(layout.layer_of >= 0 if layout.chunks > 1 else layout.layer_of[0] >= 0)
+
+    def masked(g: jax.Array) -> jax.Array:
+        return jnp.where(real.reshape(*real.shape, *[1] * (g.ndim - real.ndim)), g, 0.0)
+
+    return {k: masked(g) if k.startswith(PERIOD) else g for k, g in grads.items()}
 
 
 class OnDevice(NamedTuple):
@@ -188,7 +203,7 @@ def on_device(
     if not reduction.sharded:
         blocks = comm.fetch(blocks, "")
     stage = DecoderStage(assembly, inner, wide.whole(), params, batch, key, loop, reduction.settle)
-    return OnDevice(stage, _chunked(assembly, blocks), outside, _activation(assembly, comm))
+    return OnDevice(stage, _by_chunk(assembly, blocks), outside, _activation(assembly, comm, batch))
 
 
 def evaluated_at_once(assembly: Assembly) -> int:
@@ -213,7 +228,9 @@ def pipeline_loss(assembly: Assembly, comm: Explicit) -> Callable[[Arrays, Array
             assembly, comm, wide.whole(), params, batch, None, assembly.loop, lambda g: g
         )
         one = jnp.float32(1.0)
-        found = run(stage, _chunked(assembly, blocks), outside, one, _activation(assembly, comm))
+        found = run(
+            stage, _by_chunk(assembly, blocks), outside, one, _activation(assembly, comm, batch)
+        )
         return found.loss, found.count
 
     return loss
@@ -250,19 +267,22 @@ def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
     return blocks, {k: p for k, p in params.items() if k not in blocks}
 
 
-def _chunked(assembly: Assembly, blocks: Arrays) -> Arrays:
-    """[V, layers of a position, ...], named without `period.`."""
-    many = assembly.on_stages.layout.chunks > 1
-    return {k.removeprefix(PERIOD): p if many else p[None] for k, p in blocks.items()}
-
-
-def _laid(assembly: Assembly, grads: jax.Array) -> jax.Array:
-    return grads if assembly.on_stages.layout.chunks > 1 else grads[0]
-
-
-def _activation(assembly: Assembly, comm: Explicit) -> jax.ShapeDtypeStruct:
-    """The residual stream of a microbatch on one device."""
-    rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
+def activation_share(assembly: Assembly, batch: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of the residual stream of a microbatch [rows, seq] on one device of a stage."""
+    rows, seq = batch
     rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
-    shape = (rows * seq // ways(assembly.tensor, assembly.sizes), assembly.experiment.model.embed)
-    return jax.ShapeDtypeStruct(shape, comm.compute_dtype)
+    return rows * seq // ways(assembly.tensor, assembly.sizes), assembly.experiment.model.embed
+
+
+def _activation(assembly: Assembly, comm: Explicit, batch: Arrays) -> jax.ShapeDtypeStruct:
+    """As `activation_share`, of this device's rows [microbatches, rows, seq]: a batch ramp has more
+    than one number of them."""
+    _, rows, seq = batch["tokens"].shape
+    tokens = rows * seq // ways(assembly.tensor, assembly.sizes)
+    return jax.ShapeDtypeStruct((tokens, assembly.experiment.model.embed), comm.compute_dtype)
+
+
+def _by_chunk(assembly: Assembly, blocks: Arrays) -> Arrays:
+    """[V, layers of a position, ...], named without `period.`."""
+    layout = assembly.on_stages.layout
+    return {k.removeprefix(PERIOD): layout.by_chunk(p) for k, p in blocks.items()}

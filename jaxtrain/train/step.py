@@ -36,7 +36,7 @@ from jaxtrain.train.gradients import (
 )
 from jaxtrain.train.guard import make_watch
 from jaxtrain.train.own_module import own_loss
-from jaxtrain.train.pipelined import pipeline_loss, pipeline_sums
+from jaxtrain.train.pipelined import pipeline_loss, pipeline_sums, without_padding
 from jaxtrain.train.residuals import carried, trusted
 from jaxtrain.train.state import TrainState
 
@@ -130,7 +130,7 @@ def make_gradients(
         splits = assembly.splits.residuals
         specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
         compressed = isinstance(reducer, Compressed)
-        return explicit(
+        sums = explicit(
             local_sums(assembly, reduction),
             mesh=mesh,
             reduction=reduction,
@@ -139,6 +139,14 @@ def make_gradients(
             compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
             residual_specs=carried(specs),
         )
+        if not compressed:
+            return sums
+
+        def unpadded(*inputs: Any) -> Gradients:
+            found = sums(*inputs)
+            return found._replace(grads=without_padding(assembly, found.grads))
+
+        return unpadded
 
     def constrain(grads: Arrays) -> Arrays:
         return assembly.constrain(grads, mesh, "optimizer")

@@ -17,7 +17,7 @@ from jaxtrain.pipeline.table_file import written
     [
         (
             {"schedule": "one_f_oneb"},
-            ("'one_f_oneb' is neither a schedule nor a file", "one_f_one_b"),
+            ("'one_f_oneb' is neither a schedule nor a .csv or .txt file", "one_f_one_b"),
         ),
         ({"schedule": "zero-bubble"}, ("did you mean", "zero_bubble")),
         ({"schedule": 4}, ("schedule=4 is neither",)),
@@ -97,8 +97,9 @@ def test_a_file_of_another_run_is_refused_with_all_that_differs(tmp_path) -> Non
         said = str(error.value)
         assert str(path) in said and said.count("this run has") == len(words)
         assert all(word in said for word in words), said
-    with pytest.raises(ValueError, match="chunks=2 and this run has 1"):
-        Pipeline(str(path)).table(stages=2, microbatches=4)
+    with pytest.raises(ValueError, match="chunks=2 and this run has 3"):
+        Pipeline(str(path), chunks=3).table(stages=2, microbatches=4)
+    assert Pipeline(str(path)).table(stages=2, microbatches=4).chunks == 2, "its own"
 
 
 def test_a_file_that_no_step_can_follow_or_that_is_not_there(tmp_path) -> None:

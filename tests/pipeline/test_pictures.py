@@ -71,11 +71,16 @@ def test_a_chart_has_a_box_for_every_work_as_long_as_it_costs(size) -> None:
     assert area == pytest.approx(28 * 3.0 * m * r, rel=1e-2)
 
 
-def test_a_grid_has_every_work_once() -> None:
+@pytest.mark.parametrize("width", [400, 80, 20])
+def test_a_grid_has_every_work_once_however_narrow(width: int) -> None:
     schedule = make_schedule("interleaved", 2, 4, 2)
-    console = Console(width=400, record=True, file=io.StringIO())
-    console.print(grid(schedule))
+    console = Console(width=width, record=True, file=io.StringIO())
+    parts = grid(schedule, width)
+    assert (len(parts) == 1) == (width == 400)
+    for part in parts:
+        console.print(part)
     text = console.export_text()
+    assert "…" not in text and all(len(line.rstrip()) <= width for line in text.splitlines())
     assert all(text.count(f"{k}{m}.{c}") == 2 for k in "FB" for m in range(4) for c in range(2))
 
 

@@ -91,7 +91,7 @@ def case(axes, pipeline, *, slow=True, **fields):
 
 CASES = [
     case(CUBE, ONE_F_ONE_B),
-    case(TWO, GPIPE, slow=False, layers=2, loop=LayerLoop(unroll=False, remat="full")),
+    case(TWO, GPIPE, layers=2, loop=LayerLoop(unroll=False, remat="full")),
     case(
         SPLIT,
         keeping(INTERLEAVED),
@@ -101,6 +101,12 @@ CASES = [
         tied=False,
     ),
     case(CUBE, ZERO_BUBBLE, slow=False, layers=3, loop=LayerLoop(prefetch=False)),
+    case(CUBE, GPIPE, slow=False),
+    case(SPLIT, GPIPE, layers=2, loop=LayerLoop(True, "full")),
+    case(CUBE, ONE_F_ONE_B, slow=False, microbatches=1),
+    case(CUBE, ONE_F_ONE_B, microbatches=1, loop=LayerLoop(remat="full")),
+    case(CUBE, INTERLEAVED, microbatches=1),
+    case(CUBE, ZERO_BUBBLE, microbatches=1),
     case(CUBE, ZERO_BUBBLE, layers=3, mode="explicit, ring"),
     case(CUBE, keeping(GPIPE), layers=6, loop=LayerLoop(remat="full")),
     case(CUBE, INTERLEAVED, layers=8, sharding="zero1", loop=LayerLoop(prefetch=False)),
