@@ -218,7 +218,7 @@ class _Loop:
                 self.run_evaluation(done)
             if self.should_stop() and done < steps:
                 self.save()
-                self.result.stopped = True
+                self.ended = self.result.stopped = True
                 break
         self.log(self.delayed.flush())
         self.refuse_skipping()
@@ -269,6 +269,8 @@ class _Loop:
         return self.session.experiment
 
     held: tuple[int, dict[str, Any]] | None = None
+    ended = False
+    """Whether `result.steps` is the last step that this start takes."""
 
     def log(self, found: tuple[int, dict[str, Any]] | None, *, hold: bool = False) -> None:
         """Metrics of a step that is finished, to the history, the screen and, when due, files."""
@@ -281,9 +283,10 @@ class _Loop:
         self.result.history.append({"step": step, **values})
         self.progress.update(step, values)
         self.tell_trip(values)
+        ends = (self.session.start + 1, self.result.steps if self.ended else self.last)
         if hold:
             self.held = (step, values)
-        elif step % self.experiment.logging.every == 0 or step == self.session.start + 1:
+        elif step % self.experiment.logging.every == 0 or step in ends:
             self.write(step, values)
 
     def tell_trip(self, values: dict[str, Any]) -> None:
@@ -327,6 +330,7 @@ class _Loop:
         self.save()
         self.saves.wait()
         self.progress.message(f"{word}; saved step {self.result.steps}")
+        self.ended = True
         self.log(self.delayed.flush())
         self.write_held({})
 

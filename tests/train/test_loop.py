@@ -410,3 +410,15 @@ def test_held_out_batches_run_one_at_a_time(
     evaluator._step = step
     evaluator(opened_session.state, batches=4)
     assert len(results) == 4
+
+
+def test_the_last_step_is_in_the_files_however_seldom_one_logs(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path
+) -> None:
+    quiet = replace(own, logging=jaxtrain.Logging(every=100, tensorboard=False))
+    quiet = replace(quiet, checkpoints=jaxtrain.SavePolicy(every=100))
+    assert trained(quiet, should_stop=after(2, lambda: True)).stopped
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+    whole = trained(quiet)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, STEPS]
+    assert trained(quiet).loss == whole.loss, "of the last step, read back"
