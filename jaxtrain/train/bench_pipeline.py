@@ -10,7 +10,6 @@ machine's cores.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -139,7 +138,7 @@ class _Machine:
 @dataclass(frozen=True)
 class Row:
     """A schedule at a number of microbatches. cost: in forward passes of a stage, head included.
-    measured_s: median of the rounds; spread: between their fastest and slowest, over it."""
+    measured_s: the quickest of the rounds; spread: between their fastest and slowest, over it."""
 
     schedule: str
     chunks: int
@@ -284,7 +283,7 @@ def _described(e: Experiment, rounds: int) -> str:
     model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
         f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "
-        f"{e.data.seq} tokens a microbatch; median of {rounds} rounds; {os.cpu_count()} cores, "
+        f"{e.data.seq} tokens a microbatch; quickest of {rounds} rounds; {os.cpu_count()} cores, "
         f"load at the end {load:.1f}"
     )
 
@@ -318,14 +317,14 @@ def report_of(
     few, many = PASSES
     measured = {}
     for name, count in counts.items():
-        longer = [b - a for a, b in zip(seconds[name, few], seconds[name, many], strict=True)]
+        longer = min(seconds[name, many]) - min(seconds[name, few])
         # What is next to nothing may come out below it, beside other people's work.
-        measured[name] = max(1e-9, statistics.median(longer) / (many - few) / count)
+        measured[name] = max(1e-9, longer / (many - few) / count)
     costs = Costs(**measured)
-    once = statistics.median(seconds[at]) - cost(schedules[at], costs)
+    once = min(seconds[at]) - cost(schedules[at], costs)
 
     def row(key: Key) -> Row:
-        pipeline, schedule, found = key[0], schedules[key], statistics.median(seconds[key])
+        pipeline, schedule, found = key[0], schedules[key], min(seconds[key])
         table = cost(schedule, costs)
         return Row(
             pipeline.schedule, pipeline.chunks, key[1], schedule.ticks,

@@ -82,16 +82,17 @@ def told(broken):
 
 
 def case(axes, pipeline, *, slow=True, **fields):
+    """slow: run with the slow tests; None: by hand."""
     size = " x ".join(f"{a}={n}" for a, n in axes)
     said = ", ".join(f"{k}={v}" for k, v in fields.items())
     name = f"{size}: {pipeline.schedule} x {pipeline.chunks}, {pipeline.save}, {said}"
-    marks = pytest.mark.slow if slow else ()
+    marks = {True: pytest.mark.slow, False: (), None: pytest.mark.exhaustive}[slow]
     return pytest.param(axes, pipeline, fields, id=name, marks=marks)
 
 
 CASES = [
     case(CUBE, ONE_F_ONE_B),
-    case(TWO, GPIPE, layers=2, loop=LayerLoop(unroll=False, remat="full")),
+    case(TWO, GPIPE, slow=None, layers=2, loop=LayerLoop(unroll=False, remat="full")),
     case(
         SPLIT,
         keeping(INTERLEAVED),
@@ -104,9 +105,9 @@ CASES = [
     case(CUBE, GPIPE, slow=False),
     case(SPLIT, GPIPE, layers=2, loop=LayerLoop(True, "full")),
     case(CUBE, ONE_F_ONE_B, slow=False, microbatches=1),
-    case(CUBE, ONE_F_ONE_B, microbatches=1, loop=LayerLoop(remat="full")),
+    case(CUBE, ONE_F_ONE_B, slow=None, microbatches=1, loop=LayerLoop(remat="full")),
     case(CUBE, INTERLEAVED, microbatches=1),
-    case(CUBE, ZERO_BUBBLE, microbatches=1),
+    case(CUBE, ZERO_BUBBLE, microbatches=1, slow=None),
     case(CUBE, ZERO_BUBBLE, layers=3, mode="explicit, ring"),
     case(CUBE, keeping(GPIPE), layers=6, loop=LayerLoop(remat="full")),
     case(CUBE, INTERLEAVED, layers=8, sharding="zero1", loop=LayerLoop(prefetch=False)),
@@ -115,22 +116,34 @@ CASES = [
     case(CUBE, GPIPE, layers=6, mode="explicit, ring", loop=LayerLoop(remat="dots")),
     case(CUBE, ONE_F_ONE_B, layers=6, sharding="zero2", microbatches=2),
     case(CUBE, ONE_F_ONE_B, layers=6, prefix=1, precision="bf16"),
-    case(CUBE, keeping(ONE_F_ONE_B), prefix=2, mode="explicit, recursive"),
+    case(CUBE, keeping(ONE_F_ONE_B), slow=None, prefix=2, mode="explicit, recursive"),
     case(
         CUBE,
         ONE_F_ONE_B,
         layers=6,
         loop=LayerLoop(reshard_after_forward=False),
     ),
-    case(CUBE, INTERLEAVED, layers=12, loop=LayerLoop()),
-    case(WIDE, GPIPE, mode="explicit, ring", loop=LayerLoop(prefetch=False, remat="attention")),
-    case(CUBE, ONE_F_ONE_B, layers=6, prefix=2, loop=LayerLoop(True, "attention")),
-    case(CUBE, ONE_F_ONE_B, layers=3, sharding="data parallel"),
-    case(CUBE, ZERO_BUBBLE),
-    case(CUBE, keeping(ZERO_BUBBLE), layers=6, loop=LayerLoop(remat="dots", prefetch=False)),
+    case(CUBE, INTERLEAVED, slow=None, layers=12, loop=LayerLoop()),
+    case(
+        WIDE,
+        GPIPE,
+        slow=None,
+        mode="explicit, ring",
+        loop=LayerLoop(prefetch=False, remat="attention"),
+    ),
+    case(CUBE, ONE_F_ONE_B, slow=None, layers=6, prefix=2, loop=LayerLoop(True, "attention")),
+    case(CUBE, ONE_F_ONE_B, slow=None, layers=3, sharding="data parallel"),
+    case(CUBE, ZERO_BUBBLE, slow=None),
+    case(
+        CUBE,
+        keeping(ZERO_BUBBLE),
+        slow=None,
+        layers=6,
+        loop=LayerLoop(remat="dots", prefetch=False),
+    ),
     case(CUBE, replace(ZERO_BUBBLE, chunks=2), layers=8, sharding="zero2", loop=LayerLoop()),
-    case(CUBE, ZERO_BUBBLE, prefix=2, suffix=1, loop=LayerLoop(True, "dots")),
-    case(SPLIT, replace(ZERO_BUBBLE, chunks=2), layers=3, sharding="fsdp, reduced once"),
+    case(CUBE, ZERO_BUBBLE, slow=None, prefix=2, suffix=1, loop=LayerLoop(True, "dots")),
+    case(SPLIT, replace(ZERO_BUBBLE, chunks=2), slow=None, layers=3, sharding="fsdp, reduced once"),
 ]
 
 

@@ -78,7 +78,13 @@ def losses(session: Any, stepped: Any, count: int = 4) -> list[float]:
     return [stepped(session)["loss"] for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", FEATURES)
+DEFAULT = ("blocks beside the period", "untied, positions, biases", "Adafactor", "a batch ramp")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in FEATURES],
+)
 def test_a_feature_trains_as_on_one_device(name: str, decoder: Any, opened: Any, stepped: Any):
     experiment = FEATURES[name](decoder)
     at = list(FEATURES).index(name)
@@ -101,7 +107,7 @@ def test_a_table_of_ones_own_trains_as_on_one_device(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("save", ["inputs", "residuals"])
+@pytest.mark.parametrize("save", ["inputs", pytest.param("residuals", marks=pytest.mark.slow)])
 def test_what_idle_buffers_hold_is_read_by_nobody(
     save: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
