@@ -80,7 +80,7 @@ def test_predictions_are_those_made_by_hand() -> None:
     for row in found.rows:
         assert row.predicted_s == pytest.approx(row.measured_s)
         assert row.cost == pytest.approx(row.predicted_s - 5)
-        assert row.spread == pytest.approx(1.1)
+        assert row.spread == pytest.approx(1.0)
     assert "8 of 8 predictions within 15%" in found.table() and "!" not in found.table()
 
 
