@@ -46,6 +46,10 @@ class Pipeline:
     def of_file(self) -> bool:
         return self.schedule.endswith((".csv", ".txt"))
 
+    @property
+    def keeps_residuals(self) -> bool:
+        return self.save == "residuals"
+
     def table(self, *, stages: int, microbatches: int) -> Schedule:
         """The schedule on a mesh. Raises ValueError as `make_schedule` and `read_schedule` do, and
         for a file of other stages or microbatches; OSError where it is not there."""

@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.collectives.vary import vary
-from jaxtrain.pipeline.analysis import runs
 from jaxtrain.pipeline.slots import Rows
 from jaxtrain.pipeline.tick import Arrays, At, Carry, Stage, Tables, Tick, Trees, chunk_of
 
@@ -60,10 +59,9 @@ class Executor(Tables):
         scale: jax.Array,
     ) -> Carry:
         """What the ticks of the tables make of what `start` gives."""
-        tables = {"F": self.rows.forward, "B": self.rows.backward, "W": self.rows.weight}
         sent = self.rows.receive_input
         arrived = np.concatenate([np.full_like(sent[:1], -1), sent[:-1]])
-        for number, span in enumerate(runs(tables)):
+        for number, span in enumerate(self.rows.spans):
             ticks = slice(span.start, span.stop)
             rows, came = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
             tick = Tick(self, stage, span.kinds, rows, came, blocks, outside, scale, trees)

@@ -14,9 +14,11 @@ import numpy as np
 
 from jaxtrain.pipeline.analysis import (
     Lifetimes,
+    Span,
     cotangents,
     head_waits,
     inputs,
+    runs,
     stashes,
     times,
 )
@@ -49,6 +51,11 @@ class Rows(NamedTuple):
     receive_cotangent: Any
     weight: Any
     weight_stash: Any
+
+    @property
+    def spans(self) -> list[Span]:
+        """The ticks in runs of equal kinds: each is one loop of the executor."""
+        return runs({"F": self.forward, "B": self.backward, "W": self.weight})
 
 
 class Buffers(NamedTuple):

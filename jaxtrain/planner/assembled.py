@@ -21,7 +21,7 @@ from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
-from jaxtrain.pipeline.analysis import Span, runs
+from jaxtrain.pipeline.analysis import Span
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.planner.facts import (
     LayerFacts,
@@ -105,8 +105,8 @@ def facts_of(assembly: Assembly) -> StepFacts:
 
 def _kept(assembly: Assembly) -> bool:
     """Whether F keeps what B needs, in a pipeline: never weights, whatever the loop says."""
-    save = assembly.experiment.execution.pipeline.save
-    return assembly.pipeline is not None and save == "residuals"
+    keeps = assembly.experiment.execution.pipeline.keeps_residuals
+    return assembly.pipeline is not None and keeps
 
 
 def _split(assembly: Assembly) -> bool:
@@ -117,7 +117,7 @@ def _split(assembly: Assembly) -> bool:
 def followed(assembly: Assembly) -> tuple[Rows, list[Span]]:
     """The tables that the step of a pipeline follows, and the loops it makes of them."""
     rows, _ = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
-    return rows, runs({"F": rows.forward, "B": rows.backward, "W": rows.weight})
+    return rows, rows.spans
 
 
 def _pipeline_facts(assembly: Assembly) -> PipelineFacts:

@@ -20,9 +20,10 @@ import numpy as np
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.train.assembly import Assembly, active_mesh, assemble
+from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.layouts import PRECISIONS, Layout, arranged, layouts
+from jaxtrain.train.natural import in_order
 from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.shrink import shrink
 from jaxtrain.train.state import shardings
@@ -196,15 +197,5 @@ def _run(experiment: Experiment, layout: Layout) -> _Outcome:
         found.append({k: float(v) for k, v in metrics.items()})
     losses = np.array([m["loss"] for m in found])
     norms = np.array([m["grad_norm"] for m in found])
-    return _Outcome(_natural(assembly, init), losses, norms, _natural(assembly, grads))
-
-
-def _natural(assembly: Assembly, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Leaves by the names of parameters, those of a pipeline in natural order."""
-    if assembly.pipeline is None:
-        return leaves
-    ordered = assembly.pipeline.layout.ordered
-    stacked = {k for k, place in assembly.places.items() if "layers" in place.axes}
-    return {
-        k: np.asarray(ordered(jnp.asarray(v))) if k in stacked else v for k, v in leaves.items()
-    }
+    init, grads = (jax.tree.map(np.asarray, in_order(assembly, x)) for x in (init, grads))
+    return _Outcome(init, losses, norms, grads)

@@ -83,7 +83,6 @@ class CheckReport:
         if self.assembly.pipeline is None:
             return None
         schedule, layout = self.assembly.pipeline
-        save = self.assembly.experiment.execution.pipeline.save
         e = self.assembly.experiment
         share = activation_share(self.assembly, self.assembly.abstract_batch()["tokens"].shape[1:])
         return {
@@ -94,7 +93,7 @@ class CheckReport:
             "ticks": schedule.ticks,
             "cost": cost(schedule),
             "bubble": bubble(schedule),
-            "buffers": slots(schedule, keep_residuals=save == "residuals"),
+            "buffers": slots(schedule, keep_residuals=e.execution.pipeline.keeps_residuals),
             "activation_bytes": math.prod(share) * jnp.dtype(e.precision.compute).itemsize,
             "layers": layout.layers,
             "slots": layout.layers + layout.padding,

@@ -51,7 +51,7 @@ def natural_form(assembly: Assembly) -> NaturalForm:
 
 
 def in_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters in natural layer order, within a program."""
+    """Leaves by the names of parameters, in natural layer order."""
     if not _moved(assembly):
         return params
     ordered = assembly.on_stages.layout.ordered

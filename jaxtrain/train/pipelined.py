@@ -144,8 +144,8 @@ def pipeline_sums(
     assembly: Assembly, comm: Explicit, reduction: Reduction, *, fill: float = 0.0
 ) -> LocalSums:
     """The shares of a step's sums that a device makes, all microbatches on their way at once."""
-    save = assembly.experiment.execution.pipeline.save == "residuals"
-    rows, buffers = training(assembly.on_stages.schedule, keep_residuals=save)
+    keep = assembly.experiment.execution.pipeline.keeps_residuals
+    rows, buffers = training(assembly.on_stages.schedule, keep_residuals=keep)
     run = executor_of(assembly, rows, buffers, fill)
     wide = _wide(assembly, comm)
 
@@ -195,8 +195,8 @@ def on_device(
     key: Any,
 ) -> OnDevice:
     """This device's part of a training step."""
-    save = assembly.experiment.execution.pipeline.save == "residuals"
-    loop = replace(assembly.loop, reshard_after_forward=True) if save else assembly.loop
+    keep = assembly.experiment.execution.pipeline.keeps_residuals
+    loop = replace(assembly.loop, reshard_after_forward=True) if keep else assembly.loop
     inner, wide = comm if reduction.sharded else comm.whole(), _wide(assembly, comm)
     blocks, outside = _parted(params)
     outside = wide.fetch(outside, "")
