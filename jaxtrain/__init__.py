@@ -15,8 +15,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "jaxtrain.checkpoint.manager": (
-        "CheckpointManager",
+    "jaxtrain.checkpoint.manager": ("CheckpointManager",),
+    "jaxtrain.checkpoint.policy": (
+        "Best",
+        "Keep",
+        "Minutes",
         "SavePolicy",
     ),
     "jaxtrain.collectives.choice": ("Collectives",),

@@ -16,7 +16,8 @@ for Large Foundation Model Development" (2024), for state that is stored apart f
 from __future__ import annotations
 
 from jaxtrain.checkpoint.leaves import named_leaves, stored_bytes
-from jaxtrain.checkpoint.manager import CheckpointManager, SavePolicy
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.policy import Best, Keep, Minutes, SavePolicy
 from jaxtrain.checkpoint.run_config import (
     ABSENT,
     Difference,
@@ -25,13 +26,22 @@ from jaxtrain.checkpoint.run_config import (
     refuse_other_experiment,
     write_config,
 )
-from jaxtrain.checkpoint.storage import CheckpointError, check_writable, committed_steps
+from jaxtrain.checkpoint.storage import (
+    CheckpointError,
+    DamagedCheckpoint,
+    check_writable,
+    committed_steps,
+)
 
 __all__ = [
     "ABSENT",
+    "Best",
     "CheckpointError",
     "CheckpointManager",
+    "DamagedCheckpoint",
     "Difference",
+    "Keep",
+    "Minutes",
     "SavePolicy",
     "check_writable",
     "committed_steps",

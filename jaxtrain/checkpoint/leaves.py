@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class LeafRecord(NamedTuple):
@@ -24,6 +25,20 @@ class LeafRecord(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def stored(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the array that stands for the leaf on disk."""
+        if self.key_impl is None:
+            return self.shape, jnp.dtype(self.dtype)
+        kind = jax.random.key(0, impl=self.key_impl).dtype
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.shape, kind))
+        return data.shape, data.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        shape, dtype = self.stored
+        return math.prod(shape) * dtype.itemsize
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def stored_bytes(tree: Any) -> int:
 def to_store(state: Any) -> tuple[dict[str, jax.Array], dict[str, LeafRecord]]:
     """The arrays to write under their paths, and the record of every leaf.
 
-    Leaves without elements are in the record only: Orbax refuses to write them.
+    Leaves without elements are in the record only.
 
     Raises:
         ValueError: a leaf is not a `jax.Array` (all of them are listed), or there is nothing.

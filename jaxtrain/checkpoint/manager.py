@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.checkpoint import leaves as leaf_table
+from jaxtrain.checkpoint.chunks import owned_parts
+from jaxtrain.checkpoint.manifest import ITEM, Manifest
+from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
+from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.storage import (
-    FORMAT,
     CheckpointError,
+    DamagedCheckpoint,
     check_writable,
     committed_steps,
     describe,
     discard_steps,
     json_text,
     newest,
-    read_record,
+    remove_unfinished,
+    set_aside,
+    whole_manifest,
 )
 
-MEND = "make room or mend the directory and start again: the run resumes from its newest checkpoint"
-
-
-@dataclass(frozen=True)
-class SavePolicy:
-    """When to save, and how many saves to keep."""
-
-    every: int = 500
-    """Save after each step that is a multiple of this."""
-    keep: int = 3
-    """Keep this many of the newest checkpoints; an older one goes when a newer is committed."""
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value!r}"
-            for name, value in (("every", self.every), ("keep", self.keep))
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
-        if wrong:
-            raise ValueError(
-                f"a save policy counts in whole steps from 1, got {' and '.join(wrong)}; "
-                "use for example every=500, keep=3"
-            )
+MEND = "make room or mend the directory; the next save tries again"
 
 
 class CheckpointManager:
     """The checkpoints of one run, in one directory.
 
     Laws: a save is committed or it does not exist; what is restored equals to the bit what was
-    saved, on any mesh; every failure is raised, by the call it happened in or by the next one.
+    saved, on any mesh, or DamagedCheckpoint says what changed; every failure is raised, by the call
+    it happened in or by the next one.
 
-    `save` copies the state off the devices and returns; bytes reach the disk behind the next steps
-    (Mohan et al. 2021). One save is in flight at a time. With several processes all of them make
-    the same calls in the same order, on a directory they share. Not safe to use from two threads.
+    `save` copies the state off the devices and returns; digests are taken and bytes reach the disk
+    behind the next steps (Mohan et al. 2021). Chunks that are as in the newest committed step are
+    not written again. One save is in flight at a time. With several processes all of them make the
+    same calls in the same order, on a directory they share. Not safe to use from two threads.
 
-    Orbax is imported by the first `save` or `restore`: what is asked before the first step of a
-    fresh run (`latest`, `should_save`, `check_space`) stays cheap.
+    Orbax is imported by the first `save`: what is asked before the first step of a fresh run
+    (`latest`, `should_save`, `check_space`), and `restore`, stay cheap.
+
+    mtbf_s: mean time between failures of the machines together, for `Minutes` of the policy.
     """
 
-    def __init__(self, directory: Path, policy: SavePolicy) -> None:
+    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
         self.directory = Path(directory).absolute()  # Orbax refuses a relative one
         self.policy = policy
+        self.clock = SaveClock(policy.every, mtbf_s)
+        self.damaged: dict[int, DamagedCheckpoint] = {}
+        """Steps that were found damaged here and passed over."""
+        self.blocked_s = 0.0
+        """How long the last `save` kept its caller, after it had waited for the save before."""
         self._orbax: Any = None
         self._in_flight: int | None = None
+        self._began = 0.0
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -82,23 +77,62 @@ class CheckpointManager:
         """The newest committed step; one that is still being written does not count."""
         return newest(self.steps())
 
+    def newest_whole(self) -> int | None:
+        """The newest step that is not known to be damaged and whose files are all there, in full
+        length; None where no step is. Those passed over are in `damaged`.
+
+        Raises:
+            DamagedCheckpoint: there are steps, and each is damaged: nothing may begin again
+                silently where a run has been.
+        """
+        for step in reversed(self.steps()):
+            if step in self.damaged:
+                continue
+            try:
+                whole_manifest(self.directory, step)
+            except DamagedCheckpoint as error:
+                self.damaged[step] = error
+            else:
+                return step
+        if not self.damaged:
+            return None
+        step, error = max(self.damaged.items())
+        raise DamagedCheckpoint(
+            error.damages,
+            step=step,
+            directory=self.directory,
+            remedy=f"all {len(self.damaged)} steps there are damaged: bring a copy back, or use a "
+            "new --run-dir to begin again",
+        )
+
+    def set_damaged_aside(self) -> dict[int, Path]:
+        """Rename the damaged steps, so that newer saves may take their place; where each is now."""
+        gone = {}
+        _meet("looked")
+        if jax.process_index() == 0:
+            for step in sorted(self.damaged.keys() & set(self.steps()), reverse=True):
+                with self._translated("could not be set aside", step):
+                    gone[step] = set_aside(self.directory, step)
+        _meet("set aside")
+        return gone
+
     def should_save(self, step: int) -> bool:
-        """Whether the policy saves after `step` steps are done."""
-        return step > 0 and step % self.policy.every == 0
+        """Whether the policy saves after `step` steps are done; asked after every step."""
+        return self.clock.due(step)
 
     def check_space(self, template: Any) -> None:
         """Refuse, before a run, a directory too full for as many of this state as the policy keeps.
 
         One more than `keep` exist while the newest is written; those already there are paid for.
         """
-        missing = max(1, self.policy.keep + 1 - len(self.steps()))
+        missing = max(1, self.policy.keeping.latest + 1 - len(self.steps()))
         check_writable(self.directory, missing * leaf_table.stored_bytes(template))
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
         """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
         Waits for the save before it, if that is still in flight. `metadata` is small JSON; it comes
-        back as JSON reads it (tuples as lists).
+        back as JSON reads it (tuples as lists). `metadata["metrics"]` is what `Best` goes by.
 
         Raises:
             ValueError: a leaf is not a `jax.Array`, paths collide, or the metadata is not JSON.
@@ -106,20 +140,20 @@ class CheckpointManager:
                 next call starts afresh); or `step` is not newer than every committed step.
         """
         self.wait()
+        began = time.perf_counter()
         arrays, records = leaf_table.to_store(state)
-        record = {"format": FORMAT, "leaves": {k: tuple(v) for k, v in records.items()}}
         json_text(metadata, what=f"metadata of step {step}")
         self._refuse_old(step)
+        last = self.latest()
         with self._translated("could not be saved", step):
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
-            manager, args = self._open()
-            stored = args.Composite(
-                state=args.StandardSave(arrays),
-                metadata=args.JsonSave({**record, "metadata": metadata}),
-            )
+            manager, args, chunk_save = self._open()
+            earlier = None if last is None else self.directory / str(last)
+            self._preserve.metrics[step] = metadata.get("metrics", {})
+            saving = chunk_save(step, records, metadata, earlier, owned_parts(arrays))
             with self._settled_if_interrupted(manager):
-                self._in_flight = step
-                started = manager.save(step, args=stored)
+                self._in_flight, self._began = step, began
+                started = manager.save(step, args=args.Composite(**{ITEM: saving}))
         if not started:
             self._in_flight = None
             raise CheckpointError(
@@ -128,50 +162,53 @@ class CheckpointManager:
                 directory=self.directory,
                 remedy="remove step directories there that no run of ours wrote",
             )
+        self.clock.saved(step)
+        self.blocked_s = time.perf_counter() - began
 
     def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
         """The state saved as `step`, placed as `template` says, and its metadata.
 
         `template` is the state's tree with `jax.ShapeDtypeStruct` leaves that carry shardings (or
         arrays that do); its containers may differ from those that were saved, its paths may not.
-        Each process reads only what its devices hold.
+        Each process reads only chunks of which its devices need a part, and verifies each whole.
 
         Raises:
             ValueError: the stored leaves are not those of `template`. All that are missing, extra
                 or of another shape or dtype are listed, and nothing is read.
-            CheckpointError: there is no such committed step, or it cannot be read.
+            DamagedCheckpoint: what was read, here or by another process, is not as it was written;
+                `newest_whole` passes over the step from then on.
+            CheckpointError: there is no such committed step.
         """
         self.wait()
-        record = read_record(self.directory, step)
-        records = {
-            name: leaf_table.LeafRecord(tuple(shape), dtype, impl)
-            for name, (shape, dtype, impl) in record["leaves"].items()
-        }
+        manifest = whole_manifest(self.directory, step)
         wanted = leaf_table.named_leaves(template)
-        if problems := leaf_table.mismatches(wanted, records):
+        if problems := leaf_table.mismatches(wanted, manifest.leaves):
             raise ValueError(
                 f"checkpoint step {step} in {self.directory} does not fit the state asked for in "
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
                 "experiment that saved it, or start a new run with another --run-dir"
             )
-        older = max((other for other in self.steps() if other < step), default=None)
-        then = "begins again" if older is None else f"goes on from the older step {older}"
-        damaged = f"if it is damaged, delete {self.directory / str(step)}: the run {then}"
-        with self._translated("could not be restored", step, remedy=damaged):
-            manager, args = self._open()
-            request = args.StandardRestore(leaf_table.to_request(wanted))
-            arrays = manager.restore(step, args=args.Composite(state=request))["state"]
-        placed = leaf_table.from_store(wanted, arrays, records)
-        return jax.tree.unflatten(jax.tree.structure(template), placed), record["metadata"]
+        damages: list[str] = []
+        arrays: dict[str, jax.Array] = {}
+        try:
+            arrays = read_arrays(manifest, leaf_table.to_request(wanted))
+        except Damaged as error:
+            damages = error.damages
+        if _on_any_process(bool(damages)):
+            damaged = DamagedCheckpoint(
+                damages or ["what another process read"],
+                step=step,
+                directory=self.directory,
+                remedy="restore an older step",
+            )
+            self.damaged[step] = damaged
+            raise damaged
+        placed = leaf_table.from_store(wanted, arrays, manifest.leaves)
+        return jax.tree.unflatten(jax.tree.structure(template), placed), manifest.metadata
 
-    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each leaf saved with `step`, by path; reads one small file."""
-        leaves = read_record(self.directory, step)["leaves"]
-        return {name: tuple(shape) for name, (shape, _, _) in leaves.items()}
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """The metadata saved with `step`; reads one small file, without Orbax."""
-        return read_record(self.directory, step)["metadata"]
+    def manifest(self, step: int) -> Manifest:
+        """What is in `step`: leaves, metadata, chunks; from one small file. Raises as `restore`."""
+        return whole_manifest(self.directory, step)
 
     def discard_after(self, step: int) -> list[int]:
         """Delete every checkpoint newer than `step`, and say which they were.
@@ -190,6 +227,15 @@ class CheckpointManager:
                 self._orbax.reload()
         return abandoned
 
+    def poll(self) -> None:
+        """Ask, after a step, what became of the save in flight; returns at once.
+
+        Raises:
+            CheckpointError: it failed, and why.
+        """
+        if self._in_flight is not None and not self._orbax.is_saving_in_progress():
+            self.wait()
+
     def wait(self) -> None:
         """Return when the save in flight is committed.
 
@@ -202,6 +248,7 @@ class CheckpointManager:
         with self._translated("could not be saved", step):
             self._orbax.wait_until_finished()
         self._in_flight = None
+        self.clock.save_s = time.perf_counter() - self._began
         if step not in self.steps():  # believe the directory only
             raise CheckpointError(
                 "the writer ended without an error, but the step is not there",
@@ -217,18 +264,21 @@ class CheckpointManager:
             orbax, self._orbax = self._orbax, None
             orbax.close()
 
-    def _open(self) -> tuple[Any, Any]:
-        """Orbax's manager and its argument types, made at first use."""
+    def _open(self) -> tuple[Any, Any, Any]:
+        """Orbax's manager, its argument types and ours, made at first use."""
         # Imported here: it costs more than a second, which a fresh run need not wait for.
         import orbax.checkpoint as ocp
 
+        from jaxtrain.checkpoint.handler import ChunkSave, Preserve
+
         if self._orbax is None:
+            self._preserve = Preserve(self.policy.keeping, self.directory)
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(self.policy.keep),
+                preservation_policy=self._preserve,
                 cleanup_tmp_directories=True,  # what a killed run left half written
             )
             self._orbax = ocp.CheckpointManager(self.directory, options=options)
-        return self._orbax, ocp.args
+        return self._orbax, ocp.args, ChunkSave
 
     def _refuse_old(self, step: int) -> None:
         last = self.latest()
@@ -262,9 +312,19 @@ class CheckpointManager:
         except Exception as error:
             # Its idea of which steps exist may be wrong now; the next call makes one that looks.
             self._orbax, self._in_flight = None, None
+            if jax.process_index() == 0:
+                remove_unfinished(self.directory)
             raise CheckpointError(
                 f"{problem}: {describe(error)}", step=step, directory=self.directory, remedy=remedy
             ) from error
+
+
+def _on_any_process(flag: bool) -> bool:
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
 def _meet(name: str) -> None:

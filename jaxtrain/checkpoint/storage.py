@@ -1,8 +1,4 @@
-"""The directory a run's checkpoints live in: what is committed, what fits, what failed.
-
-Nothing here imports Orbax, so that a fresh run learns that there is nothing to resume without
-paying for it.
-"""
+"""The directory a run's checkpoints live in: what is committed, what fits, what failed."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-# Where Orbax's JSON handler puts the item called `metadata` of a step.
-RECORD = Path("metadata") / "metadata"
-# Of the record: {"format", "leaves": {path: [shape, dtype, key generator]}, "metadata"}.
-FORMAT = 1
+from jaxtrain.checkpoint.manifest import Manifest, read_manifest
+
 # A step on its way out. Removing a directory tree is not atomic, renaming it is: a kill in between
 # must not leave half a step that looks newest.
 DISCARDED = ".discarded"
+# A step that was found damaged and passed over: kept, for whoever wants to know why.
+DAMAGED = ".damaged"
 
 
 class CheckpointError(ValueError):
@@ -28,33 +24,45 @@ class CheckpointError(ValueError):
     Attributes:
         step: the step that was being saved or restored.
         directory: the directory of the checkpoints.
-        last_good: the newest step that is committed there, or None.
+        last_good: the newest step that is committed there (older than a damaged one), or None.
     """
 
-    def __init__(self, problem: str, *, step: int, directory: Path, remedy: str) -> None:
+    def __init__(
+        self, problem: str, *, step: int, directory: Path, remedy: str, damaged: bool = False
+    ) -> None:
         self.step = step
         self.directory = directory
-        self.last_good = newest(committed_steps(directory))
+        others = [s for s in committed_steps(directory) if not (damaged and s >= step)]
+        self.last_good = newest(others)
         safe = (
-            "no checkpoint is committed there"
+            f"no {'older ' * damaged}checkpoint is committed there"
             if self.last_good is None
-            else f"step {self.last_good} is committed there and safe"
+            else f"step {self.last_good} is committed there"
         )
         super().__init__(f"checkpoint step {step} in {directory}: {problem}; {safe}; {remedy}")
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A committed step is not as it was written. `damages`: a line for each, naming what."""
+
+    def __init__(self, damages: list[str], *, step: int, directory: Path, remedy: str) -> None:
+        self.damages = damages
+        shown = "; ".join(damages[:5]) + (f"; and {len(damages) - 5} more" * (len(damages) > 5))
+        where = {"step": step, "directory": directory, "remedy": remedy}
+        super().__init__(f"damaged: {shown}", damaged=True, **where)
+
+
 def committed_steps(directory: Path) -> list[int]:
-    """The steps that were saved whole, in ascending order.
+    """The steps that were committed, in ascending order; what has become of them since is not
+    looked at.
 
     Orbax writes into `STEP.orbax-checkpoint-tmp` and renames it to `STEP` when every byte of every
-    process is there, so the name is the commit. A directory without the record is not one of ours.
-    A path that cannot be listed holds none.
+    process is there, so the name is the commit. A path that cannot be listed holds none.
     """
     if not directory.is_dir():
         return []
     names = [entry.name for entry in directory.iterdir() if entry.name.isdecimal()]
-    steps = {int(name) for name in names}  # 007 is not how we spell 7
-    return sorted(step for step in steps if (directory / str(step) / RECORD).is_file())
+    return sorted(step for step in map(int, names) if str(step) in names)  # 007 is not ours
 
 
 def newest(steps: list[int]) -> int | None:
@@ -62,11 +70,13 @@ def newest(steps: list[int]) -> int | None:
     return steps[-1] if steps else None
 
 
-def read_record(directory: Path, step: int) -> dict[str, Any]:
-    """The record of a committed step: its leaves and metadata.
+def whole_manifest(directory: Path, step: int) -> Manifest:
+    """The manifest of a committed step whose packs are there, in full length; their bytes are
+    verified as they are read.
 
     Raises:
-        CheckpointError: there is no such step, or its record cannot be read.
+        DamagedCheckpoint: the manifest cannot be read, or packs are missing or cut.
+        CheckpointError: there is no such step.
     """
     steps = committed_steps(directory)
     if step not in steps:
@@ -77,17 +87,26 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
             remedy=f"restore one of {steps}" if steps else "start from the beginning",
         )
     try:
-        record = json.loads((directory / str(step) / RECORD).read_text())
-        if record.get("format") != FORMAT:
-            raise ValueError(f"format {record.get('format')}, and this version reads {FORMAT}")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"its record cannot be read: {describe(error)}",
-            step=step,
-            directory=directory,
-            remedy="restore an older step, or use the version that wrote it",
-        ) from error
-    return record
+        manifest = read_manifest(directory / str(step))
+    except ValueError as error:
+        damages = [str(error)]
+    else:
+        damages = list(_cut_packs(manifest))
+        if not damages:
+            return manifest
+    raise DamagedCheckpoint(damages, step=step, directory=directory, remedy="restore an older step")
+
+
+def _cut_packs(manifest: Manifest) -> Iterator[str]:
+    for pack, size in manifest.sizes.items():
+        path = manifest.directory / pack
+        found = path.stat().st_size if path.is_file() else None
+        if found == size:
+            continue
+        chunks = [c for held in manifest.chunks.values() for c in held if c.pack == pack]
+        lost = sorted({c.leaf for c in chunks if found is None or c.offset + c.size > found})
+        what = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
+        yield f"{pack} {what}, with chunks of {', '.join(lost) or 'nothing'}"
 
 
 def discard_steps(directory: Path, steps: list[int]) -> None:
@@ -97,6 +116,23 @@ def discard_steps(directory: Path, steps: list[int]) -> None:
         (directory / str(step)).rename(directory / f"{step}{DISCARDED}")
     for leftover in directory.glob(f"*{DISCARDED}"):
         shutil.rmtree(leftover)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Rename a damaged step so that it stands in nobody's way; where it is then."""
+    path = directory / f"{step}{DAMAGED}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = directory / f"{step}{DAMAGED}.{number}"
+    (directory / str(step)).rename(path)
+    return path
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Give back the room of saves that failed, as far as that can be done."""
+    for leftover in directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_writable(directory: Path, bytes_needed: int) -> None:

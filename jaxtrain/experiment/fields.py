@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.checkpoint.manager import SavePolicy
+from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.collectives.buckets import SMALL_LEAF
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.lax_form import Lax

@@ -29,6 +29,7 @@ from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.generate import generate
 from jaxtrain.train.rates import Rates
+from jaxtrain.train.saving import Saving, checkpoints_of
 from jaxtrain.train.session import CACHE_DIR, Session, open_session
 
 SKIPPED_AT_MOST = 20
@@ -100,7 +101,7 @@ def train(
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     policy = experiment.checkpoints
-    saves = CheckpointManager(run / "checkpoints", policy) if run and policy else None
+    saves = checkpoints_of(run, policy, spec) if run and policy else None
     cache = Path(cache_dir).expanduser()
     with ExitStack() as stack:
         if saves is not None:
@@ -144,7 +145,8 @@ class _Loop:
         should_stop: Callable[[], bool],
     ) -> None:
         e = session.experiment
-        self.session, self.saves, self.should_stop = session, saves, should_stop
+        self.session, self.should_stop = session, should_stop
+        self.saving = Saving(saves, session, self.tell) if saves else None
         self.result = Result(e, session.start, run_dir, session=session)
         self.stream = stream
         self.delayed = DelayedMetrics()
@@ -167,6 +169,8 @@ class _Loop:
         session, e = self.session, self.session.experiment
         self.last = steps
         self.progress = Progress(steps, session.start, self.stream, e.logging.every)
+        if self.saving:
+            self.saving.begin()
         self.progress.message(self.headline(steps))
         try:
             self.loop(steps)
@@ -212,12 +216,17 @@ class _Loop:
             done = self.result.steps = step + 1
             self.log(self.delayed.push(done, metrics))
             self.refuse_skipping()
-            if self.saves and (self.saves.should_save(done) or done == steps):
-                self.save()
-            if e.evaluation and (done % e.evaluation.every == 0 or done == steps):
+            evaluates = e.evaluation and (done % e.evaluation.every == 0 or done == steps)
+            saves = self.saving and (self.saving.due(done) or done == steps)
+            rated = self.saving and self.saving.rated
+            if evaluates and rated:
+                self.run_evaluation(done)
+            if saves:
+                self.save(last=done == steps)
+            if evaluates and not rated:
                 self.run_evaluation(done)
             if self.should_stop() and done < steps:
-                self.save()
+                self.save(last=True)
                 self.ended = self.result.stopped = True
                 break
         self.log(self.delayed.flush())
@@ -254,7 +263,7 @@ class _Loop:
             final = step >= self.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
-        self.result.evaluation = values
+        self.result.evaluation, self.evaluated_at = values, step
         text = " ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.progress.message(f"step {step} {text}")
         self.write_held(values)
@@ -268,6 +277,7 @@ class _Loop:
     def experiment(self) -> Experiment:
         return self.session.experiment
 
+    evaluated_at: int | None = None
     held: tuple[int, dict[str, Any]] | None = None
     ended = False
     """Whether `result.steps` is the last step that this start takes."""
@@ -303,32 +313,42 @@ class _Loop:
         )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             self.writer.write(step, values)
+        except OSError as error:  # a full disk; the run is worth more than its log
+            self.tell(f"NOT LOGGED step {step}: {error}; the run goes on")
 
-    def save(self) -> None:
-        if self.saves is None:
+    def tell(self, text: str) -> None:
+        self.progress.message(text)
+
+    def save(self, *, last: bool) -> None:
+        """last: nothing comes after it. Then it raises CheckpointError, which is told otherwise."""
+        if self.saving is None:
             return
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
-            self.saves.wait()  # what is in flight may be this very step
-            if self.saves.latest() != self.result.steps:
-                metadata = {"step": self.result.steps, "data": self.session.dataset.digest}
-                self.saves.save(self.result.steps, self.session.to_save(), metadata)
-        self.result.saved = self.result.steps
+            act = self.saving.save_last if last else self.saving.save
+            act(self.result.steps, self.evaluated(self.result.steps))
+        if last:
+            self.result.saved = self.result.steps
+
+    def evaluated(self, step: int) -> dict[str, float]:
+        """What an evaluation after `step` found, for `Best`; {} where there was none."""
+        return self.result.evaluation if self.evaluated_at == step else {}
 
     def interrupted(self, word: str = "interrupted") -> None:
         """Save what is whole: the state after the last finished step."""
-        if self.saves is None:
+        if self.saving is None:
             self.progress.message(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
-            latest = self.saves.latest()
+            latest = self.saving.manager.latest()
             self.progress.message(f"the last step failed; the newest save is {latest}")
             return
         self.result.steps = int(self.session.state.step)
-        self.save()
-        self.saves.wait()
+        self.save(last=True)
         self.progress.message(f"{word}; saved step {self.result.steps}")
         self.ended = True
         self.log(self.delayed.flush())
@@ -344,8 +364,6 @@ class _Loop:
     def finish(self) -> None:
         """The last words: what was reached against reference compressors, and a sample."""
         e, say = self.experiment, self.progress.message
-        if self.saves is not None:
-            self.saves.wait()
         reached = self.result.evaluation.get("bits_per_byte")
         if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
             bits = reference_bits(e.data)

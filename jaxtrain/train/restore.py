@@ -25,8 +25,8 @@ def restored(order: NaturalOrder, checkpoints: CheckpointManager, step: int) -> 
     many times its share of them as there were devices. Raises what `CheckpointManager.restore`
     does.
     """
-    shapes = checkpoints.shapes(step)
-    stored = {k.removeprefix(PREFIX): v for k, v in shapes.items() if k.startswith(PREFIX)}
+    leaves = checkpoints.manifest(step).leaves.items()
+    stored = {k.removeprefix(PREFIX): leaf.shape for k, leaf in leaves if k.startswith(PREFIX)}
     wanted, where = order.form.abstract, order.shardings
     template = jax.tree.map(_placed, wanted, where)
     if _shapes(wanted.residuals) == stored or _shapes(wanted.residuals).keys() != stored.keys():

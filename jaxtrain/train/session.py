@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import option_violations
@@ -111,7 +113,7 @@ def open_session(
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     where = shardings(assembly.abstract, assembly.splits, mesh)
-    start = (checkpoints.latest() or 0) if checkpoints else 0
+    start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
@@ -128,7 +130,7 @@ def open_session(
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
-        state = _first_state(natural, where, checkpoints, start)
+        state, start = _first_state(natural, where, checkpoints)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
@@ -148,7 +150,7 @@ def _reducer(assembly: Assembly) -> Any:
 
 
 def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> None:
-    stored = checkpoints.metadata(start).get("data") if start else None
+    stored = checkpoints.manifest(start).metadata.get("data") if start else None
     if stored is not None and stored != dataset.digest:
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
@@ -158,12 +160,14 @@ def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> N
 
 
 def _first_state(
-    natural: NaturalOrder, where: TrainState, checkpoints: CheckpointManager | None, start: int
-) -> TrainState:
-    """Restored, or born sharded: initialised under jit, each device making its part."""
-    if checkpoints is not None and start:
-        return restored(natural, checkpoints, start)
-    return initialise(natural.assembly, where)
+    natural: NaturalOrder, where: TrainState, checkpoints: CheckpointManager | None
+) -> tuple[TrainState, int]:
+    """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
+    sharded: initialised under jit, each device making its part."""
+    while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
+        with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
+            return restored(natural, checkpoints, start), start
+    return initialise(natural.assembly, where), 0
 
 
 def initialise(assembly: Assembly, where: TrainState) -> TrainState:

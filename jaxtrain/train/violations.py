@@ -18,6 +18,8 @@ from jaxtrain.nn.remat import REMAT
 from jaxtrain.train.residuals import Part
 
 MODES = ("explicit", "gspmd")
+METRICS = ("eval_loss", "bits_per_byte")
+"""What an evaluation finds; the second where tokens stand for bytes."""
 UNSUPPORTED_AXES = ("replica", "expert", "context")
 
 
@@ -136,7 +138,21 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
-    return found + _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
+    found += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
+    return found + _best_violations(e)
+
+
+def _best_violations(experiment: Experiment) -> list[str]:
+    policy = experiment.checkpoints
+    best = policy.keeping.best if policy is not None else None
+    if best is None:
+        return []
+    if experiment.evaluation is None:
+        return [f"checkpoints.keep.best={best!r} goes by an evaluation; give one, or best=None"]
+    if best.metric not in METRICS:
+        known = " or ".join(METRICS)
+        return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {known}"]
+    return []
 
 
 def _vocabulary_violations(experiment: Experiment) -> list[str]:

@@ -102,7 +102,7 @@ def test_restores_to_the_bit_onto_any_mesh(saved, shape, names, spec):
     wanted = place(make_state(seed=5), mesh_of(shape, names), spec)
     with CheckpointManager(directory, SavePolicy()) as manager:
         found, found_metadata = manager.restore(4, abstract(wanted))
-        assert found_metadata == metadata == manager.metadata(4)
+        assert found_metadata == metadata == manager.manifest(4).metadata
     assert_bit_equal(found, place(make_state(), mesh_of(shape, names), spec))
 
 

@@ -162,9 +162,8 @@ EVERY = [(by, n, vma) for by in ALGORITHMS for n in SIZES for vma in (True, Fals
     ("by", "n", "check_vma", "cases"),
     table(
         [(by, 3, True, SHORT) for by in ALGORITHMS] + [(Ring(2), 4, False, SHORT)],
-        [(by, n, True, SHORT) for by in ALGORITHMS for n in SIZES]
-        + [(by, 3, vma, FULL) for by in ALGORITHMS for vma in (True, False)],
-        [(*each, FULL) for each in EVERY],
+        [(by, 4, True, SHORT) for by in ALGORITHMS] + [(Ring(2), 3, True, FULL)],
+        [(*each, cases) for each in EVERY for cases in (SHORT, FULL)],
     ),
     ids=spelt,
 )
@@ -188,8 +187,8 @@ def within_rounding(a, b, case, where):
     ("by", "n", "check_vma", "cases"),
     table(
         [(Ring(2), 3, True, SHORT), (Recursive(), 3, True, SHORT)],
-        [(by, n, True, SHORT) for by in ALGORITHMS for n in SIZES],
-        [(*each, FULL) for each in EVERY],
+        [(by, 4, True, SHORT) for by in ALGORITHMS],
+        [(*each, cases) for each in EVERY for cases in (SHORT, FULL)],
     ),
     ids=spelt,
 )

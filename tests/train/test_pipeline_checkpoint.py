@@ -19,8 +19,8 @@ import pytest
 
 import jaxtrain
 from jaxtrain import Compressed, Int8, PowerSGD
+from jaxtrain.checkpoint import CheckpointManager, SavePolicy
 from jaxtrain.checkpoint.leaves import named_leaves
-from jaxtrain.checkpoint.manager import CheckpointManager, SavePolicy
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble

@@ -1,0 +1,122 @@
+"""A state as chunks: which process writes which part of which array, and the digest of each.
+
+A chunk is a box of one array, as one device holds it, cut further where it is large. Its digest is
+of what it is (leaf, place, dtype) and of its bytes, taken from the host's copy before they are
+written: bytes that belong elsewhere are as wrong as bytes that changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import xxhash
+
+CHUNK_BYTES = 16 * 2**20
+"""The most a chunk holds: a reader verifies whole chunks, however little of one it needs."""
+
+
+class Box(NamedTuple):
+    """Part of an array: `shape` elements from `start` on."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Where this box lies in an array that holds just `other`."""
+        places = zip(self.start, other.start, self.shape, strict=True)
+        return tuple(slice(a - b, a - b + n) for a, b, n in places)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both cover; None where they do not touch."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        shape = tuple(end - a for a, end in zip(start, ends, strict=True))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+
+class Part(NamedTuple):
+    """A box of a leaf with its elements on the host."""
+
+    leaf: str
+    box: Box
+    data: np.ndarray
+
+
+class Chunk(NamedTuple):
+    """What a manifest says of a chunk: where it belongs, its digest, and where its bytes are."""
+
+    leaf: str
+    box: Box
+    digest: str
+    pack: str
+    offset: int
+    size: int
+
+
+def digest(leaf: str, box: Box, data: np.ndarray) -> str:
+    """XXH3-128 of what a chunk is and of its bytes: it finds accidents, not forgeries."""
+    hasher = xxhash.xxh3_128(f"{leaf} {box.start} {box.shape} {data.dtype.name} ".encode())
+    hasher.update(as_bytes(data))
+    return hasher.hexdigest()
+
+
+def as_bytes(data: np.ndarray) -> memoryview:
+    """The elements' bytes, row after row; a view where they already lie so."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+def owned_parts(arrays: dict[str, jax.Array]) -> list[Part]:
+    """What this process writes of `arrays`: of each box that devices hold, one of them writes it.
+
+    Replicas take turns, so that processes which hold the same arrays share the work. Copies start
+    for all arrays before one is waited for; on a CPU device there is no copy: the array is held,
+    and a step that donates it writes elsewhere.
+    """
+    here, turn = [], 0
+    for leaf, array in arrays.items():
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        for box, devices in placed_boxes(array.sharding, tuple(array.shape)):
+            data = shards.get(devices[turn % len(devices)])
+            turn += 1
+            if data is not None:
+                data.copy_to_host_async()
+                here.append((leaf, box, data))
+    return [Part(leaf, box, np.asarray(data)) for leaf, box, data in here]
+
+
+@lru_cache(4096)
+def placed_boxes(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> tuple[tuple[Box, tuple[jax.Device, ...]], ...]:
+    """The distinct boxes that devices hold of an array, each with those that hold it; the same on
+    every process."""
+    found: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(box_of(index, shape), []).append(device)
+    return tuple((box, tuple(devices)) for box, devices in found.items())
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """The box of an index as shardings give it."""
+    spans = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
+    return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+def cut(part: Part, largest: int = CHUNK_BYTES) -> Iterator[Part]:
+    """`part` in pieces of at most `largest` bytes (or one element), along its first dims, so that
+    each is contiguous where the part is."""
+    shape = part.box.shape
+    dim = next((d for d, n in enumerate(shape) if n > 1), None)
+    if part.data.nbytes <= largest or dim is None:
+        yield part
+        return
+    row = part.data.nbytes // shape[dim]
+    rows = max(1, largest // row)
+    for first in range(0, shape[dim], rows):
+        data: Any = part.data[(slice(None),) * dim + (slice(first, first + rows),)]
+        start = (*part.box.start[:dim], part.box.start[dim] + first, *part.box.start[dim + 1 :])
+        yield from cut(Part(part.leaf, Box(start, data.shape), data), largest)

@@ -1,0 +1,108 @@
+"""The tensors of a folder: one model.safetensors, or the files of an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The dtypes read, by the names of the format."""
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along each dim."""
+
+
+class TensorInfo(NamedTuple):
+    """What a header says of a tensor, `name` in `file`."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Folder:
+    """Headers read, files open; `read` fetches the part of a tensor it is asked for.
+
+    tensors: all there are, by the name they are asked for. problems: tensors that stand twice, or
+    not where an index says. Both are there within `with`.
+
+    Raises:
+        ValueError: there are no safetensors, or a file cannot be opened: each is named.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self.problems: list[str] = []
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Folder:
+        index = self._index()
+        names = sorted(set(index.values())) if index is not None else [SINGLE]
+        try:
+            self._open(names)
+        except ValueError:
+            self._stack.close()
+            raise
+        for name, file in (index or {}).items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                self.problems.append(f"{name}: {INDEX} says it is in {file}, where it is not")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """That part of a tensor, a copy in the file's dtype; no other byte of it is read."""
+        info = self.tensors[name]
+        part = self._files[info.file].get_slice(info.name)
+        return part[tuple(slice(*dim) for dim in box)]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Ask for some tensors by other names: old -> new."""
+        self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
+
+    def _index(self) -> dict[str, str] | None:
+        """Tensor -> file, or None of a single file, which counts where both are there."""
+        if (self.path / SINGLE).is_file():
+            return None
+        path = self.path / INDEX
+        if not path.is_file():
+            pickled = sorted(p.name for p in self.path.glob("*.bin"))
+            hint = f"; {', '.join(pickled)} is pickled: save it as safetensors" if pickled else ""
+            raise ValueError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in found.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has no weight_map of tensors to files: {error!r}") from error
+
+    def _open(self, names: list[str]) -> None:
+        broken = []
+        for name in names:
+            try:
+                file = self._stack.enter_context(safe_open(self.path / name, framework="np"))
+            except (OSError, SafetensorError) as error:
+                broken.append(f"{self.path / name} cannot be opened: {error}")
+                continue
+            self._files[name] = file
+            for tensor in file.keys():  # noqa: SIM118 (no mapping)
+                part = file.get_slice(tensor)
+                shape = tuple(part.get_shape())
+                if tensor in self.tensors:
+                    both = f"{self.tensors[tensor].file} and {name}"
+                    self.problems.append(f"{tensor}: stands in {both}; keep one")
+                self.tensors[tensor] = TensorInfo(name, tensor, shape, str(part.get_dtype()))
+        if broken:
+            raise ValueError("\n".join(broken))

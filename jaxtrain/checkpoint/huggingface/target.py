@@ -1,0 +1,102 @@
+"""A folder on its way: files beside it, renamed when all are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from jaxtrain.checkpoint.storage import describe
+
+
+class Target:
+    """The folder to write, on process 0; on others nothing happens.
+
+    A failure among several processes is kept, for the others would wait for this one in the next
+    collective: nothing more is attempted, and `agree` raises on all. Without `commit` nothing is
+    left behind, save by a kill: then a folder whose name begins with a dot.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.partial = self.folder.with_name(f".{self.folder.name}.partial-{os.getpid()}")
+        self.failure: ValueError | None = None
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Do it, on process 0 and if all went well before. Raises ValueError at once where there
+        is one process."""
+        if jax.process_index() != 0 or self.failure is not None:
+            return
+        try:
+            action()
+        except ValueError as error:
+            self.failure = error
+        except (OSError, SafetensorError) as error:
+            said = f"{self.folder} could not be written, and nothing of it is left"
+            self.failure = ValueError(f"{said}: {describe(error)}")
+            self.failure.__cause__ = error
+        if self.failure is not None and jax.process_count() == 1:
+            raise self.failure
+
+    def agree(self) -> None:
+        """Raises ValueError on every process where process 0 has failed."""
+        if jax.process_count() == 1:
+            return
+        from jax.experimental import multihost_utils
+
+        failed = multihost_utils.broadcast_one_to_all(np.int32(self.failure is not None))
+        if self.failure is not None:
+            raise self.failure
+        if failed:
+            raise ValueError(f"process 0 could not write {self.folder}; its own error says why")
+
+    def begin(self, size: int) -> None:
+        """Refuse a folder that holds something, or a disk without room for `size` bytes."""
+        if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
+            raise ValueError(f"{self.folder} is there already; remove it or give a new folder")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < size:
+            raise ValueError(
+                f"{self.folder} needs {size:,} bytes and {free:,} are free there; free "
+                f"{size - free:,} bytes, give another folder, or dtype='bfloat16'"
+            )
+        self.partial.mkdir()
+
+    def save(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
+        path = self.partial / file
+        # Without this metadata `transformers` 4 refuses a file.
+        save_file(dict(arrays), path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library's own is for the owner alone
+        _flush(path)
+
+    def commit(self, texts: Mapping[str, str]) -> None:
+        """Write the small files, and give the folder its name."""
+        for name, text in texts.items():
+            (self.partial / name).write_text(text, encoding="utf-8")
+            _flush(self.partial / name)
+        _flush(self.partial)
+        self.partial.rename(self.folder)
+        _flush(self.folder.parent)
+
+
+def _flush(path: Path) -> None:
+    """Bytes, or the names in a folder, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""When a run saves, and which saves it keeps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+UNMEASURED_S = 600.0
+"""Seconds between saves while nobody knows what a save takes, or how often the machines fail."""
+
+
+@dataclass(frozen=True)
+class Minutes:
+    """Save so many minutes after the save before. None: as often as loses the least time, by the
+    measured save time and the mesh file's mtbf_hours (Daly 2006); ten minutes where the mesh file
+    has none, and before the first save."""
+
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ValueError(f"minutes={self.minutes} between saves; use for example Minutes(10)")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `n` saves with the least `metric` (the greatest if `greatest`), of those that have it:
+    eval_loss or bits_per_byte, of steps that are both evaluated and saved."""
+
+    metric: str
+    n: int = 1
+    greatest: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"Best keeps n={self.n} saves; use n=1 or more")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest `latest` saves, besides those of steps that are multiples of `every`, and `best`.
+    An older one goes when a newer is committed."""
+
+    latest: int = 3
+    every: int | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"latest": self.latest, "every": self.every}
+        wrong = [f"{k}={v!r}" for k, v in counts.items() if v is not None and not _counts(v)]
+        if wrong:
+            raise ValueError(f"Keep counts from 1, got {' and '.join(wrong)}; use Keep(latest=3)")
+
+    def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Which of the saved steps to keep; `steps` has the metrics of each."""
+        order = sorted(steps)
+        kept = set(order[-self.latest :])
+        if self.every is not None:
+            kept |= {step for step in order if step % self.every == 0}
+        if self.best is not None:
+            name, sign = self.best.metric, -1 if self.best.greatest else 1
+            rated = [(sign * steps[s][name], -s) for s in order if name in steps[s]]
+            finite = sorted(pair for pair in rated if math.isfinite(pair[0]))
+            kept |= {-minus for _, minus in finite[: self.best.n]}
+        return kept
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """every: steps between saves, or `Minutes`. keep: how many of the newest, or `Keep`.
+
+    A run saves besides at its end, when it is stopped, and when a step fails.
+    """
+
+    every: int | Minutes = Minutes()
+    keep: int | Keep = 3
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name, value, other in (("every", self.every, Minutes), ("keep", self.keep, Keep)):
+            if not isinstance(value, other) and not _counts(value):
+                wrong.append(f"{name}={value!r}")
+        if wrong:
+            raise ValueError(
+                f"a save policy counts in whole steps from 1, got {' and '.join(wrong)}; "
+                "use for example every=500 or every=Minutes(10), and keep=3 or keep=Keep(3)"
+            )
+
+    @property
+    def keeping(self) -> Keep:
+        return self.keep if isinstance(self.keep, Keep) else Keep(self.keep)
+
+
+def daly_interval(save_s: float, mtbf_s: float) -> float:
+    """Seconds from the end of one save to the beginning of the next that lose the least time to
+    saves and to what failures undo: Daly, "A higher order estimate of the optimum checkpoint
+    interval for restart dumps" (2006), equation 37; Young's sqrt(2 save mtbf) to first order."""
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+class SaveClock:
+    """Says after which steps to save: the same on every process, though their clocks differ.
+
+    A time is looked at in few steps: at half of what is left, then at half of the rest, each time
+    by the clock of process 0.
+    """
+
+    def __init__(
+        self,
+        every: int | Minutes,
+        mtbf_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.every, self.mtbf_s, self.clock = every, mtbf_s, clock
+        self.save_s: float | None = None
+        """What the last save took, from its call to its commit."""
+        self.saved_at = clock()
+        self.look = 0
+        self.looked: tuple[int, float] | None = None
+
+    def interval_s(self) -> float:
+        """Seconds between saves, as known now; at least what a save takes."""
+        if isinstance(self.every, Minutes) and self.every.minutes is not None:
+            return 60 * self.every.minutes
+        if self.save_s is None or self.mtbf_s is None:
+            return UNMEASURED_S
+        return max(self.save_s, daly_interval(self.save_s, self.mtbf_s))
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps are done; asked after every step."""
+        if isinstance(self.every, int):
+            return step > 0 and step % self.every == 0
+        if step < self.look:
+            return False
+        now, left = _of_process_0(self.clock(), self.interval_s() - self.clock() + self.saved_at)
+        if left <= 0:
+            return True
+        self.look = step + 1
+        if self.looked is not None:
+            before, then = self.looked
+            step_s = max((now - then) / (step - before), 1e-6)
+            self.look = step + max(1, int(left / step_s / 2))
+        self.looked = step, now
+        return False
+
+    def saved(self, step: int) -> None:
+        """A save after `step` began."""
+        self.saved_at, self.looked, self.look = self.clock(), None, step + 1
+
+
+def _of_process_0(*values: float) -> tuple[float, ...]:
+    if jax.process_count() == 1:
+        return values
+    from jax.experimental import multihost_utils
+
+    return tuple(map(float, multihost_utils.broadcast_one_to_all(np.asarray(values))))
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

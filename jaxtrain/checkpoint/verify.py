@@ -1,0 +1,46 @@
+"""Every byte of a run's checkpoints read, and compared with the digest taken before it was
+written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtrain.checkpoint.reader import verify_chunks
+from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+
+
+class Verdict(NamedTuple):
+    """What was found of a step: chunks and bytes read, and a line for each damage."""
+
+    step: int
+    chunks: int
+    bytes: int
+    damages: list[str]
+
+
+def verify(run_dir: str | Path) -> list[Verdict]:
+    """A verdict on each committed step of a run directory, oldest first. Writes nothing, needs no
+    device, and may run beside a run.
+
+    Raises:
+        ValueError: no step is committed there.
+    """
+    directory = Path(run_dir) / CHECKPOINTS
+    steps = committed_steps(directory)
+    if not steps:
+        raise ValueError(
+            f"{directory} has no committed checkpoint; give the run directory that holds "
+            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
+        )
+    return [_verdict(directory, step) for step in steps]
+
+
+def _verdict(directory: Path, step: int) -> Verdict:
+    try:
+        manifest = whole_manifest(directory, step)
+    except DamagedCheckpoint as error:
+        return Verdict(step, 0, 0, error.damages)
+    chunks = [chunk for held in manifest.chunks.values() for chunk in held]
+    return Verdict(step, len(chunks), sum(c.size for c in chunks), verify_chunks(manifest))

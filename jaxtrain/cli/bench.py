@@ -1,0 +1,83 @@
+"""`jaxtrain bench`: measurements beside the plain form, in one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.cli.shared import FAILED, JSON, answer, mesh_of, progress, set_simulation_flags
+
+
+def add_bench(commands: Any) -> None:
+    text = "measure against the plain form, in turn in one run"
+    bench = commands.add_parser("bench", help=text, description=text)
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+
+    text = "the step of an experiment beside a plain jax and optax loop of the same model"
+    step = kinds.add_parser("step", help=text, description=text)
+    step.set_defaults(run=_bench_step)
+    step.add_argument("experiment")
+    step.add_argument("--mesh", default="meshes/cpu_1.toml")
+    step.add_argument("--steps", type=int, default=10)
+
+    text = "every collective by every algorithm beside lax's own"
+    collectives = kinds.add_parser("collectives", help=text, description=text)
+    collectives.set_defaults(run=_bench_collectives)
+    collectives.add_argument("--mesh", required=True)
+    for name, text in (
+        ("collectives", "a,b or all; default all, across processes those of a training step"),
+        ("algorithms", "a,b or all; default all, fewer across processes and beyond 16MiB"),
+        ("sizes", "of the whole buffer on one device; default 4KiB,64KiB,1MiB,16MiB,64MiB"),
+        ("processes", "how many share simulated devices; default 1,2,4, on accelerators 1"),
+    ):
+        collectives.add_argument(f"--{name}", metavar="A,B", help=text)
+    for sub in (step, collectives):
+        sub.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+
+    text = "a step of every pipeline schedule beside what its table predicts, on fake CPU devices"
+    pipeline = kinds.add_parser("pipeline", help=text, description=text)
+    pipeline.set_defaults(run=_bench_pipeline)
+    pipeline.add_argument("--stages", type=int, default=2, choices=range(2, 17), metavar="N")
+    for sub in (step, collectives, pipeline):
+        sub.add_argument("--json", action="store_true", help=JSON)
+
+
+def _bench_step(options: Any) -> int:
+    from jaxtrain.train.bench import bench_step
+
+    found = bench_step(options.experiment, mesh_of(options), steps=options.steps)
+    return answer(options, found, found.table())
+
+
+def _bench_collectives(options: Any) -> int:
+    from jaxtrain.train import bench_collectives as bench
+
+    readers: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
+        "collectives": (str.strip, bench.MEASURED),
+        "algorithms": (str.strip, bench.OURS),
+        "sizes": (bench.read_size, ()),
+        "processes": (bench.read_count, ()),
+    }
+    chosen: dict[str, Any] = {}
+    for name, (read, everything) in readers.items():
+        text = getattr(options, name)
+        if text is not None:
+            whole = text == "all" and everything
+            chosen[name] = everything if whole else [read(word) for word in text.split(",")]
+    try:
+        found = bench.bench_collectives(mesh_of(options), **chosen, progress=progress(options))
+    except RuntimeError as error:  # a process's last words say more than where we waited for it
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return FAILED
+    return answer(options, found, found.summary())
+
+
+def _bench_pipeline(options: Any) -> int:
+    from jaxtrain.mesh.mesh import mesh_from_axes
+
+    set_simulation_flags(options, mesh_from_axes(stage=options.stages))
+    from jaxtrain.train.bench_pipeline import bench_pipeline
+
+    found = bench_pipeline(options.stages, progress=progress(options))
+    return answer(options, found, found.table())

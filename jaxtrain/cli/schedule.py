@@ -1,0 +1,60 @@
+"""`jaxtrain schedule`: a pipeline schedule as a picture and figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.cli.shared import JSON, told
+
+
+def add_options(schedule: argparse.ArgumentParser) -> None:
+    source = schedule.add_mutually_exclusive_group(required=True)
+    source.add_argument("--kind", help="gpipe, one_f_one_b, interleaved or zero_bubble")
+    source.add_argument("--table", metavar="FILE", help="a table of your own, as --save writes it")
+    schedule.add_argument("--stages", type=int, help="pipeline stages, with --kind")
+    schedule.add_argument("--microbatches", type=int, help="microbatches of a step, with --kind")
+    schedule.add_argument("--chunks", type=int, help="of blocks on each stage; default 1")
+    for name, text in (("forward", "F"), ("backward", "B"), ("weight", "W"), ("head", "the head")):
+        help_ = (
+            f"cost of {text} on one microbatch, in any unit; default {0 if name == 'head' else 1}"
+        )
+        schedule.add_argument(f"--{name}", type=float, metavar="TIME", help=help_)
+    schedule.add_argument("--svg", metavar="FILE", help="write a Gantt chart there")
+    schedule.add_argument("--save", metavar="FILE", help="write the table there")
+    schedule.add_argument("--json", action="store_true", help=JSON)
+
+
+def draw(options: Any) -> int:
+    from rich.console import Console
+
+    from jaxtrain.pipeline.picture import as_json, figures, grid, svg
+    from jaxtrain.pipeline.schedule import Costs, make_schedule
+    from jaxtrain.pipeline.table_file import read_schedule, written
+
+    sizes = {name: getattr(options, name) for name in ("stages", "microbatches", "chunks")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if options.table:
+        if given:
+            raise ValueError(f"--table has its own sizes; leave out --{', --'.join(given)}")
+        schedule = read_schedule(options.table)
+    else:
+        if missing := sorted({"stages", "microbatches"} - set(given)):
+            raise ValueError(f"--kind needs --{' and --'.join(missing)}")
+        schedule = make_schedule(options.kind, **given)
+    times = {name: getattr(options, name) for name in ("forward", "backward", "weight", "head")}
+    costs = Costs(**{name: time for name, time in times.items() if time is not None})
+    out = told(options)
+    console = Console(file=out)
+    for part in grid(schedule, console.width):
+        console.print(part)
+    print(figures(schedule, costs), file=out)
+    if options.svg:
+        Path(options.svg).write_text(svg(schedule, costs), encoding="utf-8")
+    if options.save:
+        Path(options.save).write_text(written(schedule), encoding="utf-8")
+    if options.json:
+        print(json.dumps(as_json(schedule, costs)))
+    return 0

@@ -1,0 +1,57 @@
+"""What commands share: the mesh and experiment they were given, and how they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
+JSON = "JSON alone on the standard output; what people read goes to standard error"
+STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
+
+
+def mesh_of(options: Any) -> Any:
+    from jaxtrain.mesh.mesh import load_mesh
+
+    spec = load_mesh(options.mesh)
+    return spec.simulate() if options.simulate else spec
+
+
+def experiment_of(options: Any) -> Any:
+    from jaxtrain.experiment import load_experiment, with_fields
+
+    return with_fields(load_experiment(options.experiment), options.settings)
+
+
+def set_simulation_flags(options: Any, spec: Any) -> None:
+    """Tells JAX of fake devices before it starts. The C library reads its variable only when a
+    process starts: the command starts again, once, as the same process."""
+    from jaxtrain.mesh.simulation import simulation_flags
+
+    before = os.environ.get("GLIBC_TUNABLES")
+    os.environ.update(simulation_flags(spec, os.environ))
+    late = before != os.environ["GLIBC_TUNABLES"] and sys.platform == "linux"
+    if options.own_process and late and not os.environ.get(STARTED_AGAIN):
+        os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def told(options: Any) -> TextIO:
+    """Where people are told: with --json the standard output is for a program."""
+    return sys.stderr if options.json else sys.stdout
+
+
+def progress(options: Any) -> Callable[[str], None]:
+    """Tells people a line at once."""
+    return lambda text: print(text, flush=True, file=told(options))
+
+
+def answer(options: Any, report: Any, *texts: str) -> int:
+    """What a command has found: `texts` for people, with --json the report for a program."""
+    print(*texts, sep="\n", file=told(options))
+    if options.json:
+        print(json.dumps(report.as_json()))
+    return 0

@@ -1,0 +1,35 @@
+"""`jaxtrain verify`: every checkpointed byte of a run against its digest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from jaxtrain.cli.shared import FAILED, JSON, told
+
+
+def add_options(verify: argparse.ArgumentParser) -> None:
+    verify.add_argument("run", help="a run directory")
+    verify.add_argument("--json", action="store_true", help=JSON)
+
+
+def verified(options: Any) -> int:
+    from jaxtrain.checkpoint.verify import verify
+
+    verdicts, out = verify(options.run), told(options)
+    for found in verdicts:
+        state = f"DAMAGED in {len(found.damages)} places" if found.damages else "whole"
+        read = f"{found.chunks} chunks, {found.bytes:,} bytes"
+        print(f"step {found.step}: {state}; {read}", file=out)
+        for damage in found.damages:
+            print(f"  {damage}", file=out)
+    damaged = [found.step for found in verdicts if found.damages]
+    if damaged:
+        good = [found.step for found in verdicts if not found.damages]
+        then = f"goes on from step {good[-1]}" if good else "is refused"
+        print(f"a start of this run {then}", file=out)
+    if options.json:
+        steps = [found._asdict() for found in verdicts]
+        print(json.dumps({"steps": steps, "damaged": damaged}))
+    return FAILED if damaged else 0

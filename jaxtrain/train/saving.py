@@ -1,0 +1,83 @@
+"""The saves of a run: one that fails is told and the run goes on, unless nothing comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.checkpoint.storage import CheckpointError
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.train.session import Session
+
+
+def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> CheckpointManager:
+    """The checkpoints of a run directory, for a run on that mesh."""
+    hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
+    mtbf_s = None if hours is None else hours * 3600 / spec.devices
+    return CheckpointManager(run / "checkpoints", policy, mtbf_s=mtbf_s)
+
+
+class Saving:
+    """Saves the state of `session` through `manager`; `tell` is given what the user should read.
+
+    failed: how many saves of this start were lost.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, session: Session, tell: Callable[[str], None]
+    ) -> None:
+        self.manager, self.session, self.tell = manager, session, tell
+        self.failed = 0
+        self._first = True
+
+    @property
+    def rated(self) -> bool:
+        """Whether saves need the values of an evaluation. Without, they come before it: nothing is
+        lost if the run is killed while it evaluates."""
+        return self.manager.policy.keeping.best is not None
+
+    def begin(self) -> None:
+        """Tell which damaged steps were passed over, and put them aside."""
+        damaged = self.manager.damaged
+        if not damaged:
+            return
+        gone = self.manager.set_damaged_aside()
+        for step, error in sorted(damaged.items(), reverse=True):
+            kept = f"; it is kept as {gone[step]}" if step in gone else ""
+            self.tell(f"DAMAGED {error}{kept}; going on from step {self.session.start}")
+
+    def due(self, done: int) -> bool:
+        """Whether to save after `done` steps. Tells first what became of the save in flight."""
+        self._told(self.manager.poll)
+        return self.manager.should_save(done)
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to save the state after `step`, unless it is there already. A failure is told."""
+        self._told(self.manager.wait)  # what is in flight may be this very step
+        if self.manager.latest() != step:
+            self._told(lambda: self._save(step, metrics))
+
+    def save_last(self, step: int, metrics: dict[str, float]) -> None:
+        """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
+        later save makes up for it."""
+        self._told(self.manager.wait)
+        if self.manager.latest() != step:
+            self._save(step, metrics)
+            self.manager.wait()
+
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
+        data = {"step": step, "data": self.session.dataset.digest, "metrics": metrics}
+        self.manager.save(step, self.session.to_save(), data)
+        if self._first:
+            self._first = False
+            self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
+
+    def _told(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except CheckpointError as error:
+            self.failed += 1
+            self.tell(f"NOT SAVED {error}; the run goes on")
