@@ -19,6 +19,7 @@ _WHERE = {
     "jaxtrain.checkpoint.policy": (
         "Best",
         "Keep",
+        "LocalTier",
         "Minutes",
         "SavePolicy",
     ),

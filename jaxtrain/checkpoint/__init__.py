@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from jaxtrain.checkpoint.leaves import named_leaves, stored_bytes
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.checkpoint.policy import Best, Keep, Minutes, SavePolicy
+from jaxtrain.checkpoint.policy import Best, Keep, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.run_config import (
     ABSENT,
     Difference,
@@ -41,6 +41,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Difference",
     "Keep",
+    "LocalTier",
     "Minutes",
     "SavePolicy",
     "check_writable",

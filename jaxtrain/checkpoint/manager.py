@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import owned_parts
 from jaxtrain.checkpoint.manifest import ITEM, Manifest
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
-from jaxtrain.checkpoint.reader import Damaged, read_arrays
+from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -77,17 +77,18 @@ class CheckpointManager:
         """The newest committed step; one that is still being written does not count."""
         return newest(self.steps())
 
-    def newest_whole(self) -> int | None:
+    def newest_whole(self, elsewhere: Collection[int] = ()) -> int | None:
         """The newest step that is not known to be damaged and whose files are all there, in full
-        length; None where no step is. Those passed over are in `damaged`.
+        length, or that is whole `elsewhere`; None where no step is. Those passed over are in
+        `damaged`.
 
         Raises:
             DamagedCheckpoint: there are steps, and each is damaged: nothing may begin again
                 silently where a run has been.
         """
-        for step in reversed(self.steps()):
-            if step in self.damaged:
-                continue
+        for step in sorted({*self.steps(), *elsewhere} - self.damaged.keys(), reverse=True):
+            if step in elsewhere:
+                return step
             try:
                 whole_manifest(self.directory, step)
             except DamagedCheckpoint as error:
@@ -180,7 +181,12 @@ class CheckpointManager:
             CheckpointError: there is no such committed step.
         """
         self.wait()
-        manifest = whole_manifest(self.directory, step)
+        return self.restore_from(whole_manifest(self.directory, step), step, template)
+
+    def restore_from(
+        self, manifest: Manifest, step: int, template: Any, read: Read | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `restore`, by a manifest of the step and a way to read its chunks (None: here)."""
         wanted = leaf_table.named_leaves(template)
         if problems := leaf_table.mismatches(wanted, manifest.leaves):
             raise ValueError(
@@ -191,7 +197,7 @@ class CheckpointManager:
         damages: list[str] = []
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = read_arrays(manifest, leaf_table.to_request(wanted))
+            arrays = read_arrays(manifest, leaf_table.to_request(wanted), read)
         except Damaged as error:
             damages = error.damages
         if _on_any_process(bool(damages)):

@@ -71,14 +71,34 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class LocalTier:
+    """Besides, save often where it is fast: each process its own part, and a copy of it to another
+    machine's process, so that one machine may be lost with all it holds.
+
+    every: steps between, or `Minutes`. directory: of this machine alone, a disk or memory; it takes
+    three steps' parts, twice where there are several processes. `{process}` in it becomes the
+    process's number. What a run leaves there when it is deleted is yours to remove.
+    """
+
+    every: int | Minutes = 50
+    directory: str = "/dev/shm/jaxtrain"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, Minutes) and not _counts(self.every):
+            raise ValueError(f"every={self.every!r} counts in whole steps from 1; use every=50")
+
+
+@dataclass(frozen=True)
 class SavePolicy:
-    """every: steps between saves, or `Minutes`. keep: how many of the newest, or `Keep`.
+    """every: steps between saves, or `Minutes`. keep: how many of the newest, or `Keep`. local: a
+    fast tier besides.
 
     A run saves besides at its end, when it is stopped, and when a step fails.
     """
 
     every: int | Minutes = Minutes()
     keep: int | Keep = 3
+    local: LocalTier | None = None
 
     def __post_init__(self) -> None:
         wrong = []

@@ -39,7 +39,13 @@ def add_bench(commands: Any) -> None:
     pipeline = kinds.add_parser("pipeline", help=text, description=text)
     pipeline.set_defaults(run=_bench_pipeline)
     pipeline.add_argument("--stages", type=int, default=2, choices=range(2, 17), metavar="N")
-    for sub in (step, collectives, pipeline):
+
+    text = "saves and restores beside plain Orbax and numpy.save, on fake CPU devices"
+    checkpoint = kinds.add_parser("checkpoint", help=text, description=text)
+    checkpoint.set_defaults(run=_bench_checkpoint)
+    checkpoint.add_argument("--sizes", default="200MiB,1GiB", metavar="A,B", help="of the state")
+    checkpoint.add_argument("--dir", help="where to write; default the system's temporary files")
+    for sub in (step, collectives, pipeline, checkpoint):
         sub.add_argument("--json", action="store_true", help=JSON)
 
 
@@ -80,4 +86,16 @@ def _bench_pipeline(options: Any) -> int:
     from jaxtrain.train.bench_pipeline import bench_pipeline
 
     found = bench_pipeline(options.stages, progress=progress(options))
+    return answer(options, found, found.table())
+
+
+def _bench_checkpoint(options: Any) -> int:
+    from jaxtrain.mesh.mesh import mesh_from_axes
+
+    set_simulation_flags(options, mesh_from_axes(fsdp=8))
+    from jaxtrain.train.bench_checkpoint import bench_checkpoint
+    from jaxtrain.train.bench_collectives import read_size
+
+    sizes = tuple(read_size(text) for text in options.sizes.split(","))
+    found = bench_checkpoint(sizes, directory=options.dir, progress=progress(options))
     return answer(options, found, found.table())

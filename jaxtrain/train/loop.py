@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 import jax
 
-from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
+from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
@@ -121,7 +121,6 @@ RESUMABLE = (
     "experiment.logging",
     "experiment.evaluation",
     "experiment.checkpoints",
-    "experiment.sample",
     "experiment.execution.mode",
     "experiment.execution.loop",
     "experiment.execution.attention",
@@ -140,7 +139,7 @@ class _Loop:
         self,
         session: Session,
         run_dir: Path | None,
-        saves: CheckpointManager | None,
+        saves: Checkpoints | None,
         stream: TextIO,
         should_stop: Callable[[], bool],
     ) -> None:
@@ -217,12 +216,12 @@ class _Loop:
             self.log(self.delayed.push(done, metrics))
             self.refuse_skipping()
             evaluates = e.evaluation and (done % e.evaluation.every == 0 or done == steps)
-            saves = self.saving and (self.saving.due(done) or done == steps)
+            tier = self.saving and self.saving.due(done)
             rated = self.saving and self.saving.rated
             if evaluates and rated:
                 self.run_evaluation(done)
-            if saves:
-                self.save(last=done == steps)
+            if tier or done == steps:
+                self.save(last=done == steps, durable=tier != "local")
             if evaluates and not rated:
                 self.run_evaluation(done)
             if self.should_stop() and done < steps:
@@ -323,14 +322,17 @@ class _Loop:
     def tell(self, text: str) -> None:
         self.progress.message(text)
 
-    def save(self, *, last: bool) -> None:
+    def save(self, *, last: bool, durable: bool = True) -> None:
         """last: nothing comes after it. Then it raises CheckpointError, which is told otherwise."""
         if self.saving is None:
             return
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
-            act = self.saving.save_last if last else self.saving.save
-            act(self.result.steps, self.evaluated(self.result.steps))
+            step, metrics = self.result.steps, self.evaluated(self.result.steps)
+            if last:
+                self.saving.save_last(step, metrics)
+            else:
+                self.saving.save(step, metrics, durable=durable)
         if last:
             self.result.saved = self.result.steps
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.residuals import no_residuals, redistributed, stored_splits
@@ -17,12 +17,12 @@ from jaxtrain.train.state import TrainState
 PREFIX = "residuals."
 
 
-def restored(order: NaturalOrder, checkpoints: CheckpointManager, step: int) -> TrainState:
+def restored(order: NaturalOrder, checkpoints: Checkpoints, step: int) -> TrainState:
     """The state saved as `step`, on the mesh of `order`: read in natural order and laid.
 
     All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
     to sum over: those are read as they are and dealt out again, for which each device holds as
-    many times its share of them as there were devices. Raises what `CheckpointManager.restore`
+    many times its share of them as there were devices. Raises what `Checkpoints.restore`
     does.
     """
     leaves = checkpoints.manifest(step).leaves.items()

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.storage import CheckpointError
+from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.train.session import Session
 
 
-def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> CheckpointManager:
+def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> Checkpoints:
     """The checkpoints of a run directory, for a run on that mesh."""
     hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
     mtbf_s = None if hours is None else hours * 3600 / spec.devices
-    return CheckpointManager(run / "checkpoints", policy, mtbf_s=mtbf_s)
+    return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s)
 
 
 class Saving:
@@ -26,9 +26,7 @@ class Saving:
     failed: how many saves of this start were lost.
     """
 
-    def __init__(
-        self, manager: CheckpointManager, session: Session, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
         self.manager, self.session, self.tell = manager, session, tell
         self.failed = 0
         self._first = True
@@ -40,37 +38,38 @@ class Saving:
         return self.manager.policy.keeping.best is not None
 
     def begin(self) -> None:
-        """Tell which damaged steps were passed over, and put them aside."""
-        damaged = self.manager.damaged
-        if not damaged:
-            return
-        gone = self.manager.set_damaged_aside()
+        """Tell where the run goes on from, and leave behind what is newer."""
+        start, damaged = self.session.start, self.manager.damaged
+        gone = self.manager.begin_after(start)
         for step, error in sorted(damaged.items(), reverse=True):
             kept = f"; it is kept as {gone[step]}" if step in gone else ""
-            self.tell(f"DAMAGED {error}{kept}; going on from step {self.session.start}")
+            self.tell(f"DAMAGED {error}{kept}; going on from step {start}")
+        if start and self.manager.from_local(start):
+            self.tell(f"step {start} comes from the local tier")
 
-    def due(self, done: int) -> bool:
-        """Whether to save after `done` steps. Tells first what became of the save in flight."""
+    def due(self, done: int) -> str | None:
+        """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
         self._told(self.manager.poll)
         return self.manager.should_save(done)
 
-    def save(self, step: int, metrics: dict[str, float]) -> None:
+    def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
         """Begin to save the state after `step`, unless it is there already. A failure is told."""
-        self._told(self.manager.wait)  # what is in flight may be this very step
-        if self.manager.latest() != step:
-            self._told(lambda: self._save(step, metrics))
+        if durable:
+            self._told(self.manager.wait)  # what is in flight may be this very step
+        if not durable or self.manager.latest() != step:
+            self._told(lambda: self._save(step, metrics, durable=durable))
 
     def save_last(self, step: int, metrics: dict[str, float]) -> None:
         """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
         later save makes up for it."""
         self._told(self.manager.wait)
         if self.manager.latest() != step:
-            self._save(step, metrics)
+            self._save(step, metrics, durable=True)
             self.manager.wait()
 
-    def _save(self, step: int, metrics: dict[str, float]) -> None:
+    def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
         data = {"step": step, "data": self.session.dataset.digest, "metrics": metrics}
-        self.manager.save(step, self.session.to_save(), data)
+        self.manager.save(step, self.session.to_save(), data, durable=durable)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")

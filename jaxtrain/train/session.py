@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
+from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import option_violations
@@ -101,7 +101,7 @@ def open_session(
     spec: MeshSpec,
     *,
     cache_dir: Path,
-    checkpoints: CheckpointManager | None = None,
+    checkpoints: Checkpoints | None = None,
     held_out: bool = False,
 ) -> Session:
     """Raises ValueError for whatever does not fit, before anything is compiled or written; what can
@@ -149,7 +149,7 @@ def _reducer(assembly: Assembly) -> Any:
     return assembly.experiment.execution.reducer if assembly.explicit else None
 
 
-def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> None:
+def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
     stored = checkpoints.manifest(start).metadata.get("data") if start else None
     if stored is not None and stored != dataset.digest:
         raise ValueError(
@@ -160,7 +160,7 @@ def _check_corpus(checkpoints: CheckpointManager, start: int, dataset: Any) -> N
 
 
 def _first_state(
-    natural: NaturalOrder, where: TrainState, checkpoints: CheckpointManager | None
+    natural: NaturalOrder, where: TrainState, checkpoints: Checkpoints | None
 ) -> tuple[TrainState, int]:
     """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
     sharded: initialised under jit, each device making its part."""

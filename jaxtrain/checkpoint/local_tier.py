@@ -1,0 +1,225 @@
+"""The fast tier: each process's part of a step on its own disk or in memory, and on a neighbour's.
+
+    DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.pack   the chunks that process wrote
+    DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.json   their digests; written last: the commit
+
+A step is whole when the parts of all processes that saved it are somewhere among those that look
+(Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints",
+2023). The record of a part tells how many there are, so other processes may look than have saved.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from jaxtrain.checkpoint.chunks import Box, Chunk, Part, digest
+from jaxtrain.checkpoint.exchange import Held, Peers, gathered
+from jaxtrain.checkpoint.leaves import LeafRecord
+from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.pack import write_chunks
+from jaxtrain.checkpoint.policy import LocalTier
+from jaxtrain.checkpoint.reader import Read
+
+FINISHED = 2
+"""Steps that are kept besides the one being written: a process may be one save behind another."""
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """A step that is whole across processes. holders: of each part (its pack's name), the processes
+    that have it."""
+
+    manifest: Manifest
+    holders: dict[str, list[int]]
+
+
+class LocalSteps:
+    """Saves and reads the local tier of one run; made by all its processes together."""
+
+    def __init__(self, tier: LocalTier, run: str) -> None:
+        process, processes = jax.process_index(), jax.process_count()
+        self.root = Path(tier.directory.format(process=process)).absolute() / run
+        self.directory = self.root / str(process)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.start = gathered(secrets.token_hex(8))[0]
+        self.neighbour = (process + max(1, processes // 2)) % processes
+        self.peers = Peers(self.root, self.directory) if processes > 1 else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="local tier")
+        self._job: Future[None] | None = None
+        self.step = 0
+        """Of the save that was begun last."""
+
+    def save(
+        self,
+        step: int,
+        parts: list[Part],
+        records: dict[str, LeafRecord],
+        metadata: dict[str, Any],
+    ) -> None:
+        """Begin to write this process's part. Raises what the save before it met: OSError."""
+        self.wait()
+        self.step = step
+        self._job = self._pool.submit(self._write, step, parts, records, metadata)
+
+    def poll(self) -> None:
+        """Raise what the save in flight met, if it has ended: OSError."""
+        if self._job is not None and self._job.done():
+            self.wait()
+
+    def wait(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            if self.peers is not None:
+                self.peers.close()
+
+    def _write(
+        self,
+        step: int,
+        parts: list[Part],
+        records: dict[str, LeafRecord],
+        metadata: dict[str, Any],
+    ) -> None:
+        held = Held(step, jax.process_index(), self.start)
+        mine = sorted(int(p.name) for p in self.directory.iterdir())
+        kept = [s for s in mine if s < step][-FINISHED:]
+        self._drop(lambda s: s < min(kept, default=0))
+        pack = self.directory / held.pack
+        pack.parent.mkdir(parents=True, exist_ok=True)
+        pack.touch()  # a process may have nothing to write
+        chunks = write_chunks(pack.parent, pack.name, parts)
+        body = json.dumps(
+            {
+                "processes": jax.process_count(),
+                "leaves": records,
+                "metadata": metadata,
+                "chunks": [c._replace(pack=held.pack) for c in chunks],
+            }
+        )
+        record = self.directory / held.record
+        beside = record.with_suffix(".tmp")
+        beside.write_text(f"{_digest(body)}\n{body}")
+        beside.replace(record)
+        if self.peers is not None:
+            self.peers.put(held, self.neighbour)
+
+    def whole_steps(self) -> dict[int, LocalStep]:
+        """The steps of which all parts are somewhere, the same on every process. All call it."""
+        mine = {held: body for held, body in self._readable()}
+        own = [[*held, body["processes"]] for held, body in mine.items()]
+        offers = [json.loads(text) for text in gathered(json.dumps(own))]
+        holders: dict[tuple[int, str], dict[str, list[int]]] = {}
+        counts: dict[tuple[int, str], int] = {}
+        for process, offer in enumerate(offers):
+            for *held, processes in offer:
+                at = Held(*held)
+                save = (at.step, at.start)
+                holders.setdefault(save, {}).setdefault(at.pack, []).append(process)
+                counts[save] = processes
+        whole = {save: h for save, h in holders.items() if len(h) == counts[save]}
+        # Every process needs all records of these to read, so they travel whole.
+        give = [[*h, body] for h, body in mine.items() if (h.step, h.start) in whole]
+        bodies: dict[tuple[int, str], dict[int, Any]] = {}
+        for text in gathered(json.dumps(give)):
+            for step, process, start, body in json.loads(text):
+                bodies.setdefault((step, start), {})[process] = body
+        return {s[0]: LocalStep(_merged(bodies[s]), whole[s]) for s in sorted(whole)}
+
+    def read(self, found: LocalStep, otherwise: Read | None = None) -> Read:
+        """Reads chunks of a step: here, of another process that has the part, or `otherwise`."""
+
+        def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+            problems = []
+            for source in self._sources(found.holders[chunk.pack], chunk):
+                try:
+                    return _verified(source(), chunk, dtype)
+                except (OSError, ValueError) as error:
+                    problems.append(str(error))
+            if otherwise is not None:
+                try:
+                    return otherwise(chunk, dtype)
+                except ValueError as error:
+                    problems.append(str(error))
+            raise ValueError("; ".join(problems))
+
+        return read
+
+    def _sources(self, holders: list[int], chunk: Chunk) -> Iterator[Callable[[], bytes]]:
+        """This process first, if it has the part."""
+        own, held = jax.process_index(), _held(chunk.pack)
+        for process in sorted(holders, key=lambda p: p != own):
+            if process == own:
+                yield lambda: _piece(held.found(self.root), chunk)
+            elif self.peers is not None:
+                yield partial(self.peers.read, held, chunk.offset, chunk.size, process)
+
+    def drop_after(self, step: int) -> None:
+        """Remove what is newer than `step`: a history that is left."""
+        self._drop(lambda s: s > step)
+
+    def _drop(self, unwanted: Callable[[int], bool]) -> None:
+        for place in self.root.glob("*/*"):
+            if place.name.isdecimal() and unwanted(int(place.name)):
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _readable(self) -> Iterator[tuple[Held, Any]]:
+        """Parts on this machine whose record is as it was written."""
+        for path in sorted(self.root.glob("*/*/*.json")):
+            found, _, body = path.read_text(errors="replace").partition("\n")
+            if found == _digest(body):
+                yield _held(f"{path.parent.name}/{path.name}"), json.loads(body)
+
+
+def _held(name: str) -> Held:
+    step, file = name.split("/")
+    process, start, _ = file.split(".")
+    return Held(int(step), int(process), start)
+
+
+def _merged(bodies: dict[int, Any]) -> Manifest:
+    """The manifest of a step out of its parts' records."""
+    first = bodies[min(bodies)]
+    leaves = {k: LeafRecord(tuple(s), *rest) for k, (s, *rest) in first["leaves"].items()}
+    chunks: dict[str, list[Chunk]] = {}
+    for body in bodies.values():
+        for leaf, (start, shape), *rest in body["chunks"]:
+            box = Box(tuple(start), tuple(shape))
+            chunks.setdefault(leaf, []).append(Chunk(leaf, box, *rest))
+    return Manifest(Path(), leaves, first["metadata"], chunks, {})
+
+
+def _piece(pack: Path, chunk: Chunk) -> bytes:
+    with pack.open("rb") as file:
+        file.seek(chunk.offset)
+        return file.read(chunk.size)
+
+
+def _verified(data: bytes, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+    if len(data) != chunk.size:
+        raise ValueError(f"{chunk.pack} is cut short")
+    elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
+    if digest(chunk.leaf, chunk.box, elements) != chunk.digest:
+        raise ValueError(f"{chunk.pack} has another digest")
+    return elements
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

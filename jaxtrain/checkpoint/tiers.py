@@ -1,0 +1,194 @@
+"""The checkpoints of a run in both tiers: saved to each by its policy, restored from what is whole
+across them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.checkpoint import leaves as leaf_table
+from jaxtrain.checkpoint.chunks import Box, Chunk, owned_parts
+from jaxtrain.checkpoint.exchange import gathered
+from jaxtrain.checkpoint.local_tier import LocalStep, LocalSteps
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.pack import read_chunk
+from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
+from jaxtrain.checkpoint.reader import Read
+from jaxtrain.checkpoint.storage import (
+    CheckpointError,
+    DamagedCheckpoint,
+    describe,
+    whole_manifest,
+)
+
+RUN = ".run"
+"""A file beside the steps: which directory of a local tier is this run's."""
+
+
+class Checkpoints:
+    """What a run saves to and restores from: the durable tier, and a local one if the policy has
+    it. All processes make the same calls in the same order. Raises as `CheckpointManager` does."""
+
+    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
+        self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s)
+        self.policy, self.directory = policy, self.durable.directory
+        self.blocked_s = 0.0
+        """How long the last `save` kept its caller, after it had waited for the save before."""
+        self._tier = policy.local
+        self._clock = SaveClock(self._tier.every, mtbf_s) if self._tier else None
+        self._steps: LocalSteps | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def damaged(self) -> dict[int, DamagedCheckpoint]:
+        """Steps that were found damaged and passed over."""
+        return self.durable.damaged
+
+    def latest(self) -> int | None:
+        """The newest step committed in the durable tier."""
+        return self.durable.latest()
+
+    def newest_whole(self) -> int | None:
+        """The newest step that is whole in a tier, or across both."""
+        return self.durable.newest_whole(self._found)
+
+    def from_local(self, step: int) -> bool:
+        """Whether the local tier has all of that step."""
+        return step in self._found
+
+    def manifest(self, step: int) -> Manifest:
+        """What is in `step`."""
+        found = self._found.get(step)
+        return self.durable.manifest(step) if found is None else found.manifest
+
+    def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+        """As `CheckpointManager.restore`; a chunk that is damaged in one tier is read from the
+        other."""
+        found = self._found.get(step)
+        if found is None:
+            return self.durable.restore(step, template)
+        assert self._steps is not None
+        read = self._steps.read(found, self._durable_read(step))
+        return self.durable.restore_from(found.manifest, step, template, read)
+
+    def begin_after(self, step: int) -> dict[int, Path]:
+        """Leave what is newer than `step` behind: damaged steps are set aside (to where is said),
+        local ones removed."""
+        if self._steps is not None:
+            self._steps.drop_after(step)
+        return self.durable.set_damaged_aside() if self.damaged else {}
+
+    def should_save(self, step: int) -> str | None:
+        """ "durable" or "local" after these steps, or None; asked after every step."""
+        local = self._clock is not None and self._clock.due(step)
+        if self.durable.should_save(step):
+            return "durable"
+        return "local" if local else None
+
+    def check_space(self, template: Any) -> None:
+        """As `CheckpointManager.check_space`; makes the directories."""
+        self.durable.check_space(template)
+
+    def save(
+        self, step: int, state: Any, metadata: dict[str, Any], *, durable: bool = True
+    ) -> None:
+        """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only."""
+        blocked = 0.0
+        if self._clock is not None:
+            self._locally(lambda: self._open().wait(), step)
+            began = time.perf_counter()
+            arrays, records = leaf_table.to_store(state)
+            parts = owned_parts(arrays)
+            self._locally(lambda: self._open().save(step, parts, records, metadata), step)
+            self._clock.saved(step)
+            blocked = time.perf_counter() - began
+        if durable:
+            self.durable.save(step, state, metadata)
+            blocked += self.durable.blocked_s
+        self.blocked_s = blocked
+
+    def poll(self) -> None:
+        """Ask, after a step, what became of the saves in flight; returns at once."""
+        steps = self._steps
+        if steps is not None:
+            self._locally(steps.poll, steps.step)
+        self.durable.poll()
+
+    def wait(self) -> None:
+        """Return when the saves in flight are there."""
+        steps = self._steps
+        if steps is not None:
+            self._locally(steps.wait, steps.step)
+        self.durable.wait()
+
+    def close(self) -> None:
+        """Wait for the saves in flight and release threads and connections."""
+        steps, self._steps = self._steps, None
+        try:
+            if steps is not None:
+                self._locally(steps.close, steps.step)
+        finally:
+            self.durable.close()
+
+    @cached_property
+    def _found(self) -> dict[int, LocalStep]:
+        """The steps the local tier had at the start of this run."""
+        if self._tier is None or not gathered(self._run())[0]:
+            return {}
+        return self._open().whole_steps()
+
+    def _open(self) -> LocalSteps:
+        if self._steps is None:
+            assert self._tier is not None
+            run = self._run()
+            if not run and jax.process_index() == 0:
+                run = secrets.token_hex(8)
+                self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / RUN).write_text(run)
+            self._steps = LocalSteps(self._tier, gathered(run)[0])
+        return self._steps
+
+    def _run(self) -> str:
+        path = self.directory / RUN
+        return path.read_text() if path.is_file() else ""
+
+    def _durable_read(self, step: int) -> Read | None:
+        """Reads the durable tier's copy of a chunk of the local one."""
+        try:
+            manifest = whole_manifest(self.directory, step)
+        except CheckpointError:
+            return None
+        chunks: dict[tuple[str, Box], Chunk] = dict(manifest.earlier().chunks)
+
+        def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+            other = chunks.get((chunk.leaf, chunk.box))
+            if other is None or other.digest != chunk.digest:
+                raise ValueError("the durable tier has no such chunk")
+            return read_chunk(manifest.directory / other.pack, other, dtype)
+
+        return read
+
+    def _locally(self, act: Callable[[], None], step: int) -> None:
+        try:
+            act()
+        except OSError as error:
+            assert self._tier is not None
+            raise CheckpointError(
+                f"could not be saved in the local tier {self._tier.directory}: {describe(error)}",
+                step=step,
+                directory=self.directory,
+                remedy="make room there; the next save tries again",
+            ) from error

@@ -1,0 +1,322 @@
+"""Saves and restores beside plain Orbax and a plain `numpy.save` of the same bytes, in one run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint.chunks import Chunk, owned_parts
+from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.manifest import read_manifest
+from jaxtrain.checkpoint.pack import write_chunks
+from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.checkpoint.reader import read_arrays
+from jaxtrain.mesh.sharding import named_sharding
+
+SIZES = (200 << 20, 1 << 30)
+ROUNDS = 5
+LEAVES = 24
+
+State = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds. blocked_s: until the call of a save returned; first_blocked_s: of
+    the first, which imports the library. next_step_s: the step after a save, whose arrays are still
+    held; step_s: any other, a pass over the state, donated."""
+
+    bytes: int
+    way: str
+    save_s: float
+    restore_s: float
+    blocked_s: float
+    first_blocked_s: float
+    step_s: float
+    next_step_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        rates = {
+            "save_bytes_per_s": self.bytes / self.save_s,
+            "restore_bytes_per_s": self.bytes / self.restore_s,
+        }
+        return asdict(self) | rates
+
+
+@dataclass(frozen=True)
+class DigestCost:
+    """Seconds to write and to read all chunks with their digests and without, medians; shares are
+    of the throughput."""
+
+    bytes: int
+    write_s: float
+    write_without_s: float
+    read_s: float
+    read_without_s: float
+
+    @property
+    def write_share(self) -> float:
+        return 1 - self.write_without_s / self.write_s
+
+    @property
+    def read_share(self) -> float:
+        return 1 - self.read_without_s / self.read_s
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"write_share": self.write_share, "read_share": self.read_share}
+
+
+@dataclass(frozen=True)
+class Report:
+    rows: list[Row]
+    digests: list[DigestCost]
+
+    def table(self) -> str:
+        lines = [
+            f"{'way':<10} {'MB':>6} {'save MB/s':>10} {'restore MB/s':>13} {'blocked ms':>11}"
+            f" {'first ms':>9} {'step ms':>8} {'next ms':>8}"
+        ]
+        for r in self.rows:
+            mb = r.bytes / 1e6
+            lines.append(
+                f"{r.way:<10} {mb:>6.0f} {mb / r.save_s:>10.0f} {mb / r.restore_s:>13.0f}"
+                f" {1e3 * r.blocked_s:>11.1f} {1e3 * r.first_blocked_s:>9.0f}"
+                f" {1e3 * r.step_s:>8.1f} {1e3 * r.next_step_s:>8.1f}"
+            )
+        for d in self.digests:
+            lines.append(
+                f"digests at {d.bytes / 1e6:.0f} MB cost {d.write_share:.1%} of the throughput of "
+                f"writing and {d.read_share:.1%} of reading"
+            )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "checkpoints": [row.as_json() for row in self.rows],
+            "digests": [cost.as_json() for cost in self.digests],
+        }
+
+
+def bench_checkpoint(
+    sizes: tuple[int, ...] = SIZES,
+    *,
+    directory: str | Path | None = None,
+    rounds: int = ROUNDS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Measure on all devices here, a state split over them, in a directory made and removed below
+    `directory` (None: the system's for temporary files). Ways take turns within each round.
+
+    Raises ValueError where the directory has too little room.
+    """
+    rows, digests = [], []
+    for size in sizes:
+        with _place(directory, size) as place:
+            ways = {name: make(place / name) for name, make in WAYS.items()}
+            taken: dict[str, list[_Times]] = {name: [] for name in ways}
+            state = _state(size)
+            for number in range(rounds + 1):  # the first of each imports its library
+                for name, way in ways.items():
+                    state, times = _one(way, number + 1, state)
+                    taken[name].append(times)
+                progress(f"{size / 1e6:.0f} MB: round {number} of {rounds}")
+            rows += [_row(size, name, times) for name, times in taken.items()]
+            for way in ways.values():
+                way.close()
+            digests.append(_digest_cost(place / "digests", state, rounds))
+    return Report(rows, digests)
+
+
+class _Times:
+    def __init__(self) -> None:
+        self.blocked = self.save = self.restore = self.step = self.next_step = 0.0
+
+
+def _one(way: Any, step: int, state: State) -> tuple[State, _Times]:
+    times = _Times()
+    state, times.step = _timed(lambda: _update(state))
+    began = time.perf_counter()
+    way.save(step, state)
+    times.blocked = time.perf_counter() - began
+    state, times.next_step = _timed(lambda: _update(state))
+    began += times.next_step  # the step is not the save's, though it runs beside it
+    way.wait()
+    times.save = time.perf_counter() - began
+    template = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+    )
+    found, times.restore = _timed(lambda: way.restore(step, template))
+    last = next(iter(found))
+    assert np.array_equal(np.asarray(found[last]) + 1, np.asarray(state[last]))
+    return state, times
+
+
+def _row(size: int, name: str, times: list[_Times]) -> Row:
+    def median(field: str) -> float:
+        return statistics.median(getattr(t, field) for t in times[1:])
+
+    return Row(
+        size,
+        name,
+        median("save"),
+        median("restore"),
+        median("blocked"),
+        times[0].blocked,
+        median("step"),
+        median("next_step"),
+    )
+
+
+class _Ours:
+    def __init__(self, directory: Path) -> None:
+        self.manager = CheckpointManager(directory, SavePolicy(every=1, keep=1))
+
+    def save(self, step: int, state: State) -> None:
+        self.manager.save(step, state, {})
+
+    def wait(self) -> None:
+        self.manager.wait()
+
+    def restore(self, step: int, template: Any) -> State:
+        return self.manager.restore(step, template)[0]
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+class _Orbax:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manager: Any = None
+
+    def save(self, step: int, state: State) -> None:
+        import orbax.checkpoint as ocp
+
+        if self.manager is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=1)
+            self.manager = ocp.CheckpointManager(self.directory, options=options)
+        self.manager.save(step, args=ocp.args.StandardSave(state))
+
+    def wait(self) -> None:
+        self.manager.wait_until_finished()
+
+    def restore(self, step: int, template: Any) -> State:
+        import orbax.checkpoint as ocp
+
+        return self.manager.restore(step, args=ocp.args.StandardRestore(template))
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+class _Numpy:
+    """One file, written and synced while the loop waits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.names: list[str] = []
+
+    def save(self, step: int, state: State) -> None:
+        self.names = list(state)
+        with self.path.open("wb") as file:
+            for array in state.values():
+                np.save(file, np.asarray(array))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self, step: int, template: Any) -> State:
+        with self.path.open("rb") as file:
+            loaded = {name: np.load(file) for name in self.names}
+        return {k: jax.device_put(v, template[k].sharding) for k, v in loaded.items()}
+
+    def close(self) -> None:
+        pass
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {"jaxtrain": _Ours, "orbax": _Orbax, "numpy": _Numpy}
+
+
+def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:
+    """All chunks written and read, in turn with digests and without."""
+    parts = owned_parts(state)
+    taken: dict[str, list[float]] = {}
+
+    def timed(name: str, act: Callable[[], Any]) -> None:
+        taken.setdefault(name, []).append(_timed(act)[1])
+
+    directory.mkdir()
+    with CheckpointManager(directory / "run", SavePolicy(every=1)) as manager:
+        manager.save(1, state, {})
+    manifest = read_manifest(directory / "run" / "1")
+    wanted = {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()
+    }
+    without = partial(_unverified, manifest.directory)
+    for _ in range(rounds):
+        timed("write", lambda: write_chunks(directory, "a", parts))
+        timed("bare write", lambda: write_chunks(directory, "b", parts, digest_of=lambda *_: ""))
+        timed("read", lambda: read_arrays(manifest, wanted))
+        timed("bare read", lambda: read_arrays(manifest, wanted, without))
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    size = sum(part.data.nbytes for part in parts)
+    return DigestCost(
+        size, medians["write"], medians["bare write"], medians["read"], medians["bare read"]
+    )
+
+
+def _unverified(directory: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+    with (directory / chunk.pack).open("rb", buffering=0) as file:
+        data = np.empty(chunk.size, np.uint8)
+        file.seek(chunk.offset)
+        assert file.readinto(data.data) == chunk.size
+    return data.view(dtype).reshape(chunk.box.shape)
+
+
+def _timed(act: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    found = jax.block_until_ready(act())
+    return found, time.perf_counter() - began
+
+
+_update = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
+
+
+def _state(size: int) -> State:
+    """fp32 leaves of `size` bytes together, split over all devices."""
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
+    rows = named_sharding(mesh, (("fsdp",), ()))
+    columns = max(1, size // 4 // LEAVES // (8 * len(devices)))
+    shape = (8 * len(devices), columns)
+    make = jax.jit(lambda i: jnp.full(shape, i, jnp.float32), out_shardings=rows)
+    return {f"leaf{i}": make(float(i)) for i in range(LEAVES)}
+
+
+@contextmanager
+def _place(directory: str | Path | None, size: int) -> Iterator[Path]:
+    below = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+    free = shutil.disk_usage(below).free
+    needed = 8 * size  # two steps of each, and packs
+    if free < needed:
+        raise ValueError(
+            f"bench checkpoint at {size:,} bytes writes up to {needed:,} bytes below {below}, "
+            f"which has {free:,} free; use a smaller --sizes, or another --dir"
+        )
+    with tempfile.TemporaryDirectory(dir=below, prefix="jaxtrain-bench-") as name:
+        yield Path(name)

@@ -1,0 +1,235 @@
+"""Two tiers: the newest step that is whole across them is restored, whatever one of them lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import DamagedCheckpoint, LocalTier, Minutes, SavePolicy
+from jaxtrain.checkpoint.tiers import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+
+def state(step: int, devices: int = 8) -> dict[str, jax.Array]:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("a",))
+    rows = NamedSharding(mesh, P("a"))
+    w = jax.device_put(jnp.arange(64.0).reshape(16, 4) + step, rows)
+    return {"w": w, "step": jax.device_put(jnp.int32(step), NamedSharding(mesh, P()))}
+
+
+def equal(found: dict[str, jax.Array], step: int) -> bool:
+    return all((np.asarray(found[k]) == np.asarray(v)).all() for k, v in state(step).items())
+
+
+def opened(folder: Path, every: int = 10, local_every: int = 1) -> Checkpoints:
+    local = LocalTier(every=local_every, directory=str(folder / "memory"))
+    return Checkpoints(folder / "checkpoints", SavePolicy(every=every, local=local))
+
+
+def saved(folder: Path, steps: range, every: int = 10) -> None:
+    with opened(folder, every) as tiers:
+        for step in steps:
+            if tier := tiers.should_save(step):
+                tiers.save(step, state(step), {"step": step}, durable=tier == "durable")
+
+
+def parts(folder: Path, step: int) -> list[Path]:
+    return sorted((folder / "memory").glob(f"*/*/{step}/*.pack"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def restored(folder: Path) -> tuple[dict[str, jax.Array], int]:
+    with opened(folder) as tiers:
+        while True:
+            step = tiers.newest_whole()
+            assert step is not None
+            try:
+                return tiers.restore(step, state(0, devices=4))[0], step
+            except DamagedCheckpoint:
+                continue
+
+
+def test_the_newest_of_both_tiers_is_restored(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    found, step = restored(tmp_path)
+    assert step == 12 and equal(found, 12)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".run"] == ["10"]
+    assert len({p.parent.name for p in parts(tmp_path, 12)}) == 1
+    kept = sorted(int(p.name) for p in (tmp_path / "memory").glob("*/0/*"))
+    assert kept == [10, 11, 12], "two finished, and the one that was being written"
+
+
+def test_a_local_tier_that_is_gone_leaves_the_durable(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    shutil.rmtree(tmp_path / "memory")
+    found, step = restored(tmp_path)
+    assert step == 10 and equal(found, 10)
+
+
+def test_a_chunk_is_read_from_the_tier_where_it_is_good(tmp_path: Path) -> None:
+    """Step 10 is in both; each tier is damaged elsewhere."""
+    saved(tmp_path, range(1, 11))
+    (pack,) = (tmp_path / "checkpoints" / "10" / "state").glob("*.pack")
+    data = bytearray(pack.read_bytes())
+    data[0] ^= 1
+    pack.write_bytes(bytes(data))
+    (part,) = parts(tmp_path, 10)
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(bytes(data))
+    found, step = restored(tmp_path)
+    assert step == 10 and equal(found, 10)
+
+
+def test_the_durable_newest_is_corrupt_and_the_local_is_restored(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 11))
+    (tmp_path / "checkpoints" / "10" / "state" / "manifest.json").write_text("")
+    found, step = restored(tmp_path)
+    assert step == 10 and equal(found, 10)
+
+
+@pytest.mark.parametrize("how", ["flipped", "record", "cut"])
+def test_a_damaged_part_is_not_restored(tmp_path: Path, how: str) -> None:
+    saved(tmp_path, range(1, 13))
+    (part,) = parts(tmp_path, 12)
+    if how == "flipped":
+        flip(part)
+    elif how == "cut":
+        part.write_bytes(part.read_bytes()[:-1])
+    else:
+        flip(part.with_suffix(".json"))
+    found, step = restored(tmp_path)
+    assert step == 11 and equal(found, 11)
+
+
+def test_another_run_does_not_find_what_a_deleted_one_left(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    shutil.rmtree(tmp_path / "checkpoints")
+    with opened(tmp_path) as tiers:
+        assert tiers.newest_whole() is None
+        tiers.save(1, state(1), {}, durable=False)
+    assert restored(tmp_path)[1] == 1
+
+
+def test_a_history_that_is_left_is_left_in_both(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    flip(parts(tmp_path, 12)[0])
+    with opened(tmp_path) as tiers:
+        assert tiers.newest_whole() == 12
+        with pytest.raises(DamagedCheckpoint):
+            tiers.restore(12, state(0))
+        assert tiers.newest_whole() == 11
+        tiers.begin_after(11)
+        tiers.save(12, state(99), {}, durable=False)
+    found, step = restored(tmp_path)
+    assert step == 12 and equal(found, 99)
+
+
+@pytest.mark.parametrize("every", [0, 1.5, True])
+def test_a_local_tier_counts_from_one(every: Any) -> None:
+    with pytest.raises(ValueError, match="every="):
+        LocalTier(every=every)
+    assert LocalTier(every=Minutes(1)).every == Minutes(1)
+
+
+WORKER = """
+import json, sys
+from pathlib import Path
+processes, index, port, folder, do = sys.argv[1:]
+processes, index = int(processes), int(index)
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=index)
+import jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtrain.checkpoint import LocalTier, SavePolicy
+from jaxtrain.checkpoint.tiers import Checkpoints
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
+local = LocalTier(every=1, directory=f"{folder}/host{{process}}")
+make = jax.jit(lambda step: jnp.arange(64.0).reshape(16, 4) + step, out_shardings=rows)
+with Checkpoints(Path(folder) / "checkpoints", SavePolicy(every=100, local=local)) as tiers:
+    if do == "save":
+        for step in (1, 2, 3):
+            tiers.save(step, {"w": make(step)}, {"step": step}, durable=step == 1)
+        tiers.wait()
+        found = {"step": 3}
+    else:
+        step = tiers.newest_whole()
+        template = jax.ShapeDtypeStruct((16, 4), "float32", sharding=rows)
+        state, metadata = tiers.restore(step, {"w": template})
+        ours = [np.asarray(s.data) for s in state["w"].addressable_shards]
+        good = [np.asarray(s.data) for s in make(step).addressable_shards]
+        same = all((a == b).all() for a, b in zip(ours, good, strict=True))
+        found = {"step": step, "same": same, "metadata": metadata}
+Path(f"{folder}/{do}{index}.json").write_text(json.dumps(found))
+"""
+
+
+def run(folder: Path, processes: int, do: str) -> list[Any]:
+    (folder / "worker.py").write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for old in folder.glob(f"{do}*.json"):
+        old.unlink()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "worker.py", str(processes), str(i), str(port), str(folder), do],
+            cwd=folder,
+            env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    return [json.loads((folder / f"{do}{i}.json").read_text()) for i in range(processes)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(4, 4), (4, 2), (2, 1)])],
+)
+def test_a_machine_is_lost_with_all_it_held(tmp_path: Path, before: int, after: int) -> None:
+    """Its part is with its neighbour; the others' are their own. More than one and the durable
+    tier is what is left."""
+    run(tmp_path, before, "save")
+    lost = before - 1
+    shutil.rmtree(tmp_path / f"host{lost}")
+    found = run(tmp_path, after, "load")
+    # Machines that do not come back take their parts with them; neighbours have copies of some.
+    here = set(range(after)) - {lost}
+    copies = {(p - before // 2) % before for p in here}
+    step = 3 if here | copies == set(range(before)) else 1
+    assert found == [{"step": step, "same": True, "metadata": {"step": step}}] * after
+    for p in range(before):
+        shutil.rmtree(tmp_path / f"host{p}", ignore_errors=True)
+    found = run(tmp_path, after, "load")
+    assert found == [{"step": 1, "same": True, "metadata": {"step": 1}}] * after
