@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+FARTHEST = 16
 UNMEASURED_S = 600.0
 """Seconds between saves while nobody knows what a save takes, or how often the machines fail."""
 
@@ -129,8 +130,8 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 class SaveClock:
     """Says after which steps to save: the same on every process, though their clocks differ.
 
-    A time is looked at in few steps: at half of what is left, then at half of the rest, each time
-    by the clock of process 0.
+    Several processes look at a time by the clock of process 0, which they ask seldom: at half of
+    what is left, then at half of the rest, and every FARTHEST steps.
     """
 
     def __init__(
@@ -163,13 +164,18 @@ class SaveClock:
         now, left = _of_process_0(self.clock(), self.interval_s() - self.clock() + self.saved_at)
         if left <= 0:
             return True
-        self.look = step + 1
-        if self.looked is not None:
+        ahead = 1
+        if self.looked is not None and jax.process_count() > 1:
             before, then = self.looked
             step_s = max((now - then) / (step - before), 1e-6)
-            self.look = step + max(1, int(left / step_s / 2))
-        self.looked = step, now
+            ahead = min(max(1, int(left / step_s / 2)), FARTHEST)
+        self.look, self.looked = step + ahead, (step, now)
         return False
+
+    def agrees(self, step: int) -> bool:
+        """Whether `due(step)` is a collective of its own: nothing else may run on the devices."""
+        timed = isinstance(self.every, Minutes) and step >= self.look
+        return timed and jax.process_count() > 1
 
     def saved(self, step: int) -> None:
         """A save after `step` began."""

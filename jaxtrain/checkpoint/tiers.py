@@ -16,7 +16,7 @@ import numpy as np
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import Box, Chunk, owned_parts
 from jaxtrain.checkpoint.exchange import gathered
-from jaxtrain.checkpoint.local_tier import LocalStep, LocalSteps
+from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.pack import read_chunk
@@ -25,6 +25,7 @@ from jaxtrain.checkpoint.reader import Read
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
+    check_writable,
     describe,
     whole_manifest,
 )
@@ -98,9 +99,20 @@ class Checkpoints:
             return "durable"
         return "local" if local else None
 
+    def agrees(self, step: int) -> bool:
+        """Whether `should_save(step)` is a collective of its own: nothing else may run then."""
+        clocks = [self.durable.clock, *([self._clock] if self._clock else [])]
+        return any(clock.agrees(step) for clock in clocks)
+
     def check_space(self, template: Any) -> None:
-        """As `CheckpointManager.check_space`; makes the directories."""
+        """As `CheckpointManager.check_space`, and for the local tier; makes the directories."""
         self.durable.check_space(template)
+        if self._tier is not None:
+            processes = jax.process_count()
+            share = leaf_table.stored_bytes(template) // processes * min(2, processes)
+            root = Path(self._tier.directory.format(process=jax.process_index()))
+            there = (p.stat().st_size for p in (root / (self._run() or "-")).rglob("*.pack"))
+            check_writable(root, max(0, (FINISHED + 1) * share - sum(there)))
 
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], *, durable: bool = True

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
@@ -50,6 +52,8 @@ class Saving:
     def due(self, done: int) -> str | None:
         """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
         self._told(self.manager.poll)
+        if self.manager.agrees(done):
+            jax.block_until_ready(self.session.state)
         return self.manager.should_save(done)
 
     def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
