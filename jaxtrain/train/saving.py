@@ -11,6 +11,7 @@ import jax
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.experiment import config_of
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.train.session import Session
 
@@ -72,8 +73,13 @@ class Saving:
             self.manager.wait()
 
     def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
-        data = {"step": step, "data": self.session.dataset.digest, "metrics": metrics}
-        self.manager.save(step, self.session.to_save(), data, durable=durable)
+        metadata = {
+            "step": step,
+            "data": self.session.dataset.digest,
+            "metrics": metrics,
+            "experiment": config_of(self.session.experiment),
+        }
+        self.manager.save(step, self.session.to_save(), metadata, durable=durable)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")

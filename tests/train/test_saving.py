@@ -20,7 +20,9 @@ import pytest
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, DamagedCheckpoint
+from jaxtrain.checkpoint.manifest import read_manifest
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.experiment import config_of
 
 MESH = {"fsdp": 2}
 
@@ -231,3 +233,18 @@ def test_a_corpus_or_config_is_looked_at_before_a_checkpoint_is_read(
         run(tmp_path, replace(saving(own), seed=5), steps=3)
     for path in (tmp_path / "copy").rglob("*.pack"):
         assert (tmp_path / "run" / path.relative_to(tmp_path / "copy")).read_bytes()
+
+
+def test_a_step_says_which_experiment_and_data_it_is_of(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """A copy of a step's directory needs nothing else of the run's."""
+    experiment = saving(own)
+    result, _ = run(tmp_path, experiment, steps=2)
+    step = tmp_path / "run" / "checkpoints" / "2"
+    metadata = read_manifest(shutil.copytree(step, tmp_path / "copy")).metadata
+    assert result.session is not None
+    expected = json.loads(json.dumps(config_of(experiment)))
+    assert metadata == {
+        "step": 2, "data": result.session.dataset.digest, "metrics": {}, "experiment": expected,
+    }  # fmt: skip
