@@ -135,8 +135,11 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def check_writable(directory: Path, bytes_needed: int) -> None:
-    """Refuse, before a run, a directory that cannot take `bytes_needed` bytes.
+def check_writable(
+    directory: Path, bytes_needed: int, *, instead: str = "another --run-dir"
+) -> None:
+    """Refuse, before a run, a directory that cannot take `bytes_needed` bytes; `instead` is what
+    the user may give.
 
     Makes the directory, writes and removes one small file. Costs a few milliseconds.
 
@@ -153,12 +156,12 @@ def check_writable(directory: Path, bytes_needed: int) -> None:
     except OSError as error:
         raise ValueError(
             f"{directory} cannot be written: {describe(error)}; "
-            "give another --run-dir, or make room and permission there"
+            f"give {instead}, or make room and permission there"
         ) from error
     if free < bytes_needed:
         raise ValueError(
             f"checkpoints need {bytes_needed:,} bytes in {directory}, which has {free:,} free; "
-            f"free {bytes_needed - free:,} bytes, keep fewer checkpoints, or give another --run-dir"
+            f"free {bytes_needed - free:,} bytes, keep fewer checkpoints, or give {instead}"
         )
 
 

@@ -112,7 +112,8 @@ class Checkpoints:
             share = leaf_table.stored_bytes(template) // processes * min(2, processes)
             root = Path(self._tier.directory.format(process=jax.process_index()))
             there = (p.stat().st_size for p in (root / (self._run() or "-")).rglob("*.pack"))
-            check_writable(root, max(0, (FINISHED + 1) * share - sum(there)))
+            missing = max(0, (FINISHED + 1) * share - sum(there))
+            check_writable(root, missing, instead="another LocalTier(directory=...)")
 
     def save(
         self, step: int, state: Any, metadata: dict[str, Any], *, durable: bool = True

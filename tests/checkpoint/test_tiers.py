@@ -150,6 +150,12 @@ def test_a_local_tier_counts_from_one(every: Any) -> None:
     assert LocalTier(every=Minutes(1)).every == Minutes(1)
 
 
+def test_a_local_tier_without_room_is_refused_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "memory").write_text("a file")
+    with opened(tmp_path) as tiers, pytest.raises(ValueError, match=r"another LocalTier\(dir"):
+        tiers.check_space(state(0))
+
+
 WORKER = """
 import json, sys
 from pathlib import Path
