@@ -14,12 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 PIECE = 16 * 2**20
+
+T = TypeVar("T")
 
 
 def gathered(text: str) -> list[str]:
@@ -34,6 +36,20 @@ def gathered(text: str) -> list[str]:
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def agreed(act: Callable[[], T]) -> T:
+    """What `act` gives; OSError on every process where it fails on one. All of them call it."""
+    found: Any = None
+    problem = ""
+    try:
+        found = act()
+    except OSError as error:
+        problem = str(error)
+    problems = [f"process {i}: {p}" for i, p in enumerate(gathered(problem)) if p]
+    if problems:
+        raise OSError("; ".join(problems))
+    return found
 
 
 class Held(NamedTuple):
@@ -68,8 +84,13 @@ class Peers:
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory = root, directory
         self._secret = bytes.fromhex(gathered(secrets.token_hex(32))[0])
-        self._listener = Listener((_own_address(), 0), backlog=64, authkey=self._secret)
-        self._addresses = [tuple(json.loads(t)) for t in gathered(json.dumps(self._address))]
+        self._listener = agreed(
+            lambda: Listener((_own_address(), 0), backlog=64, authkey=self._secret)
+        )
+        told = [json.loads(t) for t in gathered(json.dumps([socket.gethostname(), *self._address]))]
+        self._addresses = [(host, port) for _, host, port in told]
+        if len({name for name, _, _ in told}) > 1:
+            agreed(lambda: _refuse_loopback(self._address[0]))
         self._mine = threading.local()
         self._closed = False
         threading.Thread(target=self._serve, name="local tier", daemon=True).start()
@@ -185,8 +206,20 @@ def _send_file(to: Connection, file: Any, size: int) -> None:
 
 
 def _own_address() -> str:
-    """The address others reach this machine by, as its name resolves."""
+    """The address others reach this machine by: that of the route outward, else as its name
+    resolves (which on many systems is a loopback address). Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward, suppress(OSError):
+        outward.connect(("192.0.2.1", 9))  # an address reserved for examples (RFC 5737)
+        return outward.getsockname()[0]
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+def _refuse_loopback(address: str) -> None:
+    if address.startswith("127."):
+        raise OSError(
+            f"{socket.gethostname()} knows itself as {address} only, which other machines cannot "
+            "reach; give its name an address in /etc/hosts"
+        )

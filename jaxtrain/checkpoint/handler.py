@@ -7,7 +7,6 @@ more than a second to import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,16 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.checkpoint.chunks import Part
 from jaxtrain.checkpoint.leaves import LeafRecord
-from jaxtrain.checkpoint.manifest import read_manifest, take_parts, write_manifest, write_part
+from jaxtrain.checkpoint.manifest import (
+    FAILED,
+    read_manifest,
+    take_parts,
+    write_manifest,
+    write_part,
+    write_synced,
+)
 from jaxtrain.checkpoint.pack import NOTHING, Earlier, write_chunks
-from jaxtrain.checkpoint.policy import Keep
+from jaxtrain.checkpoint.storage import describe
 
 
 class ChunkHandler(ocp.AsyncCheckpointHandler):
@@ -36,17 +42,32 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
     async def _write(self, directory: Any, args: ChunkSave) -> None:
         place, process = Path(directory), jax.process_index()
         parts, args.parts = args.parts, []  # what is held of the state goes with this frame
-        earlier = _earlier(args.earlier)
-        chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, earlier)
-        write_part(place, process, chunks)
+        try:
+            earlier = _earlier(args.earlier)
+            chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, earlier)
+        except OSError as error:
+            if jax.process_count() == 1:
+                raise
+            # Raised here, it would let the others wait for this process until Orbax gives up.
+            write_part(place, process, describe(error))
+        else:
+            write_part(place, process, chunks)
 
     def finalize(self, directory: Any) -> None:
         """On process 0, when all have written."""
         saving, self._saving = self._saving, None
         assert saving is not None, "Orbax finalizes what it began to save"
         place = Path(directory)
-        chunks = take_parts(place, jax.process_count())
-        write_manifest(place, saving.records, saving.metadata, chunks)
+        chunks, problems = take_parts(place, jax.process_count())
+        try:
+            if not problems:
+                write_manifest(place, saving.records, saving.metadata, chunks)
+        except OSError as error:
+            if jax.process_count() == 1:
+                raise
+            problems = [f"process 0: {describe(error)}"]
+        if problems:
+            write_synced(place / FAILED, "; ".join(problems).encode())
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are saved asynchronously, by CheckpointManager.save")
@@ -65,29 +86,6 @@ class ChunkSave(ocp.args.CheckpointArgs):
     metadata: dict[str, Any]
     earlier: Path | None
     parts: list[Part] = field(repr=False)
-
-
-class Preserve:
-    """Orbax asks it which steps to preserve: those that `keep` keeps, by the metrics that were
-    given with a save or that its manifest has."""
-
-    def __init__(self, keep: Keep, directory: Path) -> None:
-        self.keep, self.directory = keep, directory
-        self.metrics: dict[int, dict[str, float]] = {}
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [info.step for info in checkpoints]
-        if self.keep.best is not None:
-            for step in (s for s in steps if s not in self.metrics):
-                self.metrics[step] = self._metrics(step)
-        kept = self.keep.kept({step: self.metrics.get(step, {}) for step in steps})
-        return [step in kept for step in steps]
-
-    def _metrics(self, step: int) -> dict[str, float]:
-        try:
-            return read_manifest(self.directory / str(step)).metadata.get("metrics", {})
-        except ValueError:  # damaged
-            return {}
 
 
 @ocp.args.register_with_handler(ChunkHandler, for_restore=True)

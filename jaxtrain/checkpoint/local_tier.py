@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ import numpy as np
 import xxhash
 
 from jaxtrain.checkpoint.chunks import Box, Chunk, Part, digest
-from jaxtrain.checkpoint.exchange import Held, Peers, gathered
+from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
 from jaxtrain.checkpoint.leaves import LeafRecord
-from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.manifest import Manifest, refuse_gaps
 from jaxtrain.checkpoint.pack import write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
@@ -52,7 +53,7 @@ class LocalSteps:
         process, processes = jax.process_index(), jax.process_count()
         self.root = Path(tier.directory.format(process=process)).absolute() / run
         self.directory = self.root / str(process)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        agreed(lambda: self.directory.mkdir(parents=True, exist_ok=True))
         self.start = gathered(secrets.token_hex(8))[0]
         self.neighbour = (process + max(1, processes // 2)) % processes
         self.peers = Peers(self.root, self.directory) if processes > 1 else None
@@ -60,6 +61,10 @@ class LocalSteps:
         self._job: Future[None] | None = None
         self.step = 0
         """Of the save that was begun last."""
+        self.took_s: float | None = None
+        """What the last save took that ended well."""
+        self.problems: list[str] = []
+        """Copies that were not good when they were read; another one was, or it says so."""
 
     def save(
         self,
@@ -79,9 +84,14 @@ class LocalSteps:
             self.wait()
 
     def wait(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        if self._job is None:
+            return
+        try:
+            self._job.result()
+        except Exception:
+            self._job = None
+            raise
+        self._job = None  # an interrupt leaves it: what became of it is asked again
 
     def close(self) -> None:
         try:
@@ -98,14 +108,31 @@ class LocalSteps:
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
+        began = time.perf_counter()
         held = Held(step, jax.process_index(), self.start)
-        mine = sorted(int(p.name) for p in self.directory.iterdir())
-        kept = [s for s in mine if s < step][-FINISHED:]
+        finished = {int(p.parent.name) for p in self.directory.glob(f"*/{held.process}.*.json")}
+        kept = sorted(s for s in finished if s < step)[-FINISHED:]
         self._drop(lambda s: s < min(kept, default=0))
+        try:
+            self._write_part(held, parts, records, metadata)
+        except BaseException:
+            (self.directory / held.pack).unlink(missing_ok=True)  # it takes room others need
+            raise
+        if self.peers is not None:
+            self.peers.put(held, self.neighbour)
+        self.took_s = time.perf_counter() - began
+
+    def _write_part(
+        self,
+        held: Held,
+        parts: list[Part],
+        records: dict[str, LeafRecord],
+        metadata: dict[str, Any],
+    ) -> None:
         pack = self.directory / held.pack
         pack.parent.mkdir(parents=True, exist_ok=True)
-        pack.touch()  # a process may have nothing to write
         chunks = write_chunks(pack.parent, pack.name, parts)
+        pack.touch()  # a process may have nothing to write
         body = json.dumps(
             {
                 "processes": jax.process_count(),
@@ -118,8 +145,6 @@ class LocalSteps:
         beside = record.with_suffix(".tmp")
         beside.write_text(f"{_digest(body)}\n{body}")
         beside.replace(record)
-        if self.peers is not None:
-            self.peers.put(held, self.neighbour)
 
     def whole_steps(self) -> dict[int, LocalStep]:
         """The steps of which all parts are somewhere, the same on every process. All call it."""
@@ -141,7 +166,13 @@ class LocalSteps:
         for text in gathered(json.dumps(give)):
             for step, process, start, body in json.loads(text):
                 bodies.setdefault((step, start), {})[process] = body
-        return {s[0]: LocalStep(_merged(bodies[s]), whole[s]) for s in sorted(whole)}
+        found = {}
+        for save in sorted(whole):
+            try:
+                found[save[0]] = LocalStep(_merged(bodies[save]), whole[save])
+            except ValueError as error:  # the same on every process
+                self.problems.append(f"step {save[0]}: {error}")
+        return found
 
     def read(self, found: LocalStep, otherwise: Read | None = None) -> Read:
         """Reads chunks of a step: here, of another process that has the part, or `otherwise`."""
@@ -153,6 +184,7 @@ class LocalSteps:
                     return _verified(source(), chunk, dtype)
                 except (OSError, ValueError) as error:
                     problems.append(str(error))
+                    self.problems.append(f"{chunk.leaf}: {error}")
             if otherwise is not None:
                 try:
                     return otherwise(chunk, dtype)
@@ -203,6 +235,7 @@ def _merged(bodies: dict[int, Any]) -> Manifest:
         for leaf, (start, shape), *rest in body["chunks"]:
             box = Box(tuple(start), tuple(shape))
             chunks.setdefault(leaf, []).append(Chunk(leaf, box, *rest))
+    refuse_gaps(leaves, chunks)
     return Manifest(Path(), leaves, first["metadata"], chunks, {})
 
 

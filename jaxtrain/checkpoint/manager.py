@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import owned_parts
+from jaxtrain.checkpoint.exchange import agreed, gathered
 from jaxtrain.checkpoint.manifest import ITEM, Manifest
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
-from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays
+from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays, verify_chunks
+from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -23,10 +25,13 @@ from jaxtrain.checkpoint.storage import (
     committed_steps,
     describe,
     discard_steps,
+    failure_of,
     json_text,
     newest,
     remove_unfinished,
     set_aside,
+    steps_aside,
+    unfinished_bytes,
     whole_manifest,
 )
 
@@ -62,6 +67,9 @@ class CheckpointManager:
         self._orbax: Any = None
         self._in_flight: int | None = None
         self._began = 0.0
+        self._retention = Retention(policy.keeping, self.directory)
+        self._trusted: set[int] = set()
+        """Steps that this start has written, or read whole."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -79,43 +87,78 @@ class CheckpointManager:
 
     def newest_whole(self, elsewhere: Collection[int] = ()) -> int | None:
         """The newest step that is not known to be damaged and whose files are all there, in full
-        length, or that is whole `elsewhere`; None where no step is. Those passed over are in
-        `damaged`.
+        length, for every process, or that is whole `elsewhere`; None where no run has saved. Those
+        passed over are in `damaged`.
 
         Raises:
-            DamagedCheckpoint: there are steps, and each is damaged: nothing may begin again
-                silently where a run has been.
+            DamagedCheckpoint: there are steps, or were, and each is damaged: nothing may begin
+                again silently where a run has been.
         """
-        for step in sorted({*self.steps(), *elsewhere} - self.damaged.keys(), reverse=True):
-            if step in elsewhere:
+        for step in sorted({*self._steps_of_all(), *elsewhere} - self.damaged.keys())[::-1]:
+            if step in elsewhere or self._whole_for_all(step):
                 return step
-            try:
-                whole_manifest(self.directory, step)
-            except DamagedCheckpoint as error:
-                self.damaged[step] = error
-            else:
-                return step
-        if not self.damaged:
+        aside = steps_aside(self.directory)
+        if not self.damaged and not aside:
             return None
-        step, error = max(self.damaged.items())
+        step, error = max(self.damaged.items(), default=(0, None))
+        damages = [f"steps set aside: {', '.join(aside)}"] if aside else []
         raise DamagedCheckpoint(
-            error.damages,
+            (error.damages if error else []) + damages,
             step=step,
             directory=self.directory,
-            remedy=f"all {len(self.damaged)} steps there are damaged: bring a copy back, or use a "
-            "new --run-dir to begin again",
+            remedy="all steps there are damaged: bring a copy back, or use a new --run-dir to "
+            "begin again",
         )
+
+    def _steps_of_all(self) -> set[int]:
+        """Steps that any process sees: a file system may show one to some of them only."""
+        return {step for told in gathered(json.dumps(self.steps())) for step in json.loads(told)}
+
+    def _whole_for_all(self, step: int) -> bool:
+        damages: list[str] = []
+        try:
+            whole_manifest(self.directory, step)
+        except DamagedCheckpoint as error:
+            damages = error.damages
+        except CheckpointError as error:
+            damages = [str(error)]
+        self._note(step, damages)
+        return step not in self.damaged
+
+    def _note(self, step: int, damages: list[str]) -> None:
+        """`damaged` of every process has the step if one has found damages."""
+        found = [damage for told in gathered(json.dumps(damages)) for damage in json.loads(told)]
+        if found:
+            unique = list(dict.fromkeys(found))
+            where = {"step": step, "directory": self.directory}
+            self.damaged[step] = DamagedCheckpoint(unique, remedy="restore an older step", **where)
+
+    def verify_step(self, step: int) -> None:
+        """Read all chunks of a step that was restored from elsewhere; `damaged` has it if one is
+        not as it was written."""
+        damages: list[str] = []
+        if jax.process_index() == 0:
+            try:
+                damages = verify_chunks(whole_manifest(self.directory, step))
+            except DamagedCheckpoint as error:
+                damages = error.damages
+        self._note(step, damages)
+        if step not in self.damaged:
+            self._trusted.add(step)
 
     def set_damaged_aside(self) -> dict[int, Path]:
         """Rename the damaged steps, so that newer saves may take their place; where each is now."""
-        gone = {}
-        _meet("looked")
-        if jax.process_index() == 0:
-            for step in sorted(self.damaged.keys() & set(self.steps()), reverse=True):
-                with self._translated("could not be set aside", step):
-                    gone[step] = set_aside(self.directory, step)
-        _meet("set aside")
-        return gone
+        steps = sorted(self.damaged.keys() & self._steps_of_all(), reverse=True)
+        if not steps:
+            return {}
+
+        def rename() -> dict[int, Path]:
+            if jax.process_index():
+                return {}
+            return {step: set_aside(self.directory, step) for step in steps}
+
+        with self._translated("could not be set aside", steps[0]):
+            return agreed(rename)
 
     def should_save(self, step: int) -> bool:
         """Whether the policy saves after `step` steps are done; asked after every step."""
@@ -127,7 +170,8 @@ class CheckpointManager:
         One more than `keep` exist while the newest is written; those already there are paid for.
         """
         missing = max(1, self.policy.keeping.latest + 1 - len(self.steps()))
-        check_writable(self.directory, missing * leaf_table.stored_bytes(template))
+        needed = missing * leaf_table.stored_bytes(template) - unfinished_bytes(self.directory)
+        check_writable(self.directory, max(0, needed))
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
         """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
@@ -142,15 +186,23 @@ class CheckpointManager:
         """
         self.wait()
         began = time.perf_counter()
+        try:
+            self._save(step, state, metadata, began)
+        finally:  # on every process, whatever became of it here
+            self.clock.saved(step)
+            self.blocked_s = time.perf_counter() - began
+
+    def _save(self, step: int, state: Any, metadata: dict[str, Any], began: float) -> None:
         arrays, records = leaf_table.to_store(state)
         json_text(metadata, what=f"metadata of step {step}")
         self._refuse_old(step)
         last = self.latest()
+        # Bytes that this start has not read may have changed: nothing is shared with them.
+        earlier = self.directory / str(last) if last in self._trusted else None
         with self._translated("could not be saved", step):
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
             manager, args, chunk_save = self._open()
-            earlier = None if last is None else self.directory / str(last)
-            self._preserve.metrics[step] = metadata.get("metrics", {})
+            self._retention.metrics[step] = metadata.get("metrics", {})
             saving = chunk_save(step, records, metadata, earlier, owned_parts(arrays))
             with self._settled_if_interrupted(manager):
                 self._in_flight, self._began = step, began
@@ -163,8 +215,6 @@ class CheckpointManager:
                 directory=self.directory,
                 remedy="remove step directories there that no run of ours wrote",
             )
-        self.clock.saved(step)
-        self.blocked_s = time.perf_counter() - began
 
     def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
         """The state saved as `step`, placed as `template` says, and its metadata.
@@ -200,15 +250,11 @@ class CheckpointManager:
             arrays = read_arrays(manifest, leaf_table.to_request(wanted), read)
         except Damaged as error:
             damages = error.damages
-        if _on_any_process(bool(damages)):
-            damaged = DamagedCheckpoint(
-                damages or ["what another process read"],
-                step=step,
-                directory=self.directory,
-                remedy="restore an older step",
-            )
-            self.damaged[step] = damaged
-            raise damaged
+        self._note(step, damages)
+        if step in self.damaged:
+            raise self.damaged[step]
+        if read is None:
+            self._trusted.add(step)
         placed = leaf_table.from_store(wanted, arrays, manifest.leaves)
         return jax.tree.unflatten(jax.tree.structure(template), placed), manifest.metadata
 
@@ -224,11 +270,13 @@ class CheckpointManager:
         """
         self.wait()
         abandoned = [other for other in self.steps() if other > step]
-        with self._translated("newer steps could not be discarded", step):
-            _meet("looked")  # before the first of them goes
+
+        def discard() -> None:
             if jax.process_index() == 0 and self.directory.is_dir():
                 discard_steps(self.directory, abandoned)
-            _meet("discarded")
+
+        with self._translated("newer steps could not be discarded", step):
+            agreed(discard)
             if self._orbax is not None:
                 self._orbax.reload()
         return abandoned
@@ -253,6 +301,10 @@ class CheckpointManager:
         step = self._in_flight
         with self._translated("could not be saved", step):
             self._orbax.wait_until_finished()
+            if problem := failure_of(self.directory, step):
+                if jax.process_index() == 0:
+                    discard_steps(self.directory, [step])
+                raise OSError(problem)
         self._in_flight = None
         self.clock.save_s = time.perf_counter() - self._began
         if step not in self.steps():  # believe the directory only
@@ -262,6 +314,9 @@ class CheckpointManager:
                 directory=self.directory,
                 remedy="see whether something else removes files there",
             )
+        self._trusted.add(step)
+        if jax.process_index() == 0:
+            self._retention.drop_old(step)
 
     def close(self) -> None:
         """Wait for the save in flight and release Orbax's threads. May be called again."""
@@ -275,12 +330,11 @@ class CheckpointManager:
         # Imported here: it costs more than a second, which a fresh run need not wait for.
         import orbax.checkpoint as ocp
 
-        from jaxtrain.checkpoint.handler import ChunkSave, Preserve
+        from jaxtrain.checkpoint.handler import ChunkSave
 
         if self._orbax is None:
-            self._preserve = Preserve(self.policy.keeping, self.directory)
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._preserve,
+                preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
                 cleanup_tmp_directories=True,  # what a killed run left half written
             )
             self._orbax = ocp.CheckpointManager(self.directory, options=options)
@@ -323,19 +377,3 @@ class CheckpointManager:
             raise CheckpointError(
                 f"{problem}: {describe(error)}", step=step, directory=self.directory, remedy=remedy
             ) from error
-
-
-def _on_any_process(flag: bool) -> bool:
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def _meet(name: str) -> None:
-    """Wait until every process is here."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(f"jaxtrain.checkpoint.{name}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from jaxtrain.checkpoint.pack import Earlier
 ITEM = "state"
 """The item of Orbax's that holds everything of ours; a directory of a step."""
 NAME = "manifest.json"
+FAILED = "failed"
+"""In place of a manifest: why processes could not write their parts. Such a step is removed."""
 FORMAT = 2
 HEAD = f"jaxtrain checkpoint {FORMAT}"
 
@@ -49,21 +51,16 @@ def write_manifest(
     chunks: Iterable[Chunk],
 ) -> None:
     """Raises OSError, and ValueError where the chunks are not all of the leaves."""
-    by_leaf: dict[str, list[Any]] = {}
-    held: dict[str, int] = dict.fromkeys(leaves, 0)
-    packs = set()
+    by_leaf: dict[str, list[Chunk]] = {}
     for c in chunks:
-        row = [*c.box, c.digest, c.pack, c.offset, c.size]
-        by_leaf.setdefault(c.leaf, []).append(row)
-        held[c.leaf] += c.size
-        packs.add(c.pack)
-    if lacking := [name for name, leaf in leaves.items() if held[name] != leaf.stored_bytes]:
-        raise ValueError(f"no process wrote all of {', '.join(lacking)}")
+        by_leaf.setdefault(c.leaf, []).append(c)
+    refuse_gaps(leaves, by_leaf)
+    packs = sorted({c.pack for held in by_leaf.values() for c in held})
     body = {
         "leaves": leaves,
         "metadata": metadata,
-        "chunks": by_leaf,
-        "packs": {pack: (directory / pack).stat().st_size for pack in sorted(packs)},
+        "chunks": {k: [[*c.box, *c[2:]] for c in held] for k, held in by_leaf.items()},
+        "packs": {pack: (directory / pack).stat().st_size for pack in packs},
     }
     text = json.dumps(body).encode()
     write_synced(directory / NAME, f"{HEAD} {_digest(text)}\n".encode() + text)
@@ -77,6 +74,9 @@ def read_manifest(step: Path) -> Manifest:
     except FileNotFoundError:
         if (step / "metadata" / "metadata").is_file():
             raise ValueError(f"format 1, of an older version; this one reads {FORMAT}") from None
+        if (directory / FAILED).is_file():
+            problem = (directory / FAILED).read_text(errors="replace")
+            raise ValueError(f"it was not written whole: {problem}") from None
         raise ValueError(f"{NAME} is missing") from None
     except OSError as error:
         raise ValueError(f"{NAME} cannot be read: {error}") from error
@@ -88,22 +88,38 @@ def read_manifest(step: Path) -> Manifest:
         leaf: [Chunk(leaf, Box(tuple(a), tuple(n)), *rest) for a, n, *rest in rows]
         for leaf, rows in body["chunks"].items()
     }
+    refuse_gaps(leaves, chunks)
     return Manifest(directory, leaves, body["metadata"], chunks, body["packs"])
 
 
-def write_part(directory: Path, process: int, chunks: list[Chunk]) -> None:
-    """What one process wrote, for the manifest that is made when all have."""
+def refuse_gaps(leaves: Mapping[str, LeafRecord], chunks: Mapping[str, list[Chunk]]) -> None:
+    """Raise ValueError where chunks are not each element of each leaf, once."""
+    for name, leaf in leaves.items():
+        held = chunks.get(name, [])
+        if len({c.box for c in held}) != len(held):
+            raise ValueError(f"two chunks are the same part of {name}")
+        if sum(c.size for c in held) != leaf.stored_bytes:
+            raise ValueError(f"the chunks of {name} are not all of it")
+
+
+def write_part(directory: Path, process: int, chunks: list[Chunk] | str) -> None:
+    """What one process wrote, or why it could not, for the manifest that is made when all have."""
     write_synced(_part(directory, process), json.dumps(chunks).encode())
 
 
-def take_parts(directory: Path, processes: int) -> list[Chunk]:
-    """What all of them wrote; their files are removed."""
-    found = []
-    for path in (_part(directory, process) for process in range(processes)):
-        for leaf, (start, shape), *rest in json.loads(path.read_bytes()):
-            found.append(Chunk(leaf, Box(tuple(start), tuple(shape)), *rest))
+def take_parts(directory: Path, processes: int) -> tuple[list[Chunk], list[str]]:
+    """What all of them wrote, and why some could not; their files are removed."""
+    found, problems = [], []
+    for process in range(processes):
+        path = _part(directory, process)
+        told = json.loads(path.read_bytes())
         path.unlink()
-    return found
+        if isinstance(told, str):
+            problems.append(f"process {process}: {told}")
+            continue
+        for leaf, (start, shape), *rest in told:
+            found.append(Chunk(leaf, Box(tuple(start), tuple(shape)), *rest))
+    return found, problems
 
 
 def write_synced(path: Path, data: bytes) -> None:

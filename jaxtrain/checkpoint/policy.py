@@ -24,8 +24,9 @@ class Minutes:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise ValueError(f"minutes={self.minutes} between saves; use for example Minutes(10)")
+        given = self.minutes
+        if given is not None and not (_is_number(given) and 0 < given < math.inf):
+            raise ValueError(f"minutes={given!r} between saves; use for example Minutes(10)")
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Best:
     greatest: bool = False
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"Best keeps n={self.n} saves; use n=1 or more")
+        if not _counts(self.n):
+            raise ValueError(f"Best keeps n={self.n!r} saves; use n=1 or more")
 
 
 @dataclass(frozen=True)
 class Keep:
     """The newest `latest` saves, besides those of steps that are multiples of `every`, and `best`.
-    An older one goes when a newer is committed."""
+    An older one goes when a newer is committed. With `best`, what is evaluated is saved."""
 
     latest: int = 3
     every: int | None = None
@@ -54,8 +55,13 @@ class Keep:
     def __post_init__(self) -> None:
         counts = {"latest": self.latest, "every": self.every}
         wrong = [f"{k}={v!r}" for k, v in counts.items() if v is not None and not _counts(v)]
+        if self.best is not None and not isinstance(self.best, Best):
+            wrong.append(f"best={self.best!r}")
         if wrong:
-            raise ValueError(f"Keep counts from 1, got {' and '.join(wrong)}; use Keep(latest=3)")
+            raise ValueError(
+                f"Keep counts from 1, got {' and '.join(wrong)}; use for example "
+                'Keep(latest=3, every=1000, best=Best("eval_loss"))'
+            )
 
     def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
         """Which of the saved steps to keep; `steps` has the metrics of each."""
@@ -85,8 +91,16 @@ class LocalTier:
     directory: str = "/dev/shm/jaxtrain"
 
     def __post_init__(self) -> None:
+        wrong = []
         if not isinstance(self.every, Minutes) and not _counts(self.every):
-            raise ValueError(f"every={self.every!r} counts in whole steps from 1; use every=50")
+            wrong.append(f"every={self.every!r} counts in whole steps from 1; use every=50")
+        if not isinstance(self.directory, str) or not _names_a_place(self.directory):
+            wrong.append(
+                f"directory={self.directory!r} is a path in which {{process}} may stand; use for "
+                "example '/dev/shm/jaxtrain'"
+            )
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -103,13 +117,16 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         wrong = []
+        if self.local is not None and not isinstance(self.local, LocalTier):
+            wrong.append(f"local={self.local!r}")
         for name, value, other in (("every", self.every, Minutes), ("keep", self.keep, Keep)):
             if not isinstance(value, other) and not _counts(value):
                 wrong.append(f"{name}={value!r}")
         if wrong:
             raise ValueError(
                 f"a save policy counts in whole steps from 1, got {' and '.join(wrong)}; "
-                "use for example every=500 or every=Minutes(10), and keep=3 or keep=Keep(3)"
+                "use for example every=500 or every=Minutes(10), keep=3 or keep=Keep(3), and "
+                "local=LocalTier(every=50)"
             )
 
     @property
@@ -192,3 +209,14 @@ def _of_process_0(*values: float) -> tuple[float, ...]:
 
 def _counts(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _names_a_place(directory: str) -> bool:
+    try:
+        return bool(directory.format(process=0))
+    except (KeyError, IndexError, ValueError):
+        return False

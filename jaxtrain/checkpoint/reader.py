@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -109,10 +110,12 @@ def _assembled(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) ->
     for chunk, data in held:
         if chunk == box:
             return data
-    out = np.empty(box.shape, dtype)
+    out, filled = np.empty(box.shape, dtype), 0
     for chunk, data in held:
         if both := box.meet(chunk):
             out[both.within(box)] = data[both.within(chunk)]
+            filled += math.prod(both.shape)
+    assert filled == out.size, "a manifest with gaps is refused when it is read"
     return out
 
 

@@ -9,13 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxtrain.checkpoint.manifest import Manifest, read_manifest
+from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, read_manifest
 
 # A step on its way out. Removing a directory tree is not atomic, renaming it is: a kill in between
 # must not leave half a step that looks newest.
 DISCARDED = ".discarded"
 # A step that was found damaged and passed over: kept, for whoever wants to know why.
 DAMAGED = ".damaged"
+# What Orbax calls a step that is being written.
+UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
 class CheckpointError(ValueError):
@@ -129,10 +131,31 @@ def set_aside(directory: Path, step: int) -> Path:
     return path
 
 
+def steps_aside(directory: Path) -> list[str]:
+    """The names of damaged steps that were set aside."""
+    return sorted(path.name for path in directory.glob(f"*{DAMAGED}*"))
+
+
+def failure_of(directory: Path, step: int) -> str | None:
+    """Why processes could not write their parts of a step that was committed all the same; None
+    where they could."""
+    for name in (str(step), f"{step}{DISCARDED}"):
+        path = directory / name / ITEM / FAILED
+        if path.is_file():
+            return path.read_text(errors="replace")
+    return None
+
+
 def remove_unfinished(directory: Path) -> None:
     """Give back the room of saves that failed, as far as that can be done."""
-    for leftover in directory.glob("*.orbax-checkpoint-tmp*"):
+    for leftover in directory.glob(UNFINISHED):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def unfinished_bytes(directory: Path) -> int:
+    """What `remove_unfinished` would give back."""
+    files = (p for left in directory.glob(UNFINISHED) for p in left.rglob("*") if p.is_file())
+    return sum(p.stat().st_size for p in files if p.stat().st_nlink == 1)
 
 
 def check_writable(

@@ -3,6 +3,7 @@ across them."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import Box, Chunk, owned_parts
-from jaxtrain.checkpoint.exchange import gathered
+from jaxtrain.checkpoint.exchange import agreed, gathered
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import Manifest
@@ -46,6 +47,7 @@ class Checkpoints:
         self._tier = policy.local
         self._clock = SaveClock(self._tier.every, mtbf_s) if self._tier else None
         self._steps: LocalSteps | None = None
+        self._troubles: list[str] = []
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -63,7 +65,7 @@ class Checkpoints:
         return self.durable.latest()
 
     def newest_whole(self) -> int | None:
-        """The newest step that is whole in a tier, or across both."""
+        """The newest step that is whole in one of the tiers."""
         return self.durable.newest_whole(self._found)
 
     def from_local(self, step: int) -> bool:
@@ -85,12 +87,15 @@ class Checkpoints:
         read = self._steps.read(found, self._durable_read(step))
         return self.durable.restore_from(found.manifest, step, template, read)
 
-    def begin_after(self, step: int) -> dict[int, Path]:
+    def begin_after(self, step: int | None) -> dict[int, Path]:
         """Leave what is newer than `step` behind: damaged steps are set aside (to where is said),
-        local ones removed."""
+        local ones removed. Of a step that came from the local tier the durable copy, if there is
+        one, is verified: it may be why the local one was needed next."""
         if self._steps is not None:
-            self._steps.drop_after(step)
-        return self.durable.set_damaged_aside() if self.damaged else {}
+            self._steps.drop_after(step or 0)
+        if step is not None and self.from_local(step) and step in self.durable.steps():
+            self.durable.verify_step(step)
+        return self.durable.set_damaged_aside()
 
     def should_save(self, step: int) -> str | None:
         """ "durable" or "local" after these steps, or None; asked after every step."""
@@ -135,48 +140,73 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Ask, after a step, what became of the saves in flight; returns at once."""
-        steps = self._steps
-        if steps is not None:
-            self._locally(steps.poll, steps.step)
+        self._settled(LocalSteps.poll)
         self.durable.poll()
 
     def wait(self) -> None:
         """Return when the saves in flight are there."""
-        steps = self._steps
-        if steps is not None:
-            self._locally(steps.wait, steps.step)
+        self._settled(LocalSteps.wait)
         self.durable.wait()
 
     def close(self) -> None:
         """Wait for the saves in flight and release threads and connections."""
-        steps, self._steps = self._steps, None
-        try:
-            if steps is not None:
-                self._locally(steps.close, steps.step)
-        finally:
-            self.durable.close()
+        self._settled(LocalSteps.close)
+        self._steps = None
+        self.durable.close()
+
+    def take_troubles(self) -> list[str]:
+        """What went wrong in the local tier since it was asked last. It ends nothing, and keeps
+        nothing from the durable tier."""
+        found, self._troubles = self._troubles, []
+        if self._steps is not None:
+            problems, self._steps.problems = self._steps.problems, []
+            found += [f"local tier: {problem}; another copy was read" for problem in problems]
+        return found
+
+    def _settled(self, act: Callable[[LocalSteps], None]) -> None:
+        steps = self._steps
+        if steps is not None:
+            self._locally(lambda: act(steps), steps.step)
+            if self._clock is not None:
+                self._clock.save_s = steps.took_s
 
     @cached_property
     def _found(self) -> dict[int, LocalStep]:
         """The steps the local tier had at the start of this run."""
         if self._tier is None or not gathered(self._run())[0]:
             return {}
-        return self._open().whole_steps()
+        found: dict[int, LocalStep] = {}
+
+        def look() -> None:
+            found.update(self._open().whole_steps())
+
+        self._locally(look, 0)
+        return found
 
     def _open(self) -> LocalSteps:
         if self._steps is None:
             assert self._tier is not None
-            run = self._run()
-            if not run and jax.process_index() == 0:
-                run = secrets.token_hex(8)
-                self.directory.mkdir(parents=True, exist_ok=True)
-                (self.directory / RUN).write_text(run)
+            run = agreed(self._known_run)
             self._steps = LocalSteps(self._tier, gathered(run)[0])
         return self._steps
 
+    def _known_run(self) -> str:
+        run = self._run()
+        if not run and jax.process_index() == 0:
+            run = secrets.token_hex(8)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"run": run, "inode": self.directory.stat().st_ino})
+            (self.directory / RUN).write_text(text)
+        return run
+
     def _run(self) -> str:
-        path = self.directory / RUN
-        return path.read_text() if path.is_file() else ""
+        """What the local directory of this run is called. A copy of the run has another."""
+        try:
+            known = json.loads((self.directory / RUN).read_text())
+            mine = known["inode"] == self.directory.stat().st_ino
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        return known["run"] if mine else ""
 
     def _durable_read(self, step: int) -> Read | None:
         """Reads the durable tier's copy of a chunk of the local one."""
@@ -197,11 +227,7 @@ class Checkpoints:
     def _locally(self, act: Callable[[], None], step: int) -> None:
         try:
             act()
-        except OSError as error:
+        except Exception as error:  # whatever it is: the durable tier goes on without this one
             assert self._tier is not None
-            raise CheckpointError(
-                f"could not be saved in the local tier {self._tier.directory}: {describe(error)}",
-                step=step,
-                directory=self.directory,
-                remedy="make room there; the next save tries again",
-            ) from error
+            place = self._tier.directory
+            self._troubles.append(f"local tier {place}, step {step}: {describe(error)}")

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from jaxtrain.checkpoint.reader import verify_chunks
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
-from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+from jaxtrain.checkpoint.storage import (
+    CheckpointError,
+    DamagedCheckpoint,
+    committed_steps,
+    whole_manifest,
+)
 
 
 class Verdict(NamedTuple):
@@ -34,7 +39,9 @@ def verify(run_dir: str | Path) -> list[Verdict]:
             f"{directory} has no committed checkpoint; give the run directory that holds "
             f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
         )
-    return [_verdict(directory, step) for step in steps]
+    verdicts = [_verdict(directory, step) for step in steps]
+    # A run beside this may have removed a step while it was read.
+    return [found for found in verdicts if (directory / str(found.step)).is_dir()]
 
 
 def _verdict(directory: Path, step: int) -> Verdict:
@@ -42,5 +49,7 @@ def _verdict(directory: Path, step: int) -> Verdict:
         manifest = whole_manifest(directory, step)
     except DamagedCheckpoint as error:
         return Verdict(step, 0, 0, error.damages)
+    except CheckpointError as error:
+        return Verdict(step, 0, 0, [str(error)])
     chunks = [chunk for held in manifest.chunks.values() for chunk in held]
     return Verdict(step, len(chunks), sum(c.size for c in chunks), verify_chunks(manifest))

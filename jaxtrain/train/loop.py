@@ -220,6 +220,7 @@ class _Loop:
             rated = self.saving and self.saving.rated
             if evaluates and rated:
                 self.run_evaluation(done)
+                tier = "durable"
             if tier or done == steps:
                 self.save(last=done == steps, durable=tier != "local")
             if evaluates and not rated:

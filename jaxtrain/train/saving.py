@@ -24,14 +24,10 @@ def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> Checkpoints
 
 
 class Saving:
-    """Saves the state of `session` through `manager`; `tell` is given what the user should read.
-
-    failed: how many saves of this start were lost.
-    """
+    """Saves the state of `session` through `manager`; `tell` is given what the user should read."""
 
     def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
         self.manager, self.session, self.tell = manager, session, tell
-        self.failed = 0
         self._first = True
 
     @property
@@ -41,14 +37,18 @@ class Saving:
         return self.manager.policy.keeping.best is not None
 
     def begin(self) -> None:
-        """Tell where the run goes on from, and leave behind what is newer."""
+        """Tell where the run goes on from, and leave behind what is newer. A step that only the
+        local tier has is saved durably before another is taken: a reboot would lose it."""
         start, damaged = self.session.start, self.manager.damaged
-        gone = self.manager.begin_after(start)
+        gone = self.manager.begin_after(start or None)
         for step, error in sorted(damaged.items(), reverse=True):
             kept = f"; it is kept as {gone[step]}" if step in gone else ""
             self.tell(f"DAMAGED {error}{kept}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
+            if self.manager.latest() != start:
+                self._told(lambda: self._save(start, {}, durable=True))
+        self._tell_troubles()
 
     def due(self, done: int) -> str | None:
         """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
@@ -68,9 +68,12 @@ class Saving:
         """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
         later save makes up for it."""
         self._told(self.manager.wait)
-        if self.manager.latest() != step:
-            self._save(step, metrics, durable=True)
-            self.manager.wait()
+        try:
+            if self.manager.latest() != step:
+                self._save(step, metrics, durable=True)
+                self.manager.wait()
+        finally:
+            self._tell_troubles()
 
     def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
         metadata = {
@@ -88,5 +91,9 @@ class Saving:
         try:
             act()
         except CheckpointError as error:
-            self.failed += 1
             self.tell(f"NOT SAVED {error}; the run goes on")
+        self._tell_troubles()
+
+    def _tell_troubles(self) -> None:
+        for trouble in self.manager.take_troubles():
+            self.tell(f"NOTE {trouble}; the run goes on")

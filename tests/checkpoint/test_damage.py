@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
-from jaxtrain.checkpoint.manifest import Manifest, read_manifest
+from jaxtrain.checkpoint.manifest import Manifest, read_manifest, refuse_gaps
 from jaxtrain.checkpoint.verify import verify
 
 LEAVES = ("params.w", "params.small", "params.half", "step", "key")
@@ -151,6 +152,37 @@ def test_a_damaged_step_is_in_nobodys_way(
         manager.wait()
         assert manager.steps() == [step, 3]
     assert [found.damages for found in verify(copy)] == [[], []]
+
+
+def test_damage_to_a_shared_pack_is_found_in_every_step_that_has_it(
+    saved: tuple[Path, dict, dict], tmp_path: Path
+) -> None:
+    run, first, _ = saved
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shared = copy / "checkpoints" / "1" / "state" / "1.0.pack"
+    linked = copy / "checkpoints" / "2" / "state" / "1.0.pack"
+    linked.unlink()
+    os.link(shared, linked)
+    chunk = read_manifest(copy / "checkpoints" / "2").chunks["params.half"][0]
+    data = bytearray(shared.read_bytes())
+    data[chunk.offset] ^= 2
+    shared.write_bytes(bytes(data))
+    assert [bool(found.damages) for found in verify(copy)] == [True, True]
+    with pytest.raises(DamagedCheckpoint, match=r"params\.half.*all steps there are damaged"):
+        restored(copy, onto(first, "a"))
+    for step in ("1", "2"):
+        (copy / "checkpoints" / step).rename(copy / "checkpoints" / f"{step}.damaged")
+    with pytest.raises(DamagedCheckpoint, match=r"set aside: 1\.damaged, 2\.damaged"):
+        restored(copy, onto(first, "a"))
+
+
+def test_a_manifest_with_gaps_or_repeats_is_refused(saved: tuple[Path, dict, dict]) -> None:
+    manifest = read_manifest(saved[0] / "checkpoints" / "2")
+    chunks = manifest.chunks["params.w"]
+    for wrong in (chunks[:-1], [*chunks[:-1], chunks[0]], [*chunks, chunks[0]]):
+        with pytest.raises(ValueError, match=r"params\.w"):
+            refuse_gaps(manifest.leaves, {**manifest.chunks, "params.w": wrong})
 
 
 def test_a_flip_names_its_leaf_and_place(saved: tuple[Path, dict, dict], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from jaxtrain.checkpoint import Best, Keep, Minutes, SavePolicy
+from jaxtrain.checkpoint import Best, Keep, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.policy import FARTHEST, UNMEASURED_S, SaveClock, daly_interval
 
 
@@ -149,6 +149,13 @@ def test_what_is_kept(seed: int) -> None:
         (lambda: Keep(latest=0, every=-1), "latest=0 and every=-1"),
         (lambda: Best("eval_loss", n=0), "n=0"),
         (lambda: SavePolicy(every="10 minutes"), "every='10 minutes'.*Minutes"),
+        (lambda: SavePolicy(local=50), r"local=50.*LocalTier\(every=50\)"),
+        (lambda: Minutes(True), "minutes=True"),
+        (lambda: Minutes("5"), "minutes='5'"),
+        (lambda: Keep(best="eval_loss"), r"best='eval_loss'.*Best\("),
+        (lambda: Best("eval_loss", n=1.5), r"n=1\.5"),
+        (lambda: LocalTier(every=0, directory=5), "every=0.*directory=5"),
+        (lambda: LocalTier(directory="/x/{user}"), r"\{user\}.*\{process\}"),
     ],
 )
 def test_what_means_nothing_is_refused(make: object, says: str) -> None:

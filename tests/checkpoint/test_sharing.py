@@ -72,10 +72,22 @@ def test_a_new_start_shares_with_what_it_finds(make) -> None:
     first.save(1, state(1), {})
     first.close()
     manager = make(keep=9)
+    check(manager, 1, state(1))
     manager.save(2, state(2), {})
     manager.wait()
     assert len(list((manager.directory / "2" / "state").glob("*.pack"))) == 2
     check(manager, 2, state(2))
+
+
+def test_with_what_a_start_has_not_read_it_shares_nothing(make) -> None:
+    """Its bytes may have changed since they were written."""
+    first = make()
+    first.save(1, state(1), {})
+    first.close()
+    manager = make(keep=9)
+    manager.save(2, state(2), {})
+    manager.wait()
+    assert [p.name for p in (manager.directory / "2").rglob("*.pack")] == ["2.0.pack"]
 
 
 def test_a_pack_that_is_mostly_stale_is_left_to_go(make) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import DamagedCheckpoint, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.checkpoint.verify import verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +121,54 @@ def test_a_damaged_part_is_not_restored(tmp_path: Path, how: str) -> None:
     assert step == 11 and equal(found, 11)
 
 
+def test_a_durable_copy_that_is_damaged_does_no_harm_to_later_saves(tmp_path: Path) -> None:
+    """Restored from the local tier: the durable copy is verified, told, and nothing is shared with
+    it."""
+    saved(tmp_path, range(1, 11))
+    (pack,) = (tmp_path / "checkpoints" / "10" / "state").glob("*.pack")
+    flip(pack)
+    with opened(tmp_path, every=1) as tiers:
+        assert tiers.newest_whole() == 10
+        good, _ = tiers.restore(10, state(0))
+        assert equal(good, 10)
+        assert tiers.begin_after(10) == {10: tmp_path / "checkpoints" / "10.damaged"}
+        assert 10 in tiers.damaged
+        tiers.save(10, good, {})
+        tiers.save(11, good, {})
+    assert not any(found.damages for found in verify(tmp_path))
+
+
+def test_saves_that_fail_leave_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, range(1, 4))
+    with opened(tmp_path) as tiers, monkeypatch.context() as patch:
+        assert tiers.newest_whole() == 3
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("jaxtrain.checkpoint.local_tier.write_chunks", full)
+        for step in range(4, 9):
+            tiers.save(step, state(step), {}, durable=False)
+        tiers.wait()
+        assert len(tiers.take_troubles()) == 5 and not tiers.take_troubles()
+    found, step = restored(tmp_path)
+    assert step == 3 and equal(found, 3)
+
+
+def test_a_copy_of_a_run_has_a_local_tier_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copied")
+    local = LocalTier(every=1, directory=str(tmp_path / "memory"))
+    with Checkpoints(tmp_path / "copied", SavePolicy(every=10, local=local)) as copy:
+        assert copy.newest_whole() == 10
+        copy.begin_after(10)
+        copy.save(11, state(77), {}, durable=False)
+    found, step = restored(tmp_path)
+    assert step == 12 and equal(found, 12)
+
+
 def test_another_run_does_not_find_what_a_deleted_one_left(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
     shutil.rmtree(tmp_path / "checkpoints")
@@ -178,7 +227,26 @@ with Checkpoints(Path(folder) / "checkpoints", SavePolicy(every=100, local=local
         for step in (1, 2, 3):
             tiers.save(step, {"w": make(step)}, {"step": step}, durable=step == 1)
         tiers.wait()
-        found = {"step": 3}
+        found = {"step": 3, "troubles": tiers.take_troubles()}
+    elif do == "fail":
+        from jaxtrain.checkpoint import CheckpointError, handler
+
+        write = handler.write_chunks
+
+        def full(place, name, *args, **options):
+            if name == "2.1.pack":
+                raise OSError(28, "No space left on device")
+            return write(place, name, *args, **options)
+
+        handler.write_chunks = full
+        told = []
+        for step in (1, 2, 3):
+            try:
+                tiers.save(step, {"w": make(step)}, {"step": step})
+                tiers.wait()
+            except CheckpointError as error:
+                told.append(str(error))
+        found = {"told": told, "steps": tiers.durable.steps()}
     else:
         step = tiers.newest_whole()
         template = jax.ShapeDtypeStruct((16, 4), "float32", sharding=rows)
@@ -217,6 +285,16 @@ def run(folder: Path, processes: int, do: str) -> list[Any]:
             process.communicate()
     assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
     return [json.loads((folder / f"{do}{i}.json").read_text()) for i in range(processes)]
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_on_one_process_is_told_by_all_with_its_cause(tmp_path: Path) -> None:
+    """Nobody waits for the one that failed, and the next save is whole."""
+    found = run(tmp_path, 2, "fail")
+    for each in found:
+        (told,) = each["told"]
+        assert "step 2" in told and "process 1: OSError: [Errno 28] No space left" in told
+        assert each["steps"] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_where_every_step_is_damaged_nothing_begins_again(
     before = steps_of(tmp_path)
     for step in (1, 2):
         flip(tmp_path / "run", step)
-    with pytest.raises(DamagedCheckpoint, match=r"all 2 steps there are damaged.*--run-dir"):
+    with pytest.raises(DamagedCheckpoint, match=r"all steps there are damaged.*--run-dir"):
         run(tmp_path, saving(own), steps=3)
     assert steps_of(tmp_path) == before
 
@@ -224,15 +224,35 @@ def test_the_best_save_is_kept(own: jaxtrain.Experiment, tmp_path: Path) -> None
     assert steps_of(tmp_path) == sorted({"6", str(worst)})
 
 
-def test_a_corpus_or_config_is_looked_at_before_a_checkpoint_is_read(
+def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
     own: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
-    run(tmp_path, saving(own), steps=2)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with pytest.raises(ValueError, match=r"another experiment: experiment\.seed"):
-        run(tmp_path, replace(saving(own), seed=5), steps=3)
-    for path in (tmp_path / "copy").rglob("*.pack"):
-        assert (tmp_path / "run" / path.relative_to(tmp_path / "copy")).read_bytes()
+    """Its durable save was killed before it was committed; a reboot would lose the end."""
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    experiment = saving(own, every=100, local=local)
+    run(tmp_path, experiment, steps=4)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    _, told = run(tmp_path, experiment, steps=4)
+    assert "step 4 comes from the local tier" in told and "all 4 steps are done" in told
+    assert "4" in steps_of(tmp_path)
+    assert not any(found.damages for found in verify(tmp_path / "run"))
+
+
+def test_a_local_tier_that_fails_costs_nothing_else(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.checkpoint import local_tier
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_tier, "write_chunks", full)
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    result, told = run(tmp_path, saving(own, every=2, local=local), steps=4)
+    assert result.saved == 4 and {"2", "4"} <= set(steps_of(tmp_path))
+    assert told.count("No space left") == 4, "once a save"
+    assert "NOT SAVED" not in told
+    assert not list((tmp_path / "memory").rglob("*.pack"))
 
 
 def test_a_step_says_which_experiment_and_data_it_is_of(
