@@ -59,9 +59,14 @@ class Chunk(NamedTuple):
 
 def digest(leaf: str, box: Box, data: np.ndarray) -> str:
     """XXH3-128 of what a chunk is and of its bytes: it finds accidents, not forgeries."""
-    hasher = xxhash.xxh3_128(f"{leaf} {box.start} {box.shape} {data.dtype.name} ".encode())
+    hasher = hasher_of(leaf, box, data.dtype)
     hasher.update(as_bytes(data))
     return hasher.hexdigest()
+
+
+def hasher_of(leaf: str, box: Box, dtype: np.dtype) -> xxhash.xxh3_128:
+    """What `digest` begins with, to be updated with the bytes as they come."""
+    return xxhash.xxh3_128(f"{leaf} {box.start} {box.shape} {dtype.name} ".encode())
 
 
 def as_bytes(data: np.ndarray) -> memoryview:

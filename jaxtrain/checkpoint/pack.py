@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, Part, as_bytes, cut, digest
+from jaxtrain.checkpoint.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
+
+PIECE = 2**18
+"""Read at a time: what was just read is in the processor's cache when its digest is taken."""
 
 Digest = Callable[[str, Box, np.ndarray], str]
 
@@ -112,9 +115,10 @@ def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
     try:
         with pack.open("rb", buffering=0) as file:
             data = np.empty(chunk.size, np.uint8)
-            got = 0
+            got, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype)
             file.seek(chunk.offset)
-            while got < chunk.size and (count := file.readinto(data.data[got:])):
+            while got < chunk.size and (count := file.readinto(data.data[got : got + PIECE])):
+                hasher.update(data.data[got : got + count])
                 got += count
     except FileNotFoundError:
         raise ValueError(f"{pack.name} is missing") from None
@@ -122,8 +126,7 @@ def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
         raise ValueError(f"{pack.name} cannot be read: {error}") from error
     if got < chunk.size:
         raise ValueError(f"{pack.name} ends at byte {chunk.offset + got}, too early")
-    elements = data.view(dtype).reshape(chunk.box.shape)
-    if (found := digest(chunk.leaf, chunk.box, elements)) != chunk.digest:
+    if (found := hasher.hexdigest()) != chunk.digest:
         at = f"bytes {chunk.offset}..{chunk.offset + chunk.size} of {pack.name}"
         raise ValueError(f"{at} have digest {found[:12]}, written with {chunk.digest[:12]}")
-    return elements
+    return data.view(dtype).reshape(chunk.box.shape)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint.chunks import Chunk, owned_parts
@@ -304,8 +303,9 @@ def _state(size: int) -> State:
     rows = named_sharding(mesh, (("fsdp",), ()))
     columns = max(1, size // 4 // LEAVES // (8 * len(devices)))
     shape = (8 * len(devices), columns)
-    make = jax.jit(lambda i: jnp.full(shape, i, jnp.float32), out_shardings=rows)
-    return {f"leaf{i}": make(float(i)) for i in range(LEAVES)}
+    # Random, as weights are: what compresses well would flatter who compresses.
+    make = jax.jit(lambda key: jax.random.normal(key, shape), out_shardings=rows)
+    return {f"leaf{i}": make(jax.random.key(i)) for i in range(LEAVES)}
 
 
 @contextmanager
