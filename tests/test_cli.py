@@ -306,6 +306,23 @@ def test_a_disk_that_fills_costs_the_log_and_not_the_run(
     assert out.count("No space left on device") == out.count("NOT LOGGED step") == 4
 
 
+def test_verify_names_what_is_damaged_and_exits_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(train_of()()) == 0
+    assert cli.main(["verify", "runs/small"]) == 0
+    capsys.readouterr()
+    pack = next(Path("runs/small/checkpoints").rglob("*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(bytes(data))
+    assert cli.main(["verify", "runs/small", "--json"]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["damaged"] == [found["steps"][-1]["step"]]
+    assert "DAMAGED in 1 places" in said.err and pack.name in said.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_saves_the_step_and_exits_with_75(

@@ -10,14 +10,14 @@ from jaxtrain.cli.shared import FAILED, JSON, told
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:
-    verify.add_argument("run", help="a run directory")
+    verify.add_argument("run_dir", metavar="RUN", help="a run directory")
     verify.add_argument("--json", action="store_true", help=JSON)
 
 
 def verified(options: Any) -> int:
     from jaxtrain.checkpoint.verify import verify
 
-    verdicts, out = verify(options.run), told(options)
+    verdicts, out = verify(options.run_dir), told(options)
     for found in verdicts:
         state = f"DAMAGED in {len(found.damages)} places" if found.damages else "whole"
         read = f"{found.chunks} chunks, {found.bytes:,} bytes"
