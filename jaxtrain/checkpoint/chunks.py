@@ -56,6 +56,12 @@ class Chunk(NamedTuple):
     offset: int
     size: int
 
+    @classmethod
+    def from_json(cls, row: list[Any]) -> Chunk:
+        """A chunk as JSON reads it back."""
+        leaf, (start, shape), *rest = row
+        return cls(leaf, Box(tuple(start), tuple(shape)), *rest)
+
 
 def digest(leaf: str, box: Box, data: np.ndarray) -> str:
     """XXH3-128 of what a chunk is and of its bytes: it finds accidents, not forgeries."""

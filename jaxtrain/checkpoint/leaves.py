@@ -41,6 +41,11 @@ class LeafRecord(NamedTuple):
         return math.prod(shape) * dtype.itemsize
 
 
+def records_from_json(leaves: dict[str, Any]) -> dict[str, LeafRecord]:
+    """Records as JSON reads them back."""
+    return {name: LeafRecord(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves of `tree` under their natural paths, in the order of `jax.tree.leaves`.
 

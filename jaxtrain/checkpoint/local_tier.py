@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, Part, digest
+from jaxtrain.checkpoint.chunks import Chunk, Part, digest
 from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
-from jaxtrain.checkpoint.leaves import LeafRecord
-from jaxtrain.checkpoint.manifest import Manifest, refuse_gaps
-from jaxtrain.checkpoint.pack import write_chunks
+from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
+from jaxtrain.checkpoint.manifest import Manifest, refuse_gaps, text_digest
+from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
 
@@ -143,7 +142,7 @@ class LocalSteps:
         )
         record = self.directory / held.record
         beside = record.with_suffix(".tmp")
-        beside.write_text(f"{_digest(body)}\n{body}")
+        beside.write_text(f"{text_digest(body.encode())}\n{body}")
         beside.replace(record)
 
     def whole_steps(self) -> dict[int, LocalStep]:
@@ -179,9 +178,9 @@ class LocalSteps:
 
         def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
             problems = []
-            for source in self._sources(found.holders[chunk.pack], chunk):
+            for source in self._sources(found.holders[chunk.pack]):
                 try:
-                    return _verified(source(), chunk, dtype)
+                    return source(chunk, dtype)
                 except (OSError, ValueError) as error:
                     problems.append(str(error))
                     self.problems.append(f"{chunk.leaf}: {error}")
@@ -194,14 +193,24 @@ class LocalSteps:
 
         return read
 
-    def _sources(self, holders: list[int], chunk: Chunk) -> Iterator[Callable[[], bytes]]:
+    def _sources(self, holders: list[int]) -> Iterator[Read]:
         """This process first, if it has the part."""
-        own, held = jax.process_index(), _held(chunk.pack)
+        own = jax.process_index()
         for process in sorted(holders, key=lambda p: p != own):
-            if process == own:
-                yield lambda: _piece(held.found(self.root), chunk)
-            elif self.peers is not None:
-                yield partial(self.peers.read, held, chunk.offset, chunk.size, process)
+            yield self._read_here if process == own else partial(self._read_there, process)
+
+    def _read_here(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+        return read_chunk(_held(chunk.pack).found(self.root), chunk, dtype)
+
+    def _read_there(self, process: int, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+        assert self.peers is not None, "a part is held by a process that looked"
+        data = self.peers.read(_held(chunk.pack), chunk.offset, chunk.size, process)
+        if len(data) != chunk.size:
+            raise ValueError(f"{chunk.pack} is cut short")
+        elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
+        if digest(chunk.leaf, chunk.box, elements) != chunk.digest:
+            raise ValueError(f"{chunk.pack} has another digest")
+        return elements
 
     def drop_after(self, step: int) -> None:
         """Remove what is newer than `step`: a history that is left."""
@@ -216,7 +225,7 @@ class LocalSteps:
         """Parts on this machine whose record is as it was written."""
         for path in sorted(self.root.glob("*/*/*.json")):
             found, _, body = path.read_text(errors="replace").partition("\n")
-            if found == _digest(body):
+            if found == text_digest(body.encode()):
                 yield _held(f"{path.parent.name}/{path.name}"), json.loads(body)
 
 
@@ -229,30 +238,10 @@ def _held(name: str) -> Held:
 def _merged(bodies: dict[int, Any]) -> Manifest:
     """The manifest of a step out of its parts' records."""
     first = bodies[min(bodies)]
-    leaves = {k: LeafRecord(tuple(s), *rest) for k, (s, *rest) in first["leaves"].items()}
+    leaves = records_from_json(first["leaves"])
     chunks: dict[str, list[Chunk]] = {}
     for body in bodies.values():
-        for leaf, (start, shape), *rest in body["chunks"]:
-            box = Box(tuple(start), tuple(shape))
-            chunks.setdefault(leaf, []).append(Chunk(leaf, box, *rest))
+        for chunk in map(Chunk.from_json, body["chunks"]):
+            chunks.setdefault(chunk.leaf, []).append(chunk)
     refuse_gaps(leaves, chunks)
     return Manifest(Path(), leaves, first["metadata"], chunks, {})
-
-
-def _piece(pack: Path, chunk: Chunk) -> bytes:
-    with pack.open("rb") as file:
-        file.seek(chunk.offset)
-        return file.read(chunk.size)
-
-
-def _verified(data: bytes, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-    if len(data) != chunk.size:
-        raise ValueError(f"{chunk.pack} is cut short")
-    elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
-    if digest(chunk.leaf, chunk.box, elements) != chunk.digest:
-        raise ValueError(f"{chunk.pack} has another digest")
-    return elements
-
-
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())

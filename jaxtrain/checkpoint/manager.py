@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ import jax
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import owned_parts
-from jaxtrain.checkpoint.exchange import agreed, gathered
+from jaxtrain.checkpoint.exchange import agreed, united
 from jaxtrain.checkpoint.manifest import ITEM, Manifest
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays, verify_chunks
@@ -112,7 +111,7 @@ class CheckpointManager:
 
     def _steps_of_all(self) -> set[int]:
         """Steps that any process sees: a file system may show one to some of them only."""
-        return {step for told in gathered(json.dumps(self.steps())) for step in json.loads(told)}
+        return set(united(self.steps()))
 
     def _whole_for_all(self, step: int) -> bool:
         damages: list[str] = []
@@ -127,11 +126,9 @@ class CheckpointManager:
 
     def _note(self, step: int, damages: list[str]) -> None:
         """`damaged` of every process has the step if one has found damages."""
-        found = [damage for told in gathered(json.dumps(damages)) for damage in json.loads(told)]
-        if found:
-            unique = list(dict.fromkeys(found))
+        if found := united(damages):
             where = {"step": step, "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(unique, remedy="restore an older step", **where)
+            self.damaged[step] = DamagedCheckpoint(found, remedy="restore an older step", **where)
 
     def verify_step(self, step: int) -> None:
         """Read all chunks of a step that was restored from elsewhere; `damaged` has it if one is

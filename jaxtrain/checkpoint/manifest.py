@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from jaxtrain.checkpoint.chunks import Box, Chunk
-from jaxtrain.checkpoint.leaves import LeafRecord
+from jaxtrain.checkpoint.chunks import Chunk
+from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
 
 ITEM = "state"
@@ -63,7 +63,7 @@ def write_manifest(
         "packs": {pack: (directory / pack).stat().st_size for pack in packs},
     }
     text = json.dumps(body).encode()
-    write_synced(directory / NAME, f"{HEAD} {_digest(text)}\n".encode() + text)
+    write_synced(directory / NAME, f"{HEAD} {text_digest(text)}\n".encode() + text)
 
 
 def read_manifest(step: Path) -> Manifest:
@@ -80,12 +80,12 @@ def read_manifest(step: Path) -> Manifest:
         raise ValueError(f"{NAME} is missing") from None
     except OSError as error:
         raise ValueError(f"{NAME} cannot be read: {error}") from error
-    if head != f"{HEAD} {_digest(text)}".encode():
+    if head != f"{HEAD} {text_digest(text)}".encode():
         raise ValueError(f"{NAME} is not as it was written: its digest differs")
     body = json.loads(text)
-    leaves = {k: LeafRecord(tuple(s), *rest) for k, (s, *rest) in body["leaves"].items()}
+    leaves = records_from_json(body["leaves"])
     chunks = {
-        leaf: [Chunk(leaf, Box(tuple(a), tuple(n)), *rest) for a, n, *rest in rows]
+        leaf: [Chunk.from_json([leaf, row[:2], *row[2:]]) for row in rows]
         for leaf, rows in body["chunks"].items()
     }
     refuse_gaps(leaves, chunks)
@@ -116,9 +116,8 @@ def take_parts(directory: Path, processes: int) -> tuple[list[Chunk], list[str]]
         path.unlink()
         if isinstance(told, str):
             problems.append(f"process {process}: {told}")
-            continue
-        for leaf, (start, shape), *rest in told:
-            found.append(Chunk(leaf, Box(tuple(start), tuple(shape)), *rest))
+        else:
+            found += map(Chunk.from_json, told)
     return found, problems
 
 
@@ -139,5 +138,6 @@ def _part(directory: Path, process: int) -> Path:
     return directory / f"{process}.part.json"
 
 
-def _digest(data: bytes) -> str:
+def text_digest(data: bytes) -> str:
+    """Of a manifest or a record of a part."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -15,14 +15,13 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint import leaves as leaf_table
-from jaxtrain.checkpoint.chunks import Box, Chunk, owned_parts
+from jaxtrain.checkpoint.chunks import Chunk, owned_parts
 from jaxtrain.checkpoint.exchange import agreed, gathered
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import Manifest
-from jaxtrain.checkpoint.pack import read_chunk
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
-from jaxtrain.checkpoint.reader import Read
+from jaxtrain.checkpoint.reader import Read, read_from
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -214,13 +213,13 @@ class Checkpoints:
             manifest = whole_manifest(self.directory, step)
         except CheckpointError:
             return None
-        chunks: dict[tuple[str, Box], Chunk] = dict(manifest.earlier().chunks)
+        chunks, durable = manifest.earlier().chunks, read_from(manifest.directory)
 
         def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
             other = chunks.get((chunk.leaf, chunk.box))
             if other is None or other.digest != chunk.digest:
                 raise ValueError("the durable tier has no such chunk")
-            return read_chunk(manifest.directory / other.pack, other, dtype)
+            return durable(other, dtype)
 
         return read
 
