@@ -25,8 +25,10 @@ from jaxtrain.checkpoint.storage import (
     describe,
     discard_steps,
     failure_of,
+    forget_refused,
     json_text,
     newest,
+    refuse_step,
     remove_unfinished,
     set_aside,
     steps_aside,
@@ -298,9 +300,13 @@ class CheckpointManager:
         step = self._in_flight
         with self._translated("could not be saved", step):
             self._orbax.wait_until_finished()
-            if problem := failure_of(self.directory, step):
-                if jax.process_index() == 0:
-                    discard_steps(self.directory, [step])
+            problem = failure_of(self.directory, step)
+            if jax.process_index() == 0:
+                # All have written this step, so all have asked about the ones before.
+                forget_refused(self.directory)
+                if problem:
+                    refuse_step(self.directory, step)
+            if problem:
                 raise OSError(problem)
         self._in_flight = None
         self.clock.save_s = time.perf_counter() - self._began

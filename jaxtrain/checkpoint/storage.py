@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, read_manifest
@@ -16,6 +17,8 @@ from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, read_manifest
 DISCARDED = ".discarded"
 # A step that was found damaged and passed over: kept, for whoever wants to know why.
 DAMAGED = ".damaged"
+# A step that was committed though some process could not write its part.
+REFUSED = ".failed"
 # What Orbax calls a step that is being written.
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 
@@ -138,12 +141,29 @@ def steps_aside(directory: Path) -> list[str]:
 
 def failure_of(directory: Path, step: int) -> str | None:
     """Why processes could not write their parts of a step that was committed all the same; None
-    where they could."""
-    for name in (str(step), f"{step}{DISCARDED}"):
-        path = directory / name / ITEM / FAILED
-        if path.is_file():
-            return path.read_text(errors="replace")
+    where they could. Another process may be setting it aside meanwhile."""
+    with suppress(FileNotFoundError):
+        return (directory / str(step) / ITEM / FAILED).read_text(errors="replace")
+    if (directory / str(step)).exists():
+        return None
+    with suppress(FileNotFoundError):
+        return (directory / f"{step}{REFUSED}" / ITEM / FAILED).read_text(errors="replace")
     return None
+
+
+def refuse_step(directory: Path, step: int) -> None:
+    """Take a step that failed out of the committed ones and give its room back. Why it failed stays
+    for processes that have not asked yet, until `forget_refused`."""
+    aside = directory / f"{step}{REFUSED}"
+    (directory / str(step)).rename(aside)
+    for pack in (aside / ITEM).glob("*.pack"):
+        pack.unlink()
+
+
+def forget_refused(directory: Path) -> None:
+    """Remove what `refuse_step` left, once all processes have asked."""
+    for aside in directory.glob(f"*{REFUSED}"):
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(directory: Path) -> None:

