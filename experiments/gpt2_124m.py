@@ -64,7 +64,11 @@ def experiment() -> Experiment:
         batch=512,
         microbatches=8,
         precision=bf16,
-        evaluation=Evaluation(every=250, batches=160, final_batches=160),
+        evaluation=Evaluation(
+            every=250,
+            batches=160,
+            final_batches=160,
+            sample=Sample("The meaning of life is", tokens=100, temperature=0.8),
+        ),
         checkpoints=SavePolicy(every=1000),
-        sample=Sample("The meaning of life is", tokens=100, temperature=0.8),
     )

@@ -33,6 +33,7 @@ def experiment() -> Experiment:
         optimizer=AdamW(WarmupCosine(4e-3, warmup=40), weight_decay=0.1),
         steps=380,
         batch=16,
-        evaluation=Evaluation(every=100, batches=8),
-        sample=Sample("def ", tokens=200, temperature=0.8),
+        evaluation=Evaluation(
+            every=100, batches=8, sample=Sample("def ", tokens=200, temperature=0.8)
+        ),
     )

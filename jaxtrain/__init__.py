@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "jaxtrain.checkpoint.manager": ("CheckpointManager",),
+    "jaxtrain.checkpoint.huggingface": ("huggingface_config",),
     "jaxtrain.checkpoint.policy": (
         "Best",
         "Keep",
@@ -58,6 +59,10 @@ _WHERE = {
         "Evaluation",
         "Execution",
         "Experiment",
+        "FineTuning",
+        "FromHuggingFace",
+        "FromRun",
+        "LoRA",
         "Logging",
         "Sample",
         "load_experiment",
@@ -79,6 +84,7 @@ _WHERE = {
         "AttentionConfig",
         "BlockConfig",
         "MlpConfig",
+        "MoeConfig",
         "gelu_exact",
         "gelu_tanh",
         "silu",
@@ -123,7 +129,11 @@ _WHERE = {
     "jaxtrain.telemetry.profiler": ("Steps",),
     "jaxtrain.train.certify": ("certify",),
     "jaxtrain.train.check": ("check",),
-    "jaxtrain.train.generate": ("generate",),
+    "jaxtrain.train.export": ("export",),
+    "jaxtrain.train.generate": (
+        "generate",
+        "generate_text",
+    ),
     "jaxtrain.train.loop": (
         "Result",
         "train",

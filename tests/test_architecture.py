@@ -40,7 +40,7 @@ TRACER_FREE = (
     *("telemetry/flops.py", "data/", "mesh/hardware.py", "mesh/axes.py"),
     *("planner/__init__.py", "planner/facts.py", "planner/sent.py"),
     *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline_traffic.py"),
-    *("planner/token_traffic.py", "planner/weight_traffic.py"),
+    *("planner/token_traffic.py", "planner/weight_traffic.py", "planner/backward_work.py"),
     *("collectives/__init__.py", "collectives/cost.py", "collectives/steps.py"),
 )
 """Files that must not import JAX when they are imported (the start of a process waits for it)."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import schedule, verify
+from jaxtrain.cli import generate, schedule, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     FAILED,
@@ -94,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "a pipeline schedule: its grid, cost and memory"
     schedule.add_options(command("schedule", schedule.draw, text))
+
+    text = "continue a text with the model of a run, or of a folder of published weights"
+    generate.add_options(command("generate", generate.generated, text))
+
+    text = "a run's weights as a folder that transformers loads"
+    generate.add_export_options(command("export", generate.exported, text))
 
     text = "read every checkpointed byte of a run, and name what is damaged"
     verify.add_options(command("verify", verify.verified, text))

@@ -20,6 +20,8 @@ from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arra
 
 log = logging.getLogger(__name__)
 
+EOS = "<|endoftext|>"
+
 
 class Vocabulary(Protocol):
     """A tokenizer at work. Picklable, so that other processes can encode with it."""
@@ -98,6 +100,21 @@ class ByteTokenizer:
         """Nothing to write; the value an experiment names it by."""
         return "ByteTokenizer()"
 
+    def published(self) -> HuggingFaceVocabulary:
+        """The same as a tokenizer.json: byte-level BPE without a merge."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # GPT-2's alphabet: printable bytes stand for themselves, the others for later characters.
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = (byte for byte in range(256) if byte not in plain)
+        letters = {byte: chr(byte) for byte in plain}
+        letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+        tokenizer = Tokenizer(models.BPE({char: byte for byte, char in letters.items()}, []))
+        tokenizer.add_special_tokens([EOS])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return HuggingFaceVocabulary(tokenizer.to_str(), eos=EOS)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Lossless on whole UTF-8; a character cut in two becomes U+FFFD. Eos is left out."""
         return bytes(i for i in ids if i != self.eos).decode("utf-8", errors="replace")
@@ -114,7 +131,7 @@ class BpeTokenizer:
 
     vocab: int = 4096
     min_frequency: int = 2
-    eos: str = "<|endoftext|>"
+    eos: str = EOS
 
     def __post_init__(self) -> None:
         problems = []
@@ -170,7 +187,7 @@ class TokenizerFile:
     """A tokenizer.json of Hugging Face `tokenizers`; `eos` is the token that ends a document."""
 
     path: str
-    eos: str = "<|endoftext|>"
+    eos: str = EOS
 
     def build(
         self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
@@ -215,6 +232,13 @@ class HuggingFaceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def begins_with(self) -> int | None:
+        """The special token that its post-processor puts before a text, if any."""
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=s).ids for s in (False, True)
+        )
+        return whole[0] if whole[:1] != plain[:1] else None
 
     def save(self, folder: Path) -> str:
         """Write folder/tokenizer.json; the value an experiment names it by."""

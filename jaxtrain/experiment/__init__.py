@@ -4,12 +4,17 @@ Below this package nobody has heard of an Experiment; above it everything takes 
 """
 
 from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Logging, Sample
+from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment, with_fields
 
 __all__ = [
     "Evaluation",
     "Execution",
     "Experiment",
+    "FineTuning",
+    "FromHuggingFace",
+    "FromRun",
+    "LoRA",
     "Logging",
     "Sample",
     "config_of",

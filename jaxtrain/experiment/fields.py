@@ -11,6 +11,7 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.data import BatchRamp
+from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
@@ -62,24 +63,6 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
-    over `final_batches` after the last step. None: the whole of it.
-    """
-
-    every: int = 100
-    batches: int | None = 8
-    final_batches: int | None = None
-
-    def __post_init__(self) -> None:
-        violations = count("every", self.every, 1)
-        for name in ("batches", "final_batches"):
-            if getattr(self, name) is not None:
-                violations += count(name, getattr(self, name), 1)
-        refuse(violations)
-
-
-@dataclass(frozen=True)
 class Sample:
     """A continuation generated when training ends. temperature 0 is greedy."""
 
@@ -92,6 +75,27 @@ class Sample:
         violations += at_least("temperature", self.temperature, 0)
         if not isinstance(self.prompt, str) or not self.prompt:
             violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
+        refuse(violations)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
+    over `final_batches` after the last step. None: the whole of it. sample: a continuation to end
+    with.
+    """
+
+    every: int = 100
+    batches: int | None = 8
+    final_batches: int | None = None
+    sample: Sample | None = None
+
+    def __post_init__(self) -> None:
+        violations = count("every", self.every, 1)
+        for name in ("batches", "final_batches"):
+            if getattr(self, name) is not None:
+                violations += count(name, getattr(self, name), 1)
+        violations += [v for v in kind_violations(self) if v.startswith("sample=")]
         refuse(violations)
 
 
@@ -120,7 +124,8 @@ class Experiment:
     batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
     clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
       (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
-      evaluation, sample and nothing else then use.
+      evaluation, sample and nothing else then use. fine_tuning: weights to begin with, and which
+      parameters are trained; None trains all of them from their initialisation.
 
     Raises ValueError that lists every field of the wrong kind, with what to write instead; what
     depends on other fields or on a mesh is told by `check` and `train`.
@@ -141,7 +146,7 @@ class Experiment:
     evaluation: Evaluation | None = Evaluation()
     checkpoints: SavePolicy | None = SavePolicy()  # noqa: RUF009 (frozen)
     logging: Logging = Logging()
-    sample: Sample | None = None
+    fine_tuning: FineTuning | None = None
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)
@@ -155,3 +160,8 @@ class Experiment:
         if isinstance(self.seed, int) and not 0 <= self.seed < SEEDS:
             violations.append(f"seed={self.seed} must lie in [0, 2**32); use for example seed=0")
         refuse(violations)
+
+    @property
+    def sample(self) -> Sample | None:
+        """What the run ends with, if anything."""
+        return None if self.evaluation is None else self.evaluation.sample

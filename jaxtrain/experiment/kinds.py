@@ -20,6 +20,7 @@ WORDS = {
     float: "a number",
     bool: "True or False",
     str: "a text in quotes",
+    tuple: "a tuple of texts such as ('period.*',)",
     types.NoneType: "None",
 }
 
@@ -48,9 +49,10 @@ def takes_none(owner: type, name: str) -> bool:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of any other annotation itself."""
+    """The members of a union; of any other annotation itself. Of `tuple[str, ...]` a tuple."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
+    members = typing.get_args(hint) if union else (hint,)
+    return tuple(typing.get_origin(member) or member for member in members)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -224,7 +224,7 @@ def ways(dim: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 class Leaf(NamedTuple):
-    """One parameter and where it lives."""
+    """One parameter and where it lives; whether it is trained, or frozen."""
 
     path: str
     shape: tuple[int, ...]
@@ -233,6 +233,7 @@ class Leaf(NamedTuple):
     params: Dims
     optimizer: Dims
     in_use: Dims
+    trained: bool = True
 
     def local_size(self, sizes: Mapping[str, int], split: Dims | None = None) -> int:
         """Elements held by one device at rest (or under another split)."""

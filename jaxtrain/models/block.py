@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.models.adapters import Adapters, adapted, add_adapters
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
+from jaxtrain.nn.moe import routed
 from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, constant, named_key, normal
 from jaxtrain.nn.rotary import Rope, rotate
@@ -76,14 +78,33 @@ class MlpConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of `experts` feed-forward layers, each as `MlpConfig` has one, of which every token
+    goes through the `experts_per_token` that its router gives the most (Jiang et al. 2024).
+
+    No token is dropped, and nothing but the loss keeps the experts' loads even.
+    """
+
+    hidden: int
+    experts: int
+    experts_per_token: int = 2
+    activation: Activation = silu
+    gated: bool = True
+
+
+@dataclass(frozen=True)
 class BlockConfig:
-    """x + attention(norm(x)), then x + mlp(norm(x)); each branch is scaled and dropped out."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); each branch is scaled and dropped out.
+
+    adapters: beside some of its matrices; `Experiment.fine_tuning` puts them there.
+    """
 
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: MlpConfig | MoeConfig
     norm: NormConfig = RMSNorm()  # noqa: RUF009 (frozen)
     residual_scale: float = 1.0
     dropout: float = 0.0
+    adapters: Adapters | None = None
 
 
 class Cache(NamedTuple):
@@ -239,13 +260,40 @@ class Mlp(nnx.Module):
         return add_bias(out, self.down_bias[...]) if config.bias else out
 
 
+class Moe(nnx.Module):
+    def __init__(self, config: MoeConfig, place: Place, *, key: jax.Array) -> None:
+        self.config = config
+        embed, hidden, n = place.embed, config.hidden, config.experts
+        std = place.init.matrix_std(embed, layers=place.layers)
+        self.router = normal(key, "router", (embed, n), ("embed", "experts"), std=std)
+        into = ("experts", "embed", "mlp")
+        if config.gated:
+            self.gate = normal(key, "gate", (n, embed, hidden), into, std=std)
+        self.up = normal(key, "up", (n, embed, hidden), into, std=std)
+        std = place.init.matrix_std(hidden, layers=place.layers, residual=True)
+        self.down = normal(key, "down", (n, hidden, embed), ("experts", "mlp", "embed"), std=std)
+
+    def __call__(self, x: jax.Array, comm: Communicator) -> jax.Array:
+        """x [tokens share, embed] -> same shape."""
+        config = self.config
+        names = ("gate", "up", "down") if config.gated else ("up", "down")
+        kernel = partial(routed, k=config.experts_per_token, activation=config.activation)
+        weights = tuple(getattr(self, name)[...] for name in names)
+        return comm.experts(kernel, x, self.router[...], weights)
+
+
 class Block(nnx.Module):
     def __init__(self, config: BlockConfig, place: Place, *, key: jax.Array) -> None:
         self.config = config
         self.attention_norm = Norm(config.norm, place.embed)
         self.attention = Attention(config.attention, place, key=named_key(key, "attention"))
         self.mlp_norm = Norm(config.norm, place.embed)
-        self.mlp = Mlp(config.mlp, place, key=named_key(key, "mlp"))
+        own, mlp = named_key(key, "mlp"), config.mlp
+        self.mlp = (
+            Moe(mlp, place, key=own) if isinstance(mlp, MoeConfig) else Mlp(mlp, place, key=own)
+        )
+        if config.adapters is not None:
+            add_adapters(self, config.adapters, named_key(key, "adapters"))
 
     def __call__(
         self,
@@ -257,7 +305,9 @@ class Block(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """x [tokens share, embed]; `layer` is the layer's number in natural order (dropout)."""
-        scale = self.config.residual_scale
+        scale, attention, mlp = self.config.residual_scale, self.attention, self.mlp
+        if self.config.adapters is not None:
+            attention, mlp = (adapted(m, self.config.adapters.scale) for m in (attention, mlp))
 
         def add(x: jax.Array, branch: jax.Array, name: str) -> jax.Array:
             rate = self.config.dropout
@@ -266,10 +316,10 @@ class Block(nnx.Module):
             return comm.constrain(x + branch, "batch*seq", "embed")
 
         with jax.named_scope("attention"):
-            out, cache = self.attention(self.attention_norm(x), context, comm, cache)
+            out, cache = attention(self.attention_norm(x), context, comm, cache)
             x = add(x, out, "attention")
         with jax.named_scope("mlp"):
-            x = add(x, self.mlp(self.mlp_norm(x), comm), "mlp")
+            x = add(x, mlp(self.mlp_norm(x), comm), "mlp")
         return x, cache
 
 

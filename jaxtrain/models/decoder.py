@@ -1,4 +1,4 @@
-"""The decoder transformer: GPT-2/3, Llama 2/3, Qwen 2/3, Mistral and Mixtral's dense part.
+"""The decoder transformer: GPT-2/3, Llama 2/3, Qwen 2/3, Mistral and Mixtral.
 
 Layers are `prefix`, then a *period* of blocks repeated, then `suffix`; the repeated ones are
 stacked and looped over. Uniform models have a period of one block.
@@ -7,7 +7,7 @@ stacked and looped over. Uniform models have a period of one block.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.mesh.sharding import PaddedAxis, ShardingRules
-from jaxtrain.models.block import Block, BlockConfig, Cache, Context, Place
+from jaxtrain.models.block import Block, BlockConfig, Cache, Context, MoeConfig, Place
 from jaxtrain.models.validate import mesh_violations, violations
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
@@ -91,14 +91,19 @@ class DecoderConfig:
 
     def flops(self, *, seq: int, sequences: int) -> ModelFlops:
         """Matmul FLOPs of a forward pass over `sequences` sequences; the padded rows of the
-        vocabulary are not counted, nor is the embedding look-up."""
+        vocabulary are not counted, nor is the embedding look-up; of experts those that a token
+        goes through."""
         matmuls = [Matmul("head", self.embed, self.vocab)]
         layers = []
         for block in self.blocks:
             a, size = block.attention, block.attention.size(self.embed)
             wide, narrow = a.heads * size, a.key_heads * size
             matmuls += [Matmul("attention", self.embed, 2 * wide + 2 * narrow)]
-            matmuls += [Matmul("mlp", self.embed, block.mlp.hidden, count=2 + block.mlp.gated)]
+            met = 2 + block.mlp.gated
+            if isinstance(block.mlp, MoeConfig):
+                matmuls += [Matmul("router", self.embed, block.mlp.experts)]
+                met *= block.mlp.experts_per_token
+            matmuls += [Matmul("mlp", self.embed, block.mlp.hidden, count=met)]
             layers.append(Attention(a.heads, size, window=a.window))
         return forward_flops(matmuls, layers, seq=seq, sequences=sequences)
 
@@ -185,11 +190,13 @@ class Decoder(nnx.Module):
         """`loss` of what the period ends with."""
         x = self.hidden(x, context, comm, loop)
         head, x = (table, x) if self.config.tied else self._gathered(comm, "head", x)
+        name = "embedding" if self.config.tied else "head"
+        config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
         targets = batch["targets"].reshape(-1)
         weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
         weights = weights.astype(jnp.float32)
         rows = len(batch["tokens"])
-        total = cross_entropy(comm, x, head, targets, weights, self.head_config, rows=rows)
+        total = cross_entropy(comm, x, head, targets, weights, config, rows=rows)
         return total, jnp.sum(weights) / comm.vocab_ways()
 
     def hidden(
@@ -248,6 +255,7 @@ class Decoder(nnx.Module):
             fetch=lambda p: comm.fetch(p, "period."),
             scatter=lambda g: comm.scatter(g, "period."),
             loop=loop,
+            frozen=comm.frozen_of(stacked, "period."),
         )
 
     def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.mesh.sharding import IN_USE_SPLIT, ShardingRules, ways
+from jaxtrain.models.block import BlockConfig, MoeConfig
 
 if TYPE_CHECKING:
     from jaxtrain.models.decoder import DecoderConfig
@@ -35,11 +36,11 @@ def violations(config: DecoderConfig) -> list[str]:
     if not _whole(config.embed):
         return found  # heads are told against it
     for at, block in enumerate(dict.fromkeys(config.blocks)):
-        a, where = block.attention, f"block {at}"
-        counts = {"heads": a.heads, "kv_heads": a.key_heads, "mlp.hidden": block.mlp.hidden}
+        a, where, counts = block.attention, f"block {at}", _counts(block)
         if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
             found.append(f"{where}: {', '.join(missing)}; use a whole number of at least 1")
             continue
+        found += _experts_violations(block, where)
         kinds = {"head_dim": _whole, "window": _whole, "softcap": _positive, "scale": _positive}
         for name, holds in kinds.items():
             value = getattr(a, name)
@@ -69,6 +70,25 @@ def violations(config: DecoderConfig) -> list[str]:
     if not _share(config.dropout):
         found.append(f"dropout={config.dropout}; use a share in [0, 1)")
     return found
+
+
+def _experts_violations(block: BlockConfig, where: str) -> list[str]:
+    mlp = block.mlp
+    if not isinstance(mlp, MoeConfig) or mlp.experts_per_token <= mlp.experts:
+        return []
+    return [
+        f"{where}: mlp.experts_per_token={mlp.experts_per_token} are more than "
+        f"mlp.experts={mlp.experts}; use at most that many"
+    ]
+
+
+def _counts(block: BlockConfig) -> dict[str, Any]:
+    """The fields of a block that count something, by name."""
+    a, mlp = block.attention, block.mlp
+    counts = {"heads": a.heads, "kv_heads": a.key_heads, "mlp.hidden": mlp.hidden}
+    if isinstance(mlp, MoeConfig):
+        counts |= {"mlp.experts": mlp.experts, "mlp.experts_per_token": mlp.experts_per_token}
+    return counts
 
 
 def _layers_unknown(config: DecoderConfig) -> list[str]:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 Params = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
+Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
+"""`moe.routed` of (x, router, weights)."""
 
 
 class Communicator(Protocol):
@@ -37,7 +39,12 @@ class Communicator(Protocol):
         ...
 
     def scatter(self, grads: Params, prefix: str) -> Params:
-        """Adjoint of `fetch`: gradients summed over those axes, each device keeping its part."""
+        """Adjoint of `fetch`: gradients summed over those axes, each device keeping its part; none
+        of frozen leaves."""
+        ...
+
+    def frozen_of(self, params: Params, prefix: str) -> frozenset[str]:
+        """Those of the leaves named below `prefix` that are frozen: nobody asks for gradients."""
         ...
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
@@ -62,6 +69,13 @@ class Communicator(Protocol):
 
     def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
         """kernel(q, k, v, segments) with q [rows, seq, heads, head_dim], split over heads."""
+        ...
+
+    def experts(
+        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """kernel(x, router, weights), x [tokens, embed], the residual stream's share; weights
+        [experts, ...] are split over their hidden dim."""
         ...
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
@@ -105,17 +119,27 @@ class Local:
     """Everything on one device; no communication. The meaning the other two must keep."""
 
     compute_dtype: Any = jnp.float32
+    frozen: frozenset[str] = frozenset()
+    """Full names of frozen leaves."""
 
     def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
         return self.fetch(params, prefix), after
 
     def fetch(self, params: Params, prefix: str) -> Params:
-        # One-dim leaves keep their dtype: they are small, and norms are computed in fp32.
-        dtype = self.compute_dtype
-        return {k: v.astype(dtype) if v.ndim > 1 else v for k, v in params.items()}
+        # One-dim leaves keep their dtype: they are small, and norms are computed in fp32. So do
+        # routers, whose choices should hang on rounding as little as they can (Fedus et al. 2022).
+        def cast(name: str, value: jax.Array) -> jax.Array:
+            kept = value.ndim < 2 or name.split(".")[-1] == "router"
+            return value if kept else value.astype(self.compute_dtype)
+
+        return {k: cast(k, v) for k, v in params.items()}
 
     def scatter(self, grads: Params, prefix: str) -> Params:
-        return grads
+        frozen = self.frozen_of(grads, prefix)
+        return {k: g for k, g in grads.items() if k not in frozen}
+
+    def frozen_of(self, params: Params, prefix: str) -> frozenset[str]:
+        return frozenset(name for name in params if prefix + name in self.frozen)
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x @ w for w in weights)
@@ -134,6 +158,11 @@ class Local:
 
     def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
         return kernel(q, k, v, segments)
+
+    def experts(
+        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        return kernel(x, router, weights)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         return per_token

@@ -20,7 +20,7 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.communicator import Local, Params
+from jaxtrain.nn.communicator import Experts, Local, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,7 @@ class Explicit(Local):
         return whole
 
     def scatter(self, grads: Params, prefix: str) -> Params:
+        grads = super().scatter(grads, prefix)
         if not self.gather_weights:
             return grads
         grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
@@ -107,6 +108,17 @@ class Explicit(Local):
         found = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
         found = jnp.where(mine[:, None], found, jnp.zeros((), found.dtype))
         return scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
+
+    def experts(
+        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """Every device of `tensor` has all tokens, so the same choices, and its slice of every
+        expert. What goes through the router has its gradient in parts too, for the outputs are: so
+        the sums over `tensor`, of x here and of the router with other whole leaves', count once.
+        """
+        x = gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
+        out = kernel(x, router, weights)
+        return scatter_tokens("row", self.tensor, self.collectives.tensor, out)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         share = per_token.shape[0] // self.vocab_ways()
@@ -152,9 +164,9 @@ def _gather_forward(comm: Explicit, prefix: str, params: Params, after: jax.Arra
     return _gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
 
 
-def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Gathered) -> Gathered:
-    scattered = comm.scatter(grads[0], prefix)
-    return {k: g.astype(like[k].dtype) for k, g in scattered.items()}, grads[1]
+def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Gathered) -> Any:
+    made = {k: g.astype(like[k].dtype) for k, g in comm.scatter(grads[0], prefix).items()}
+    return {k: made.get(k) for k in like}, grads[1]
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import (
     Leaf,
     ShardingRules,
@@ -18,7 +19,7 @@ from jaxtrain.mesh.sharding import (
     named_sharding,
     partition_spec,
 )
-from jaxtrain.nn.communicator import Attend, Local, Params
+from jaxtrain.nn.communicator import Attend, Experts, Local, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class Gspmd(Local):
         return self._place(super().fetch(params, prefix), prefix, "in_use")
 
     def scatter(self, grads: Params, prefix: str) -> Params:
-        return self._place(grads, prefix, "params")
+        return self._place(super().scatter(grads, prefix), prefix, "params")
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_matmul(self.reduce_dtype, x, w) for w in weights)
@@ -72,6 +73,35 @@ class Gspmd(Local):
             check_vma=False,
         )
         return run(q, k, v, segments)
+
+    def experts(
+        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """A shard_map over tokens and hidden units: each device sorts its own tokens, where XLA's
+        partitioner would sort those of all. Sums of gradients are JAX's, of parts as wide as
+        `reduce_dtype`; those of outputs over `tensor` are in the compute dtype."""
+        sizes, table = dict(self.mesh.shape), self.rules.activations
+        tokens = activation_dims(("batch*seq", None), table, sizes=sizes)
+        (split,) = activation_dims(("mlp",), table, sizes=sizes)
+        into = partition_spec(((), (), split))
+        specs = (*(into for _ in weights[1:]), partition_spec(((), split, ())))
+        axes = (*tokens[0], *split)
+        narrow = x.dtype
+
+        def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+            x, router = vary(x, axes).astype(narrow), vary(router, axes)
+            weights = tuple(vary(w, axes).astype(narrow) for w in weights)
+            out = kernel(x, router, weights)
+            return lax.psum(out, split) if split else out
+
+        run = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(partition_spec(tokens), partition_spec(()), specs),
+            out_specs=partition_spec(tokens),
+        )
+        wide = jnp.promote_types(narrow, self.reduce_dtype)
+        return run(x, router, tuple(w.astype(wide) for w in weights))
 
     def chunks(self, per_token: jax.Array, count: int, *, rows: int) -> jax.Array:
         # Within rows: a run of whole rows would lie on a few devices only.

@@ -29,13 +29,15 @@ class HeadConfig:
 
     vocab: ids below this are real; rows above pad the table and never get probability.
     softcap: logits are softcap * tanh(logits / softcap) (Gemma 2); scale multiplies them first.
-    chunk_tokens: tokens a chunk, at most; chunks divide the tokens evenly.
+    chunk_tokens: tokens a chunk, at most; chunks divide the tokens evenly. frozen: no gradient of
+    the head is made.
     """
 
     vocab: int
     scale: float = 1.0
     softcap: float | None = None
     chunk_tokens: int = 2048
+    frozen: bool = False
 
 
 class _Static(NamedTuple):
@@ -138,14 +140,15 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
         loss, dz = _chunk(static, x, head, targets, weights)
         dz = (dz * lift).astype(dtype)
         dx = lax.dot_general(dz, head, (((1,), (0,)), ((), ())))
-        dhead = dhead + lax.dot_general(
-            dz, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        if dhead is not None:
+            dhead = dhead + lax.dot_general(
+                dz, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
         return (total + loss, dhead), dx
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
-    start = (zero, jnp.zeros(head.shape, jnp.float32) + zero)
+    start = (zero, None if static.config.frozen else jnp.zeros(head.shape, jnp.float32) + zero)
     (total, dhead), dx = _loop(step, start, parts)
     dx = comm.scatter_head_gradient(comm.unchunk(dx, rows=static.rows))
     # Shape-free stand-ins carry what the cotangents of ids and weights need.
@@ -155,7 +158,9 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
 def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
     dx, dhead, like, weights = residuals
     g = g / _lift(like.dtype)
-    return (dx * g).astype(dx.dtype), (dhead * g).astype(like.dtype), None, weights * 0.0
+    if dhead is not None:
+        dhead = (dhead * g).astype(like.dtype)
+    return (dx * g).astype(dx.dtype), dhead, None, weights * 0.0
 
 
 def _lift(dtype: Any) -> float:

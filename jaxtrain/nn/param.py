@@ -46,6 +46,6 @@ def normal(
     return nnx.Param(jax.random.normal(named_key(key, name), shape, jnp.float32) * std, axes=axes)
 
 
-def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+def constant(value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     """A parameter that starts at one value: norm scales at 1, biases at 0."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)

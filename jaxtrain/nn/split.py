@@ -58,28 +58,30 @@ class Tapped:
         return self._tapped("row", x, (weight,), (self._comm.row(x, weight),))[0]
 
     def _tapped(self, way: str, x: jax.Array, weights: Any, ys: Any) -> tuple[jax.Array, ...]:
-        names = tuple(self._names.get(id(w), "") for w in weights)
-        product = Product(way, names)
-        if not all(names):
+        known = [i for i, w in enumerate(weights) if id(w) in self._names]
+        product = Product(way, tuple(self._names[id(weights[i])] for i in known))
+        if not known:
             return ys
-        self.shapes.append((product, tuple((y.shape, y.dtype) for y in ys)))
+        self.shapes.append((product, tuple((ys[i].shape, ys[i].dtype) for i in known)))
         if self._taps is None or product not in self._taps:
             return ys
         self.inputs[product] = x
-        return tuple(y + tap for y, tap in zip(ys, self._taps[product], strict=True))
+        taps = dict(zip(known, self._taps[product], strict=True))
+        return tuple(y + taps[i] if i in taps else y for i, y in enumerate(ys))
 
 
 @dataclass(frozen=True, eq=False)
 class SplitLayers:
     """A stack of layers whose backward pass is split. body_of: the body that asks the given
-    communicator; fetch, scatter, loop: as `stack.run_layers` has them (`prefetch` says nothing
-    here, and weights are fetched again for the backward pass)."""
+    communicator; fetch, scatter, loop, frozen: as `stack.run_layers` has them (`prefetch` says
+    nothing here, and weights are fetched again for the backward pass)."""
 
     body_of: Callable[[Any], Body]
     comm: Communicator
     fetch: Callable[[Arrays], Arrays]
     scatter: Callable[[Arrays], Arrays]
     loop: LayerLoop
+    frozen: frozenset[str] = frozenset()
     vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
     """Types a zero as the values of the program are."""
 
@@ -125,10 +127,10 @@ class SplitLayers:
         return _stacked(grads) if self.loop.unroll else grads
 
     def _linearise(self, weights: Arrays, x: jax.Array, extras: Any, layer: Any) -> Any:
-        names = {id(w): name for name, w in weights.items()}
+        names = self._names(weights)
         taps = self._zeros(weights, x, extras)
-        matrices = {name for product in taps for name in product.weights}
-        others = {k: w for k, w in weights.items() if k not in matrices}
+        apart = {name for product in taps for name in product.weights} | self.frozen
+        others = {k: w for k, w in weights.items() if k not in apart}
 
         def run(others: Arrays, taps: Any, x: jax.Array, extras: Any) -> Any:
             comm = Tapped(self.comm, names, taps)
@@ -144,7 +146,7 @@ class SplitLayers:
         found: list[Any] = []
 
         def run(weights: Arrays, x: jax.Array) -> jax.Array:
-            comm = Tapped(self.comm, {id(w): name for name, w in weights.items()})
+            comm = Tapped(self.comm, self._names(weights))
             y = self.body_of(comm)(weights, x, extras, 0)
             found.extend(comm.shapes)
             return y
@@ -156,6 +158,10 @@ class SplitLayers:
             for product, shapes in found
             if all(used.count(name) == 1 for name in product.weights)
         }
+
+    def _names(self, weights: Arrays) -> dict[int, str]:
+        """Of the matrices that W may take."""
+        return {id(w): name for name, w in weights.items() if name not in self.frozen}
 
     def _over_layers(
         self, step: Any, carry: Any, layers: int, *each: Any, reverse: bool = False

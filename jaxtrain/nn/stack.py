@@ -48,6 +48,7 @@ class _Static(NamedTuple):
     scatter: Callable[[Params], Params]
     loop: LayerLoop
     layers: int
+    frozen: frozenset[str]
 
 
 def run_layers(
@@ -59,14 +60,15 @@ def run_layers(
     fetch: Callable[[Params], Params],
     scatter: Callable[[Params], Params],
     loop: LayerLoop,
+    frozen: frozenset[str] = frozenset(),
 ) -> jax.Array:
     """x after all layers; `params` leaves are stacked on dim 0, as they rest.
 
     `fetch` turns one layer's parameters into what `body` uses and `scatter` is its adjoint.
-    `extras` (positions, segment ids, keys) are not differentiated.
+    `extras` (positions, segment ids, keys) are not differentiated, nor are `frozen` parameters.
     """
     layers = len(jax.tree.leaves(params)[0])
-    return _run(_Static(body, fetch, scatter, loop, layers), params, x, extras)
+    return _run(_Static(body, fetch, scatter, loop, layers, frozen), params, x, extras)
 
 
 def linearised(
@@ -78,11 +80,13 @@ def linearised(
     fetch: Callable[[Params], Params],
     scatter: Callable[[Params], Params],
     loop: LayerLoop,
+    frozen: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, Any]:
     """As `run_layers`: x after all layers, and what `pulled_back` needs beside `params` and
     `extras`, a tree of arrays."""
     layers = len(jax.tree.leaves(params)[0])
-    y, (_, _, saved) = _forward(_Static(body, fetch, scatter, loop, layers), params, x, extras)
+    static = _Static(body, fetch, scatter, loop, layers, frozen)
+    y, (_, _, saved) = _forward(static, params, x, extras)
     return y, saved
 
 
@@ -95,10 +99,11 @@ def pulled_back(
     fetch: Callable[[Params], Params],
     scatter: Callable[[Params], Params],
     loop: LayerLoop,
+    frozen: frozenset[str] = frozenset(),
 ) -> tuple[Params, jax.Array]:
-    """Gradients of `params` and of x from that of y."""
+    """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
     layers = len(jax.tree.leaves(params)[0])
-    static = _Static(_nothing, fetch, scatter, loop, layers)
+    static = _Static(_nothing, fetch, scatter, loop, layers, frozen)
     grads, dx, _ = _backward(static, (params, extras, saved), dy)
     return grads, dx
 
@@ -136,8 +141,13 @@ def _run(static: _Static, params: Params, x: jax.Array, extras: Any) -> jax.Arra
 def _linearise(static: _Static, weights: Params, x: jax.Array, extras: Any, layer: Any) -> Any:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
-    body = rematerialised(static.body, static.loop.remat)
-    y, vjp = jax.vjp(lambda w, x, e: body(w, x, e, layer), weights, x, extras)
+    held = {k: weights[k] for k in static.frozen}
+    moved = {k: w for k, w in weights.items() if k not in held}
+
+    def run(moved: Params, x: jax.Array, extras: Any) -> jax.Array:
+        return static.body({**moved, **held}, x, extras, layer)
+
+    y, vjp = jax.vjp(rematerialised(run, static.loop.remat), moved, x, extras)
     return y, packed(vjp, (weights, extras))
 
 
@@ -285,7 +295,12 @@ def _backward_prefetched(static: _Static, residuals: Any, dy: jax.Array) -> Any:
 
 
 def _like(grads: Params, params: Params) -> Params:
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 
 
-_run.defvjp(_forward, _backward)
+def _run_backward(static: _Static, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
+    grads, dx, _ = _backward(static, residuals, dy)
+    return {k: grads.get(k) for k in residuals[0]}, dx, None
+
+
+_run.defvjp(_forward, _run_backward)

@@ -101,6 +101,10 @@ class Executor(Tables):
             kept=rooms(self.buffers.kept, saved),
             stash=rooms(self.buffers.stashes, stash),
             blocks={k: typed(jnp.zeros(shapes[k], g.dtype)) for k, g in grads.items()},
-            outside={k: typed(jnp.zeros(p.shape, jnp.float32)) for k, p in outside.items()},
+            outside={
+                k: typed(jnp.zeros(p.shape, jnp.float32))
+                for k, p in outside.items()
+                if k not in self.frozen
+            },
         )
         return carry, Trees(jax.tree.structure(saved), jax.tree.structure(stash))

@@ -85,7 +85,8 @@ class Tables:
     """A schedule's tables on the mesh axis `stage`.
 
     axes: every mesh axis of the shard_map. chunks: V. entering, leaving: names of the parameters
-    outside the pipeline that `Stage.enter` and `Stage.leave` read.
+    outside the pipeline that `Stage.enter` and `Stage.leave` read; `frozen` ones of them have no
+    gradient.
     """
 
     rows: Rows
@@ -95,6 +96,7 @@ class Tables:
     axes: tuple[str, ...]
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
+    frozen: frozenset[str] = frozenset()
 
     @property
     def training(self) -> bool:
@@ -169,7 +171,7 @@ class Tick:
                 row,
             )
             return carry._replace(total=total)
-        names = self.run.leaving
+        names = [k for k in self.run.leaving if k not in self.run.frozen]
         mine = {k: carry.outside[k] for k in names}
 
         def leave(m: Any, before: Any) -> Any:
@@ -237,7 +239,9 @@ class Tick:
         """The gradient that comes out of the pipeline's beginning, into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
         dx = jnp.where(first & (row.exit >= 0), dx, jnp.zeros((), dx.dtype))
-        names = self.run.entering
+        names = [k for k in self.run.entering if k not in self.run.frozen]
+        if not names:
+            return carry
 
         def backward(m: Any, sums: Arrays) -> Arrays:
             def entered(used: Arrays) -> jax.Array:

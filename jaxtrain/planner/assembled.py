@@ -17,6 +17,7 @@ from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
+from jaxtrain.models.block import MoeConfig
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
@@ -35,6 +36,7 @@ from jaxtrain.planner.facts import (
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.compressed_sums import Choice
 from jaxtrain.train.residuals import Part
+from jaxtrain.train.tuning import ENTERING
 
 
 def steady(assembly: Assembly) -> Choice:
@@ -54,6 +56,15 @@ def unpredicted(assembly: Assembly) -> str | None:
     optimizer = assembly.experiment.optimizer
     if not isinstance(optimizer, (*ELEMENTWISE, *SHARDED)):
         return f"what an optimizer of your own sends, {type(optimizer).__name__}, is not known here"
+    if assembly.frozen and _split(assembly):
+        return (
+            "with frozen leaves a schedule that has W gathers for some products of a layer and not "
+            "for others, which is not predicted"
+        )
+    entering = {k for k in assembly.places if k.startswith(ENTERING)}
+    partly = entering & assembly.frozen and entering - assembly.frozen
+    if assembly.pipeline is not None and assembly.experiment.model.prefix and partly:
+        return "what a pipeline with frozen leaves before it sends there is not predicted"
     return None
 
 
@@ -66,6 +77,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
         path: LeafFacts(
             *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
             stacked=sum(axis in STACKING_AXES for axis in place.axes),
+            trained=place.trained,
         )
         for path, place in assembly.places.items()
     }
@@ -82,6 +94,11 @@ def facts_of(assembly: Assembly) -> StepFacts:
         remat=loop.remat,
         prefetch=loop.prefetch and not _split(assembly),
         reshard=loop.reshard_after_forward or _kept(assembly) or _split(assembly),
+        experts=tuple(
+            f"period.{i}.mlp."
+            for i, block in enumerate(model.period)
+            if isinstance(block.mlp, MoeConfig)
+        ),
     )
     return StepFacts(
         sizes=assembly.sizes,
@@ -96,7 +113,9 @@ def facts_of(assembly: Assembly) -> StepFacts:
         reduce=jnp.dtype(e.precision.reduce).name,
         sharded=e.sharding.accumulate_sharded,
         sums=_sum_facts(assembly),
-        optimizer=_optimizer_facts(e.optimizer, assembly.places),
+        optimizer=_optimizer_facts(
+            e.optimizer, {k: p for k, p in assembly.places.items() if p.trained}
+        ),
         fsdp_by=algorithm_name(assembly.collectives.fsdp),
         tensor_by=algorithm_name(assembly.collectives.tensor),
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
@@ -145,6 +164,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
         depth=layout.depth,
         kept=_kept(assembly),
         late_head=buffers.late_head,
+        ends_alone=loops[-1].stop - loops[-1].start == 1,
     )
 
 

@@ -13,7 +13,8 @@ Dims = tuple[tuple[str, ...], ...]
 @dataclass(frozen=True)
 class LeafFacts:
     """A parameter: its whole shape, NumPy's name of its dtype, and its splits at rest, in the
-    optimizer and in use. `stacked`: how many dims count layers, those first."""
+    optimizer and in use. `stacked`: how many dims count layers, chunks or experts; what has fewer
+    than two others is used in its own dtype. One that is not `trained` has no gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -21,13 +22,15 @@ class LeafFacts:
     optimizer: Dims
     in_use: Dims
     stacked: int
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class LayerFacts:
     """tables: names of leaves that are gathered by themselves; outside: path prefixes of the blocks
     beside the stack, such as "prefix.0."; in the stack a period of `period` blocks repeats
-    `periods` times. unroll, remat, prefetch, reshard: `nn.stack.LayerLoop`'s."""
+    `periods` times. unroll, remat, prefetch, reshard: `nn.stack.LayerLoop`'s. experts: path
+    prefixes of the period's mixtures of experts, such as "period.0.mlp."."""
 
     tables: tuple[str, ...]
     outside: tuple[str, ...]
@@ -37,6 +40,12 @@ class LayerFacts:
     remat: str
     prefetch: bool
     reshard: bool
+    experts: tuple[str, ...] = ()
+
+    @property
+    def in_period(self) -> list[str]:
+        """Path prefixes of the blocks of a period."""
+        return [f"period.{i}." for i in range(self.period)]
 
     def fetched_again(self, layers: int) -> int:
         """How often the backward pass of a stack of `layers` gathers a layer's weights. A
@@ -96,6 +105,7 @@ class PipelineFacts:
       stage receives any.
     chunks: of a stage; depth: the stack's turns in each, padding included. kept: F keeps what B
       needs, which else runs the stage forward again. late_head: the head runs in ticks of B.
+      ends_alone: the last tick is a loop of its own, which a compiler takes for none.
     """
 
     axis: str
@@ -108,6 +118,7 @@ class PipelineFacts:
     depth: int
     kept: bool
     late_head: bool
+    ends_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +149,7 @@ class StepFacts:
     fsdp_by: str
     tensor_by: str
     pipeline: PipelineFacts | None = None
+
+    def trains(self, *prefixes: str) -> bool:
+        """Whether any leaf is trained whose path begins so."""
+        return any(leaf.trained and k.startswith(prefixes) for k, leaf in self.leaves.items())

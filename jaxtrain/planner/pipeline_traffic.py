@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.planner import token_traffic as tokens
+from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, moved, times, ways
 from jaxtrain.planner.token_traffic import PRODUCTS
@@ -18,6 +19,9 @@ from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimi
 
 PERIOD = "period."
 
+KEEPS_PRODUCTS = ("dots", "dots_and_attention")
+"""Policies that keep the outputs of a layer's products; then only the weights' gradients need their
+inputs again."""
 NEEDED_OF_BLOCK = {
     "none": (2, 1),
     "full": (0, 0),
@@ -27,18 +31,20 @@ NEEDED_OF_BLOCK = {
 }
 """By remat policy, (column, row) products that a block makes before the last value it keeps: where
 its output is not used, what comes after that is not computed."""
-KEEPS_PRODUCTS = ("dots", "dots_and_attention")
-"""Policies that keep the outputs of a layer's products; then only the weights' gradients need their
-inputs again."""
 
 
 def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Of all microbatches, from the embedding to the gradients as the optimizer takes them, before
     the sums over the axes on which a leaf is whole."""
-    microbatch = (*_entering(facts, p), *_leaving(facts, p), *_exiting(facts, p))
+    microbatch = [*_entering(facts, p), *_leaving(facts, p)]
+    exits = facts.trains("embedding", "positions", "prefix.")
+    if exits:
+        microbatch += _exiting(facts, p)
     yield from times(microbatch, facts.microbatches)
     yield from times(_forward(facts, p), p.forward)
-    yield from times(_backward(facts, p), p.backward)
+    alone = int(p.ends_alone and not exits)  # what the last tick hands on nobody needs
+    yield from times(_backward(facts, p, below=True), p.backward - alone)
+    yield from times(_backward(facts, p, below=False), alone)
     yield from times(_weights(facts, p), p.weight)
     yield from times(_handed(facts, p, "activations to the next stage"), p.sent_on)
     yield from times(_handed(facts, p, "gradients to the stage before"), p.sent_back)
@@ -59,9 +65,9 @@ def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
 
 
-def _outside(facts: StepFacts, part: str) -> int:
+def _outside(facts: StepFacts, part: str) -> list[str]:
     """Blocks before ("prefix.") or behind ("suffix.") the pipeline."""
-    return sum(name.startswith(part) for name in facts.layers.outside)
+    return [name for name in facts.layers.outside if name.startswith(part)]
 
 
 def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
@@ -81,7 +87,7 @@ def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From ids to the first stage."""
     wide = (*facts.tensor, p.axis)
     yield from tokens.scattered(facts, "embedding", wide, 1)
-    yield from tokens.forward(facts, wide, _outside(facts, "prefix."))
+    yield from tokens.forward(facts, wide, len(_outside(facts, "prefix.")))
     yield from _between(facts, p, "pipeline input", "all_gather")
 
 
@@ -92,18 +98,21 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
     if blocks:
         yield from tokens.scattered(facts, "embedding, again for B", wide, 1)
-        yield from _rerun(facts, wide, blocks - 1, 1, NEEDED_OF_BLOCK[facts.layers.remat])
-    yield from tokens.backward(facts, wide, blocks, blocks)
-    yield from tokens.gathered(facts, "embedding, backward", wide, 1)
+        needed = NEEDED_OF_BLOCK[facts.layers.remat]
+        yield from _rerun(facts, wide, len(blocks) - 1, 1, needed)
+    for block in blocks:
+        yield from tokens.backward(facts, wide, body_work(facts, [block], below=True))
+    yield from tokens.gathered(facts, "embedding, backward", wide, int(facts.trains("embedding")))
 
 
 def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From the last stage through head and loss, and back."""
     wide, blocks = (*facts.tensor, p.axis), _outside(facts, "suffix.")
     yield from _between(facts, p, "pipeline output", "reduce_scatter")
-    yield from tokens.forward(facts, wide, blocks)
+    yield from tokens.forward(facts, wide, len(blocks))
     yield from tokens.head(facts, wide)
-    yield from tokens.backward(facts, wide, blocks, blocks)
+    for block in blocks:
+        yield from tokens.backward(facts, wide, body_work(facts, [block], below=True))
     yield from _between(facts, p, "pipeline output gradients", "all_gather")
 
 
@@ -113,8 +122,9 @@ def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from _fetched(facts, p, "weights of a layer", p.depth)
 
 
-def _backward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
-    """A tick's B: one chunk forward again, unless F has kept what is needed, and back."""
+def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Sent]:
+    """A tick's B: one chunk forward again, unless F has kept what is needed, and back. below: the
+    gradient of its input is needed."""
     layers, axes = facts.layers, facts.tensor
     if not p.kept:
         whole, part = _run_again(facts, p)
@@ -123,10 +133,16 @@ def _backward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         turns = whole + part * _needs_weights(facts, p)
         yield from _fetched(facts, p, "weights of a layer, again for B", turns)
     again = not p.weight or layers.remat not in KEEPS_PRODUCTS
-    yield from tokens.backward(facts, axes, layers.period * p.depth, p.depth, again=again)
-    yield from _fetched(facts, p, "weights of a layer, backward", layers.fetched_again(p.depth))
-    if not p.weight:
-        yield from _weight_gradients(facts, p)
+    found = stack_works(facts, p.depth, below=below)
+    for work, turns in found:
+        work = work if again else work._replace(columns_again=0)
+        yield from times(tokens.backward(facts, axes, work), turns)
+    if not again and layers.experts:
+        count = len(layers.experts) * p.depth
+        yield from tokens.gathered(facts, "inputs of experts, again", axes, count)
+    yield from _fetched(facts, p, "weights of a layer, backward", fetched_again(facts, found))
+    blocks, _ = _parted(facts)
+    yield from _weight_gradients(facts, p, _of_experts(facts, blocks) if p.weight else blocks)
 
 
 def _run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
@@ -167,10 +183,17 @@ def _rerun(
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's W: the inputs of all products and their outputs' gradients, which lie split, are
     gathered again for the weights'."""
-    count = PRODUCTS * facts.layers.period * p.depth
+    count = (PRODUCTS * facts.layers.period - len(facts.layers.experts)) * p.depth
     yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, count)
     yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, count)
-    yield from _weight_gradients(facts, p)
+    blocks, _ = _parted(facts)
+    made = _of_experts(facts, blocks)
+    yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made})
+
+
+def _of_experts(facts: StepFacts, blocks: Leaves) -> Leaves:
+    """Those whose gradients B makes, W or not."""
+    return {k: leaf for k, leaf in blocks.items() if k.startswith(facts.layers.experts)}
 
 
 def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
@@ -180,11 +203,10 @@ def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterat
         yield from times(gathers(facts, why, blocks, layers=p.chunks * p.depth), turns)
 
 
-def _weight_gradients(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
+def _weight_gradients(facts: StepFacts, p: PipelineFacts, blocks: Leaves) -> Iterator[Sent]:
     """A chunk's, turn by turn, to where weights rest; then all of them to where the optimizer's
     state does."""
     if facts.sharded:
-        blocks, _ = _parted(facts)
         layer = scatters(facts, "weight gradients of a layer", blocks, layers=p.chunks * p.depth)
         yield from times(layer, p.depth)
         yield from to_optimizer(facts, blocks, parts=p.chunks)

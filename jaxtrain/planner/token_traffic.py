@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jaxtrain.planner.backward_work import Work
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.sent import Sent, moved, times
 
@@ -41,23 +42,19 @@ def forward(facts: StepFacts, axes: Axes, blocks: int) -> Iterator[Sent]:
     yield from scattered(facts, "rows", axes, PRODUCTS * blocks)
 
 
-def backward(
-    facts: StepFacts, axes: Axes, blocks: int, bodies: int, *, again: bool = True
-) -> Iterator[Sent]:
-    """The backward pass of so many blocks in `bodies` of the remat policy. again: the inputs of
-    column products, which the policy has not kept, are needed."""
-    yield from gathered(facts, "rows, backward", axes, PRODUCTS * blocks)
-    yield from scattered(facts, "columns, backward", axes, PRODUCTS * blocks)
-    if facts.layers.remat != "none":
-        # What a body returns is not needed to differentiate it: its last scatter is not repeated.
-        yield from gathered(facts, "columns, again", axes, PRODUCTS * blocks * again)
-        yield from scattered(facts, "rows, again", axes, PRODUCTS * blocks - bodies)
+def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
+    """The backward pass of one turn of the remat policy's body."""
+    yield from gathered(facts, "rows, backward", axes, work.rows)
+    yield from scattered(facts, "columns, backward", axes, work.columns)
+    yield from gathered(facts, "columns, again", axes, work.columns_again)
+    yield from scattered(facts, "rows, again", axes, work.rows_again)
 
 
 def head(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
     """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
     yield from gathered(facts, "head", axes, 1)
-    yield from scattered(facts, "head gradients", axes, 1)
+    below = any(leaf.trained for name, leaf in facts.leaves.items() if name != "head")
+    yield from scattered(facts, "head gradients", axes, int(below))
     chunk = facts.tokens // facts.chunks
     for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
         sums = moved(facts, why, "all_reduce", "lax", axes, "float32", each)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from jaxtrain.planner import token_traffic as tokens
-from jaxtrain.planner.facts import LeafFacts, StepFacts
+from jaxtrain.planner.backward_work import fetched_again, works
+from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline_traffic import pipeline_traffic
 from jaxtrain.planner.sent import Sent, local_elements, moved, times
@@ -37,7 +38,7 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
 def _weights(facts: StepFacts) -> Iterator[Sent]:
     """Parameters that rest split, gathered for use; their gradients scattered back. Leaves that are
     used together travel together."""
-    layers = facts.layers
+    layers, backward = facts.layers, works(facts)
     for prefix in (*layers.tables, *layers.outside, "period."):
         stacked = prefix == "period."
         turns = layers.periods if stacked else 1
@@ -45,8 +46,11 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
         name = prefix.rstrip(".")
         found = gathers(facts, f"weights of {name}", leaves, layers=turns)
         yield from times(found, turns)
-        again = layers.remat != "none" and prefix in layers.outside
-        turns_again = layers.fetched_again(layers.periods) if stacked else int(again)
+        if stacked:
+            turns_again = fetched_again(facts, backward[prefix])
+        else:
+            read = any(work.weights for work, _ in backward.get(prefix, []))
+            turns_again = int(layers.remat != "none" and read)
         repeated = [replace(each, why=f"{each.why}, again") for each in found]
         yield from times(repeated, turns_again)
         scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
@@ -57,24 +61,27 @@ def _activations(facts: StepFacts) -> Iterator[Sent]:
     """Embedding and blocks, over `tensor`."""
     axes, layers = facts.tensor, facts.layers
     yield from tokens.scattered(facts, "embedding", axes, 1)
-    yield from tokens.gathered(facts, "embedding, backward", axes, 1)
+    yield from tokens.gathered(facts, "embedding, backward", axes, int(facts.trains("embedding")))
     blocks = len(layers.outside) + layers.period * layers.periods
     yield from tokens.forward(facts, axes, blocks)
-    yield from tokens.backward(facts, axes, blocks, len(layers.outside) + layers.periods)
+    for work, turns in (each for several in works(facts).values() for each in several):
+        yield from times(tokens.backward(facts, axes, work), turns)
 
 
 def _summed(facts: StepFacts) -> Iterator[Sent]:
     """Gradients over the axes on which a leaf is whole: once a step, but for the stacked leaves
     that are summed layer by layer in the backward pass."""
-    layered = {name for name, leaf in facts.leaves.items() if _by_layer(facts, leaf)}
+    trained = {name for name, leaf in facts.leaves.items() if leaf.trained}
+    layered = {name for name in trained if _by_layer(facts, name)}
     layer = _sums(facts, "gradients of a layer", layered, layers=facts.layers.periods)
     yield from times(layer, facts.layers.periods * facts.microbatches)
-    yield from _sums(facts, "gradients", facts.leaves.keys() - layered)
+    yield from _sums(facts, "gradients", trained - layered)
 
 
-def _by_layer(facts: StepFacts, leaf: LeafFacts) -> bool:
+def _by_layer(facts: StepFacts, name: str) -> bool:
+    leaf = facts.leaves[name]
     begins = leaf.params if facts.sharded else leaf.in_use
-    return facts.sums.by_layer and leaf.stacked > 0 and begins == leaf.optimizer
+    return facts.sums.by_layer and name.startswith("period.") and begins == leaf.optimizer
 
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:

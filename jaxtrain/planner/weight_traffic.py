@@ -26,9 +26,9 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 
 
 def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
-    """Their gradients summed and scattered back, in the dtype of sums."""
+    """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
     found = []
-    for axes, name, elements in _grouped(facts, leaves, lambda leaf: facts.reduce):
+    for axes, name, elements in _grouped(facts, _trained(leaves), lambda leaf: facts.reduce):
         size = elements // layers
         found += moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
     return found
@@ -37,6 +37,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
 def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
     """Gradients on their way from where the backward pass leaves them to the optimizer's split; of
     one part in `parts` of each leaf."""
+    leaves = _trained(leaves)
     begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in leaves.items()}
     held = {k: local_elements(facts, leaf, begins[k]) // parts for k, leaf in leaves.items()}
     why = "gradients to their optimizer state"
@@ -48,11 +49,16 @@ def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterato
 
 def updated(facts: StepFacts) -> Iterator[Sent]:
     """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
-    held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in facts.leaves.items()}
-    for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in facts.leaves.items()}):
+    trained = _trained(facts.leaves)
+    held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in trained.items()}
+    for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in trained.items()}):
         held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
         leaves = {k: (axes, facts.leaves[k].dtype, held[k]) for k, axes in turn.items()}
         yield from _together(facts, "updated parameters", "all_gather", leaves)
+
+
+def _trained(leaves: Leaves) -> Leaves:
+    return {k: leaf for k, leaf in leaves.items() if leaf.trained}
 
 
 def _grouped(

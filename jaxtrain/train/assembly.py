@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.train.residuals import Part, compressed_parts, no_residuals
 from jaxtrain.train.state import TrainState, state_splits
+from jaxtrain.train.tuning import adapted_model, base_model, trained_leaves, with_trained
 from jaxtrain.train.violations import (
     batch_sizes,
     chosen_mode,
@@ -90,6 +91,11 @@ class Assembly:
     @property
     def built_in(self) -> bool:
         return isinstance(self.experiment.model, DecoderConfig)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Leaves that are not trained."""
+        return frozenset(name for name, place in self.places.items() if not place.trained)
 
     @property
     def on_stages(self) -> OnStages:
@@ -175,7 +181,7 @@ class Assembly:
 
     def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
         """The optimizer with its own collectives where it has any, in explicit mode."""
-        e = self.experiment
+        e, axes = self.experiment, _trained_axes(self.split.axes, self.places)
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
 
@@ -184,9 +190,7 @@ class Assembly:
             return dims(names, table, sizes=self.sizes)
 
         shards = OnMesh(mesh, split_of, self.sizes)
-        return e.optimizer.build(
-            self.split.axes, steps=e.steps, batch=self.largest_batch, shards=shards
-        )
+        return e.optimizer.build(axes, steps=e.steps, batch=self.largest_batch, shards=shards)
 
     def next_scale(self, state: Any, finite: jax.Array) -> Any:
         """The loss scale's state after a step; () without one."""
@@ -218,12 +222,15 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
     if unbuildable:
         raise ValueError(listed(violations, spec))
-    split = take_apart(_abstract_model(experiment))
+    experiment, split, untuned = _tuned(experiment)
+    violations += untuned
     pipeline, unpiped = _on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:
         split = _laid(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
+    trained, untrained = trained_leaves(experiment, split.params, sizes)
+    places, violations = with_trained(places, trained), violations + untrained
     # A head count that does not split is told once, not again as the sizes of its matrices.
     told = any("heads=" in v for v in violations)
     violations += [v for v in unplaced if not (told and "heads=" in v)]
@@ -234,10 +241,11 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     if violations:
         raise ValueError(listed(violations, spec))
     sizes_of_batch = batch_sizes(experiment.batch)
-    transform = experiment.optimizer.build(
-        split.axes, steps=experiment.steps, batch=sizes_of_batch[-1]
+    axes = _trained_axes(split.axes, places)
+    transform = experiment.optimizer.build(axes, steps=experiment.steps, batch=sizes_of_batch[-1])
+    abstract = jax.eval_shape(
+        lambda: initial_state(experiment, transform, parts, pipeline, axes.keys())
     )
-    abstract = jax.eval_shape(lambda: initial_state(experiment, transform, parts, pipeline))
     return Assembly(
         experiment=experiment,
         spec=spec,
@@ -253,6 +261,20 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
         pipeline=pipeline,
         fields=token_fields(experiment.data) if fields is None else fields,
     )
+
+
+def _tuned(experiment: Experiment) -> tuple[Experiment, Split, list[str]]:
+    """The experiment with its adapters, its model taken apart, and what is wrong with them."""
+    plain = base_model(experiment)
+    split = take_apart(_abstract_model(plain))
+    tuned, problems = adapted_model(plain, {k: leaf.shape for k, leaf in split.params.items()})
+    if tuned is plain or problems:
+        return plain, split, problems
+    return tuned, take_apart(_abstract_model(tuned)), []
+
+
+def _trained_axes(axes: Mapping[str, Axes], places: Mapping[str, Leaf]) -> dict[str, Axes]:
+    return {k: names for k, names in axes.items() if places[k].trained}
 
 
 def platform_of(spec: MeshSpec) -> str:
@@ -306,23 +328,27 @@ def initial_state(
     experiment: Experiment,
     transform: optax.GradientTransformation,
     parts: Mapping[str, Part],
-    pipeline: OnStages | None = None,
+    pipeline: OnStages | None,
+    trained: Set[str],
+    given: Mapping[str, jax.Array] | None = None,
 ) -> TrainState:
-    """The state before the first step; but for residuals and the slots of a pipeline a function of
-    the seed only."""
+    """The state before the first step; but for residuals, the slots of a pipeline and parameters
+    that are `given`, as they rest, a function of the seed only."""
     split = take_apart(make_model(experiment))
-    dtype = experiment.precision.params
-    params = {k: v.astype(dtype) for k, v in split.params.items()}
+    params = dict(split.params)
     if pipeline is not None:
         lay = pipeline.layout.laid
         params = {k: lay(v) if "layers" in split.axes[k] else v for k, v in params.items()}
+    dtype = experiment.precision.params
+    params = {k: v.astype(dtype) for k, v in {**params, **(given or {})}.items()}
+    moved = {k: v for k, v in params.items() if k in trained}
     scale = experiment.precision.loss_scale
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        optimizer=transform.init(params),
+        optimizer=transform.init(moved),
         rest=split.rest,
-        ema=dict(params) if experiment.ema_decay is not None else {},
+        ema=moved if experiment.ema_decay is not None else {},
         loss_scale=() if scale is None else scale.init(),
         skipped=jnp.zeros((), jnp.int32),
         residuals=no_residuals(experiment.execution.reducer, parts, experiment.seed),

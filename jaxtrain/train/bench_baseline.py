@@ -22,7 +22,7 @@ from jaxtrain.nn.rotary import Rope
 from jaxtrain.optim.optimizer import AdamW, everything
 
 BASELINE = Path("baselines") / "plain_loop.py"
-FREE = ("steps", "seed", "precision", "execution", "evaluation", "checkpoints", "logging", "sample")
+FREE = ("steps", "seed", "precision", "execution", "evaluation", "checkpoints", "logging")
 """Fields of an experiment that a benchmark sets itself or that change nothing in a step."""
 
 

@@ -21,6 +21,7 @@ from jaxtrain.train.batches import fields_of
 from jaxtrain.train.natural import natural_form
 from jaxtrain.train.pipelined import activation_share
 from jaxtrain.train.session import CACHE_DIR
+from jaxtrain.train.start import refuse_unfit_start
 from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import make_loss
 
@@ -31,7 +32,7 @@ MUCH = 0.4
 @dataclass(frozen=True)
 class CheckReport:
     """parameters: all of them, the padded rows of the vocabulary not counted, nor the padded slots
-    of a pipeline.
+    of a pipeline; trained: those that are not frozen.
 
     bytes_per_device: params, optimizer, other state (a model's own, average, step, scale, residuals
     of compressed sums), batch; and total, which is the compiled step's argument bytes.
@@ -39,6 +40,7 @@ class CheckReport:
 
     assembly: Assembly
     parameters: int
+    trained: int
     bytes_per_device: dict[str, int]
 
     def table(self) -> str:
@@ -64,8 +66,10 @@ class CheckReport:
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
+        moved = "" if self.trained == self.parameters else f", {self.trained:,} of them trained,"
+        where = f"{spec.where} ({sizes}, {self.assembly.mode})"
         return (
-            f"{self.parameters:,} parameters on {spec.where} ({sizes}, {self.assembly.mode})\n"
+            f"{self.parameters:,} parameters{moved} on {where}\n"
             f"bytes per device: {parts}{self._pipeline_line()}"
         )
 
@@ -145,6 +149,7 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
         opened = data.open("train", seed=experiment.seed, cache_dir=CACHE_DIR.expanduser())
         fields = fields_of(opened, data)
     assembly = assemble(experiment, spec, fields)
+    refuse_unfit_start(assembly)
     if not assembly.built_in:
         _trace_loss(assembly)
     state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes
@@ -162,8 +167,9 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
     weights["total"] = sum(weights.values())
     real_rows = experiment.model.vocab if assembly.built_in else None
     shapes = natural_form(assembly).abstract.params
-    counted = sum(_count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items())
-    return CheckReport(assembly, counted, weights)
+    counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
+    trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
+    return CheckReport(assembly, sum(counts.values()), trained, weights)
 
 
 def _trace_loss(assembly: Assembly) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.batches import PlacedRows
 from jaxtrain.train.pipelined import evaluated_at_once
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import TrainState, averaged
 from jaxtrain.train.step import make_evaluation_step
 
 Values = dict[str, float]
@@ -41,7 +41,7 @@ class Evaluator:
         self.open()
         whole = -(-len(self._data) // self._size)
         chosen = range(min(whole, batches or whole))
-        params = state.ema or state.params
+        params = averaged(state)
         parts: list[Any] = []
         for first in chosen[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
+from jaxtrain.optim.precision import Precision
 from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.loading import CACHE_DIR, load, static_of
 from jaxtrain.train.natural import in_order
+from jaxtrain.train.state import averaged
 
 if TYPE_CHECKING:
     from jaxtrain.train.session import Session
@@ -36,7 +41,7 @@ def generate(
         raise ValueError("generate needs a DecoderConfig; a model of one's own has its own way")
     ids = generate_ids(
         session.assembly,
-        session.state.ema or session.state.params,
+        averaged(session.state),
         session.dataset.encode(prompt),
         tokens=tokens,
         temperature=temperature,
@@ -60,7 +65,68 @@ def generate_ids(
     put in natural layer order in it. Raises ValueError on an
     empty prompt, a negative temperature, or more tokens than there are learned positions.
     """
-    config = assembly.experiment.model
+    e = assembly.experiment
+    return continued(
+        assembly.split.static,
+        e.model,
+        e.precision,
+        params,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        order=partial(in_order, assembly),
+    )
+
+
+def generate_text(
+    path: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    step: int | None = None,
+    cache_dir: str | Path = CACHE_DIR,
+) -> str:
+    """The continuation of `prompt` by the model of a run directory, or of a folder as
+    `transformers` writes it; to the end of the text, if the model ends it. A run's averaged weights
+    where it keeps them.
+
+    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer.
+    """
+    found = load(path, step=step, cache_dir=cache_dir)
+    if found.vocabulary is None:
+        raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are")
+    begin = [] if found.bos is None else [found.bos]
+    ids = continued(
+        static_of(found.config),
+        found.config,
+        found.precision,
+        found.params,
+        [*begin, *found.vocabulary.encode(prompt)],
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    eos = found.vocabulary.eos
+    return found.vocabulary.decode(ids[: ids.index(eos)] if eos in ids else ids)
+
+
+def continued(
+    static: Any,
+    config: DecoderConfig,
+    precision: Precision,
+    params: dict[str, Any],
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int = 0,
+    order: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> list[int]:
+    """`generate_ids` of a model's static form, config and parameters, which `order` puts in natural
+    layer order."""
     limit = config.learned_positions
     if not len(prompt):
         raise ValueError("the prompt has no tokens; give at least one")
@@ -71,23 +137,25 @@ def generate_ids(
             f"{len(prompt)} prompt tokens and {tokens} new ones pass the {limit} learned positions"
             f"; use at most {max(limit - len(prompt), 0)} new tokens"
         )
-    run = jax.jit(partial(_generate, assembly, tokens, temperature))
+    comm = Local(precision.compute)
+    run = jax.jit(partial(_generate, static, comm, order, tokens, temperature))
     key = named_key(jax.random.key(seed), "sample")
-    with jax.default_matmul_precision(assembly.experiment.precision.matmul):
+    with jax.default_matmul_precision(precision.matmul):
         out = run(params, jnp.asarray(prompt, jnp.int32), key)
     return [int(i) for i in out]
 
 
 def _generate(
-    assembly: Assembly,
+    static: Any,
+    comm: Local,
+    order: Callable[[dict[str, Any]], dict[str, Any]],
     tokens: int,
     temperature: float,
     params: dict[str, Any],
     prompt: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    model = put_together(assembly.split.static, in_order(assembly, params))
-    comm = Local(assembly.experiment.precision.compute)
+    model = put_together(static, order(params))
     caches = model.empty_cache(1, len(prompt) + tokens, comm.compute_dtype)
 
     def choose(logits: jax.Array, at: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,21 +58,26 @@ def accumulate(
     scale: jax.Array,
     settle: Callable[[Arrays], Arrays],
     types: Callable[[Any], Any],
+    frozen: Set[str] = frozenset(),
 ) -> Gradients:
-    """Sums over microbatches (dim 0 of every leaf of `batch`), gradients of scale * loss in fp32.
+    """Sums over microbatches (dim 0 of every leaf of `batch`), gradients of scale * loss in fp32 by
+    the parameters that are not `frozen`.
 
     `settle` reduces one microbatch's gradients to what is accumulated; `types` gives the scan's
     starting values the types its body returns.
     """
 
+    moved = {k: p for k, p in params.items() if k not in frozen}
+
     def one(rest: Arrays, at: Any) -> tuple[Any, Any, Arrays, Arrays]:
         number, micro = at
 
-        def scaled(params: Arrays) -> tuple[jax.Array, Any]:
-            total, count, after = loss(params, rest, micro, jax.random.fold_in(key, number))
+        def scaled(moved: Arrays) -> tuple[jax.Array, Any]:
+            used = {**params, **moved}
+            total, count, after = loss(used, rest, micro, jax.random.fold_in(key, number))
             return total * scale, (total, count, after)
 
-        grads, (total, count, after) = jax.grad(scaled, has_aux=True)(params)
+        grads, (total, count, after) = jax.grad(scaled, has_aux=True)(moved)
         return total, count, settle(grads), after
 
     microbatches = len(jax.tree.leaves(batch)[0])
@@ -109,6 +114,11 @@ class Reduction(NamedTuple):
     """Leaves of which a device's part has up to so many elements travel together."""
     layers: bool = False
     """Sum the gradients of each layer in the backward pass: `by_layer`."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Leaves that have no gradient."""
+        return frozenset(name for name, place in self.places.items() if not place.trained)
 
     def settle(self, grads: Arrays) -> Arrays:
         """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
@@ -209,9 +219,8 @@ def accumulated(
         if not reduction.sharded:
             params = fetch(params)
         typed = partial(jax.tree.map, lambda x: vary(x, axes))
-        return accumulate(
-            loss, params, {}, batch, key=key, scale=scale, settle=reduction.settle, types=typed
-        )
+        how: Any = dict(settle=reduction.settle, types=typed, frozen=reduction.frozen)
+        return accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
 
     return sums
 
@@ -245,7 +254,8 @@ def explicit(
         unit = unit * jnp.where(count > 0, count, 1.0)
         return total, count, *_finished(reduction, compressed, sums.grads, residuals, unit, key)
 
-    whole, specs = partition_spec(()), {k: partition_spec(p.optimizer) for k, p in places.items()}
+    whole = partition_spec(())
+    specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
     measured = compressed.parts if compressed and compressed.choice.measured else {}
     residual_specs = residual_specs or {}
     run = jax.shard_map(
@@ -271,7 +281,8 @@ def updated(
 ) -> Arrays:
     """`Reduction.updated` of whole arrays: those that the optimizer has split more ways than they
     rest; the others pass."""
-    places = {k: p for k, p in reduction.places.items() if p.optimizer != p.params}
+    places = {k: reduction.places[k] for k in params}
+    places = {k: p for k, p in places.items() if p.optimizer != p.params}
     if not places:
         return params
     run = jax.shard_map(
@@ -301,7 +312,12 @@ def _finished(
     return made | reduction.summed(rest), residuals, exact
 
 
-def gspmd(loss: LossFunction, *, constrain: Callable[[Arrays], Arrays]) -> Callable[..., Gradients]:
+def gspmd(
+    loss: LossFunction,
+    *,
+    constrain: Callable[[Arrays], Arrays],
+    frozen: Set[str] = frozenset(),
+) -> Callable[..., Gradients]:
     """As `explicit`, under sharding constraints: `constrain` states the optimizer's split of
     gradients, and XLA chooses the collectives, whose dtype is that of the operations they complete
     (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid back."""
@@ -312,9 +328,8 @@ def gspmd(loss: LossFunction, *, constrain: Callable[[Arrays], Arrays]) -> Calla
         def settle(grads: Arrays) -> Arrays:
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
-        sums = accumulate(
-            loss, params, rest, batch, key=key, scale=scale, settle=settle, types=lambda x: x
-        )
+        how: Any = dict(settle=settle, types=lambda x: x, frozen=frozen)
+        sums = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
         unit = scale * jnp.where(sums.count > 0, sums.count, 1.0)
         grads, residuals = flushed(sums.grads, residuals, unit)
         return sums._replace(grads=grads, residuals=residuals)
@@ -347,7 +362,7 @@ def squared_norm(
     def on_device(trees: tuple[Arrays, ...]) -> jax.Array:
         return sum_over("gradient norm", vary(local(trees, copies), tuple(sizes)), tuple(sizes))
 
-    specs = {name: partition_spec(split) for name, split in splits.items()}
+    specs = {name: partition_spec(splits[name]) for name in trees[0]}
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=((specs,) * len(trees),), out_specs=partition_spec(())
     )

@@ -15,6 +15,7 @@ from jaxtrain.collectives.reducer import ExactReducer
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
+from jaxtrain.models.block import MlpConfig, MoeConfig
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.pipeline.config import Pipeline
@@ -192,7 +193,10 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     e, d = experiment, layout.dropout
     mode = MODES[layout.mode]
     parts: dict[str, Any] = {
-        part: tuple(replace(block, dropout=d) for block in getattr(e.model, part))
+        part: tuple(
+            replace(block, dropout=d, mlp=_chosen_surely(block.mlp, layout.precision))
+            for block in getattr(e.model, part)
+        )
         for part in ("prefix", "period", "suffix")
     }
     if layout.periods is not None:
@@ -216,3 +220,11 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
             pipeline=PIPELINES[layout.pipeline],
         ),
     )
+
+
+def _chosen_surely(mlp: MlpConfig | MoeConfig, precision: str) -> MlpConfig | MoeConfig:
+    """In bf16 a token that is near a tie takes another expert where rounding falls another way, and
+    no bound holds for what becomes of it: there all experts take all tokens."""
+    if precision == "fp32" or not isinstance(mlp, MoeConfig):
+        return mlp
+    return replace(mlp, experts_per_token=mlp.experts)

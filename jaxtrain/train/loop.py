@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import jax
 
-from jaxtrain.checkpoint.run_config import refuse_other_experiment, write_config
+from jaxtrain.checkpoint.run_config import refuse_other_experiment
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
@@ -28,6 +28,7 @@ from jaxtrain.telemetry.metrics import (
 from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.generate import generate
+from jaxtrain.train.loading import record_run
 from jaxtrain.train.rates import Rates
 from jaxtrain.train.saving import Saving, checkpoints_of
 from jaxtrain.train.session import CACHE_DIR, Session, open_session
@@ -91,8 +92,7 @@ def train(
             f"{experiment.steps}, for which its schedules are made; use steps="
             f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
         )
-    config = {"experiment": config_of(experiment)}
-    process = jax.process_index()
+    config, process = {"experiment": config_of(experiment)}, jax.process_index()
     if run is not None:
         if process == 0:  # the others of this run come when it is already held
             refuse_held(run)
@@ -110,7 +110,7 @@ def train(
         stack.callback(session.close)
         if run is not None and process == 0:
             stack.enter_context(sole_run(run))
-            write_config(run, config)
+            record_run(run, config, session.dataset)
         output = (stream or sys.stdout) if process == 0 else io.StringIO()
         loop = _Loop(session, run, saves, output, should_stop)
         stack.callback(loop.close)

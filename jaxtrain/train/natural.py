@@ -88,6 +88,38 @@ class NaturalOrder:
         """Inverse of `ordered`; padding is zero."""
         return self._replaced(state, self._lay) if self._stacked else state
 
+    @property
+    def placed_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and places of the parameters in natural order."""
+        where = self.shardings.params
+        return {
+            k: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[k])
+            for k, leaf in self.form.abstract.params.items()
+        }
+
+    def laid_params(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Some parameters in natural order as they rest, in their own dtype there."""
+        assembly, abstract = self.assembly, self.assembly.abstract.params
+        splits = {k: assembly.splits.params[k] for k in params}
+        found = {
+            k: _leaf(assembly, abstract[k], assembly.places[k].axes, split)
+            for k, split in splits.items()
+            if _moved(assembly)
+        }
+        where = {k: named_sharding(self.mesh, split) for k, split in splits.items()}
+
+        def run(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            out = {k: leaf.astype(abstract[k].dtype) for k, leaf in params.items()}
+            for k, each in found.items():
+                if each is not None:
+                    layout = assembly.on_stages.layout
+                    out[k] = self._constrained(layout.laid(out[k], each.dim), each)
+            return out
+
+        if not any(found.values()) and all(v.dtype == abstract[k].dtype for k, v in params.items()):
+            return params
+        return jax.block_until_ready(jax.jit(run, out_shardings=where)(params))
+
     def _replaced(self, state: TrainState, program: Any) -> TrainState:
         leaves, structure = jax.tree.flatten(state)
         moved = jax.block_until_ready(program([leaves[i] for i in self._stacked]))

@@ -97,6 +97,7 @@ class DecoderStage:
             fetch=lambda p: self.inner.fetch(p, PERIOD),
             scatter=lambda g: self.inner.scatter(g, PERIOD),
             loop=self.loop,
+            frozen=frozenset(k.removeprefix(PERIOD) for k in self.inner.frozen if _stacked(k)),
         )
 
     def _settled(self, grads: Arrays) -> Arrays:
@@ -250,6 +251,7 @@ def executor_of(assembly: Assembly, rows: Any, buffers: Any, fill: float) -> Exe
         axes=tuple(assembly.sizes),
         entering=entering,
         leaving=(*leaving, "embedding") if tied else leaving,
+        frozen=assembly.frozen,
         fill=fill,
     )
 
@@ -261,9 +263,13 @@ def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
     return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
 
 
+def _stacked(name: str) -> bool:
+    return name.startswith(PERIOD)
+
+
 def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
     """Those of the pipeline, and those outside it."""
-    blocks = {k: p for k, p in params.items() if k.startswith(PERIOD)}
+    blocks = {k: p for k, p in params.items() if _stacked(k)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}
 
 

@@ -81,6 +81,8 @@ def compressed_parts(
         return {}
     parts = {}
     for name, leaf in places.items():
+        if not leaf.trained:
+            continue
         elements = math.prod(leaf.shape)
         if layout is not None and "layers" in leaf.axes:
             elements = elements // (layout.layers + layout.padding) * layout.layers

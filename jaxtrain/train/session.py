@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.restore import restored
+from jaxtrain.train.start import refuse_unfit_start, starting_params
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
@@ -114,6 +114,8 @@ def open_session(
     refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
+    if not start:
+        refuse_unfit_start(assembly)
     dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
@@ -163,19 +165,26 @@ def _first_state(
     natural: NaturalOrder, where: TrainState, checkpoints: Checkpoints | None
 ) -> tuple[TrainState, int]:
     """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
-    sharded: initialised under jit, each device making its part."""
+    sharded: initialised under jit, each device making its part, or reading it."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
             return restored(natural, checkpoints, start), start
-    return initialise(natural.assembly, where), 0
+    return initialise(natural.assembly, where, starting_params(natural)), 0
 
 
-def initialise(assembly: Assembly, where: TrainState) -> TrainState:
-    """The initial state on its devices; the same bits on every mesh."""
-    make: Callable[[], TrainState] = partial(
-        initial_state, assembly.experiment, assembly.transform, assembly.parts, assembly.pipeline
-    )
-    return jax.jit(make, out_shardings=where)()
+def initialise(
+    assembly: Assembly, where: TrainState, given: dict[str, jax.Array] | None = None
+) -> TrainState:
+    """The initial state on its devices; the same bits on every mesh. given: parameters that it
+    begins with, as they rest; they are donated."""
+
+    def make(given: dict[str, jax.Array]) -> TrainState:
+        e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
+        return initial_state(
+            e, assembly.transform, assembly.parts, assembly.pipeline, trained, given
+        )
+
+    return jax.jit(make, out_shardings=where, donate_argnums=0)(given or {})
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtrain.data import BigramChain
-from jaxtrain.experiment import Experiment, Logging
-from jaxtrain.models.block import BlockConfig
+from jaxtrain.experiment import Experiment, FineTuning, Logging
+from jaxtrain.models.block import BlockConfig, MoeConfig
 
 EMBED, HIDDEN, HEAD_DIM, VOCAB, SEQ = 64, 192, 8, 250, 16
 """EMBED and HIDDEN are rounded up to a multiple of the devices."""
+EXPERTS = 8
+"""At most; a token goes through half of them or less."""
 
 
 def shrink(experiment: Experiment, *, devices: int) -> Experiment:
@@ -44,10 +46,18 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
         batch=2 * devices,
         steps=1000,
         evaluation=None,
-        sample=None,
         checkpoints=None,
         logging=Logging(),
+        fine_tuning=_tuning(experiment.fine_tuning),
     )
+
+
+def _tuning(tuning: FineTuning | None) -> FineTuning | None:
+    """The same leaves of the small model, from its own initialisation."""
+    if tuning is None:
+        return None
+    lora = tuning.lora
+    return replace(tuning, start=None, lora=lora and replace(lora, rank=min(lora.rank, 2)))
 
 
 def _block(block: BlockConfig, devices: int) -> BlockConfig:
@@ -61,6 +71,11 @@ def _block(block: BlockConfig, devices: int) -> BlockConfig:
         window=None if a.window is None else SEQ // 2,
     )
     mlp = replace(block.mlp, hidden=_multiple(HIDDEN, devices))
+    if isinstance(mlp, MoeConfig):
+        experts = min(mlp.experts, EXPERTS)
+        mlp = replace(
+            mlp, experts=experts, experts_per_token=min(mlp.experts_per_token, experts // 2 or 1)
+        )
     return replace(block, attention=attention, mlp=mlp)
 
 

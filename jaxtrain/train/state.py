@@ -20,8 +20,9 @@ Arrays = dict[str, Any]
 @dataclass(frozen=True)
 class TrainState:
     """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
-    finite. rest: a user model's BatchStat, RngState and the like. ema: averaged weights, or {}.
-    residuals: what compressed sums carry (`residuals.py`), or {}."""
+    finite. optimizer: of the parameters that are trained. rest: a user model's BatchStat, RngState
+    and the like. ema: averaged weights of what is trained, or {}. residuals: what compressed sums
+    carry (`residuals.py`), or {}."""
 
     step: jax.Array
     params: Arrays
@@ -31,6 +32,11 @@ class TrainState:
     loss_scale: Any
     skipped: jax.Array
     residuals: Any = field(default_factory=dict)
+
+
+def averaged(state: TrainState) -> Arrays:
+    """The parameters, averaged where an average is kept."""
+    return {**state.params, **state.ema}
 
 
 def state_splits(

@@ -81,19 +81,19 @@ def make_train_step(
         verdict, reduced = watch(grads, exact, state)
         if e.clip_norm is not None:
             grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
-        shards = assembly.constrain(state.params, mesh, "optimizer")
+        trained = {k: state.params[k] for k in grads}
+        shards = assembly.constrain(trained, mesh, "optimizer")
         updates, optimizer = transform.update(grads, state.optimizer, shards)
         optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), optimizer, state.optimizer)
         params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
-        update_norm, param_norm = *norm((updates,), "optimizer"), *norm((params,), "params")
-        ema: Arrays = {}
-        if e.ema_decay is not None:
-            ema = ema_update(state.ema, params, e.ema_decay, state.step, warmup=True)
-        kept = (state.params, state.optimizer, state.rest, state.ema, carried(state.residuals))
+        whole = {**state.params, **params}
+        update_norm, param_norm = *norm((updates,), "optimizer"), *norm((whole,), "params")
+        ema = averages(state, params, e.ema_decay)
+        kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
         moved = (params, optimizer, g.rest, ema, g.residuals)
         params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
         after = TrainState(
-            state.step + 1, params, optimizer, rest, ema,
+            state.step + 1, {**state.params, **params}, optimizer, rest, ema,
             assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
             residuals | verdict,  # a skipped step's verdict stands: its sums may be why it is one
         )  # fmt: skip
@@ -105,6 +105,13 @@ def make_train_step(
         )  # fmt: skip
 
     return assembly.with_matmul_precision(step)
+
+
+def averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
+    """The average after a step to `params`, {} where none is kept."""
+    if decay is None:
+        return {}
+    return ema_update(state.ema, params, decay, state.step, warmup=True)
 
 
 def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., Any]:
@@ -151,7 +158,8 @@ def make_gradients(
     def constrain(grads: Arrays) -> Arrays:
         return assembly.constrain(grads, mesh, "optimizer")
 
-    return gspmd(make_loss(assembly, gspmd_communicator(assembly, mesh)), constrain=constrain)
+    loss = make_loss(assembly, gspmd_communicator(assembly, mesh))
+    return gspmd(loss, constrain=constrain, frozen=assembly.frozen)
 
 
 def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
@@ -205,6 +213,7 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
         tensor=assembly.tensor,
         reduce_dtype=precision.reduce,
         collectives=assembly.collectives,
+        frozen=assembly.frozen,
     )
     if reduction is not None and reduction.layers:
         return _SummedByLayer(precision.compute, **fields, reduction=reduction)
@@ -215,9 +224,10 @@ def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communica
     """`Local` on one device: no constraints, plain code."""
     e = assembly.experiment
     if not assembly.sizes:
-        return Local(e.precision.compute)
+        return Local(e.precision.compute, assembly.frozen)
     return Gspmd(
         e.precision.compute,
+        assembly.frozen,
         mesh=mesh,
         rules=e.sharding,
         places=assembly.places,

@@ -27,6 +27,7 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
     ("make", "fields", "told"),
     [
         (jaxtrain.Evaluation, {"every": 0, "batches": 0}, ["every=0 ", "batches=0 "]),
+        (jaxtrain.Evaluation, {"sample": "def "}, ["use sample=jaxtrain.Sample(prompt='def ')"]),
         (jaxtrain.Evaluation, {"batches": 2.5}, ["batches=2.5 must be an integer"]),
         (jaxtrain.Evaluation, {"final_batches": 0}, ["final_batches=0 must be an integer"]),
         (jaxtrain.Logging, {"every": 0}, ["every=0 must be an integer; use every=1 or more"]),
@@ -67,7 +68,6 @@ def test_a_wrong_field_is_refused_as_it_is_made(
         ("evaluation", 100, "is a int; use evaluation=jaxtrain.Evaluation(every=100)"),
         ("checkpoints", 100, "use checkpoints=jaxtrain.SavePolicy(every=100)"),
         ("logging", None, "logging=None is a NoneType; use a jaxtrain.Logging"),
-        ("sample", "def ", "is a str; use sample=jaxtrain.Sample(prompt='def ')"),
         ("steps", None, "steps=None is a NoneType; use a whole number"),
         ("steps", 10.0, "steps=10.0 is a float; use a whole number"),
         ("microbatches", True, "microbatches=True is a bool; use a whole number"),
@@ -99,10 +99,11 @@ def test_what_the_annotations_allow_is_taken() -> None:
     given = experiment(
         batch=jaxtrain.BatchRamp(8, 16, 8, 4),
         clip_norm=1,
-        evaluation=jaxtrain.Evaluation(every=1, batches=None),
+        evaluation=jaxtrain.Evaluation(
+            every=1, batches=None, sample=jaxtrain.Sample("a", tokens=1, temperature=0)
+        ),
         checkpoints=None,
         seed=2**32 - 1,
-        sample=jaxtrain.Sample("a", tokens=1, temperature=0),
     )
     assert given.clip_norm == 1 and given.checkpoints is None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.models.block import MoeConfig
 from jaxtrain.nn.module import under
 from jaxtrain.nn.norm import LayerNorm
 
@@ -58,6 +59,17 @@ def dense_mlp(c, p, x):
     return add("down_bias", h @ p["down"])
 
 
+def dense_experts(c, p, x):
+    """Every expert of every token, weighted by its share: nothing for all but the k likeliest."""
+    shares = jax.nn.softmax(x @ p["router"], -1)
+    least = jnp.sort(shares, -1)[..., -c.experts_per_token, None]
+    shares = jnp.where(shares >= least, shares, 0.0)
+    shares = shares / shares.sum(-1, keepdims=True)
+    h = c.activation(jnp.einsum("bsd,edh->besh", x, p["gate" if c.gated else "up"]))
+    h = h * jnp.einsum("bsd,edh->besh", x, p["up"]) if c.gated else h
+    return jnp.einsum("bse,besh,ehd->bsd", shares, h, p["down"])
+
+
 def natural_layers(config, params):
     """Each layer's parameters in the order in which they are applied."""
     layers = [under(params, f"prefix.{i}.") for i in range(len(config.prefix))]
@@ -76,7 +88,8 @@ def dense_logits(config, params, batch):
         h = dense_attention(c.attention, config.embed, under(p, "attention."), h, batch)
         x = x + c.residual_scale * h
         h = normalise(c.norm, under(p, "mlp_norm."), x)
-        x = x + c.residual_scale * dense_mlp(c.mlp, under(p, "mlp."), h)
+        feed_forward = dense_experts if isinstance(c.mlp, MoeConfig) else dense_mlp
+        x = x + c.residual_scale * feed_forward(c.mlp, under(p, "mlp."), h)
     x = normalise(config.norm, under(params, "norm."), x)
     head = params["embedding" if config.tied else "head"][: config.vocab]
     z = x @ head.T * config.logit_scale

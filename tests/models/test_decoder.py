@@ -16,6 +16,7 @@ from jaxtrain.models.block import (
     AttentionConfig,
     BlockConfig,
     MlpConfig,
+    MoeConfig,
     add_bias,
     gelu_exact,
     gelu_tanh,
@@ -61,6 +62,10 @@ MODELS = {
         layers=4, tied=True, embedding_scale=8**0.5, logit_softcap=3.0,
         norm=RMSNorm(unit_offset=True),
     ),
+    "mixtral": decoder(
+        block(kv_heads=2, mlp=MoeConfig(12, experts=4)), block(mlp=MoeConfig(10, 3, 1, gelu_exact,
+        gated=False)), layers=5, suffix=(block(mlp=MoeConfig(8, experts=2)),),
+    ),
     "granite": decoder(block(residual_scale=0.3), embedding_scale=3.0, logit_scale=0.25),
     "prefix and suffix": decoder(
         block(window=2, rope=Rope(theta=100.0)), block(hidden=16),
@@ -68,7 +73,7 @@ MODELS = {
         suffix=(block(heads=2, head_dim=2), block(window=4, residual_scale=0.3)),
     ),
 }  # fmt: skip
-QUICK = ("gpt2", "qwen3", "gemma2", "prefix and suffix")
+QUICK = ("gpt2", "qwen3", "gemma2", "mixtral", "prefix and suffix")
 """Between them they have every field; the other models run with the slow tests."""
 
 
@@ -160,7 +165,7 @@ def test_a_packed_row_is_the_sum_of_its_documents(name, built):
     assert abs(joined - packed) > 1e-3, "documents see each other without segments"
 
 
-@pytest.mark.parametrize("name", models(*MODELS, quick=("gpt2", "prefix and suffix")))
+@pytest.mark.parametrize("name", models(*MODELS, quick=("gpt2", "mixtral", "prefix and suffix")))
 def test_decoding_with_a_cache_equals_the_full_forward(name, built):
     """Three tokens at once, then one by one."""
     config, (static, params) = MODELS[name], built[name]

@@ -15,6 +15,7 @@ from jaxtrain.models.block import (
     AttentionConfig,
     BlockConfig,
     MlpConfig,
+    MoeConfig,
     gelu_tanh,
 )
 from jaxtrain.models.decoder import DecoderConfig
@@ -60,9 +61,8 @@ GPT2 = DecoderConfig(
 
 
 def gated(vocab, embed, layers, hidden, attention, **fields):
-    return DecoderConfig(
-        vocab, embed, layers, (BlockConfig(attention, MlpConfig(hidden)),), **fields
-    )
+    mlp = hidden if isinstance(hidden, MoeConfig) else MlpConfig(hidden)
+    return DecoderConfig(vocab, embed, layers, (BlockConfig(attention, mlp),), **fields)
 
 
 KNOWN = [
@@ -70,6 +70,11 @@ KNOWN = [
     ("llama-3-8b", gated(128256, 4096, 32, 14336, attention(32, 8)), 8_030_261_248),
     ("llama-2-7b", gated(32000, 4096, 32, 11008, attention(32)), 6_738_415_616),
     ("mistral-7b", gated(32000, 4096, 32, 14336, attention(32, 8, window=4096)), 7_241_732_096),
+    (
+        "mixtral-8x7b",
+        gated(32000, 4096, 32, MoeConfig(14336, experts=8), attention(32, 8)),
+        46_702_792_704,
+    ),
     (
         "qwen2-0.5b",
         gated(151936, 896, 24, 4864, attention(14, 2, qkv_bias=True), tied=True),
@@ -165,6 +170,11 @@ def test_std_by_fan_in():
           "block 3: window=0; use a whole number of at least 1, or None",
           "block 4: head_dim=0; use a whole number of at least 1, or None",
           "block 4: softcap=-1.0; use a positive number, or None"]),
+        (decoder(block(mlp=MoeConfig(4, 0)), block(mlp=MoeConfig(4, 2, 3)),
+                 block(mlp=MoeConfig(4, 2, True)), layers=3),
+         ["block 0: mlp.experts=0; use a whole number of at least 1",
+          "block 1: mlp.experts_per_token=3 are more than mlp.experts=2; use at most that many",
+          "block 2: mlp.experts_per_token=True; use a whole number of at least 1"]),
         (decoder(block(window=2.5, scale=float("nan")), layers=1, learned_positions=True,
                  embedding_scale=float("nan"), logit_scale="1"),
          ["learned_positions=True; use a whole number of at least 1, or None for none",
@@ -207,16 +217,18 @@ def test_explicit_mode_wants_one_split():
 
 
 def test_flops_count_every_matmul_parameter_once_a_token():
-    """2 FLOPs a parameter and token; of the tables the head's real rows only."""
+    """2 FLOPs a parameter and token; of the tables the head's real rows only, of experts those that
+    a token goes through (Mixtral: 2 of 8)."""
     varied = decoder(
         block(kv_heads=2, hidden=16), block(head_dim=6, mlp=MlpConfig(10, gated=False)),
         layers=7, prefix=(block(hidden=4),), suffix=(block(heads=2, head_dim=2), block(window=4)),
     )  # fmt: skip
-    names = ("query", "key", "value", "out", "gate", "up", "down")
+    names = ("query", "key", "value", "out", "gate", "up", "down", "router")
     for config in (varied, *(config for _, config, _ in KNOWN)):
         params = abstract(config).params
+        axes = abstract(config).axes
         matrices = sum(
-            int(np.prod(p.shape))
+            int(np.prod(p.shape)) // (4 if "experts" in axes[k][:-1] else 1)
             for k, p in params.items()
             if len(p.shape) > 1 and k.split(".")[-1] in names
         )

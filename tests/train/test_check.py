@@ -201,7 +201,7 @@ def test_a_sample_past_the_learned_positions_is_refused_before_the_run(
     given = experiment(
         model=replace(experiment().model, learned_positions=16),
         data=jaxtrain.TextData(seq=16, tokenizer=tokenizer),
-        sample=jaxtrain.Sample(prompt, tokens=13),
+        evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample(prompt, tokens=13)),
     )
     if message is None:
         assert field_violations(given) == []

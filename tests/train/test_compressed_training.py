@@ -40,7 +40,6 @@ def small(optimizer: Any, clip_norm: float | None) -> jaxtrain.Experiment:
         clip_norm=clip_norm,
         steps=STEPS,
         evaluation=jaxtrain.Evaluation(every=STEPS, batches=8, final_batches=32),
-        sample=None,
         checkpoints=None,
         sharding=jaxtrain.data_parallel(),
     )

@@ -79,6 +79,7 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
     block = decoder.model.period[0]
     windowed = replace(block, attention=replace(block.attention, window=3, kv_heads=1))
     flat = replace(block, attention=replace(block.attention, rope=None))
+    routed = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts=4))
     return {
         "one layer, tied": sharpened(decoder),
         "stacked pairs, windows": sharpened(
@@ -87,11 +88,13 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
         "prefix, suffix, learned positions": sharpened(
             decoder, layers=3, prefix=(windowed,), suffix=(flat,), learned_positions=24, tied=False
         ),
+        "experts": sharpened(decoder, layers=2, period=(routed,), tied=False),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["one layer, tied", "stacked pairs, windows", "prefix, suffix, learned positions"]
+    "name",
+    ["one layer, tied", "stacked pairs, windows", "prefix, suffix, learned positions", "experts"],
 )
 def test_greedy_is_argmax_over_repeated_whole_forwards(
     name: str, decoder: jaxtrain.Experiment
@@ -105,12 +108,16 @@ def test_greedy_is_argmax_over_repeated_whole_forwards(
         seen.append(token)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("one layer, tied", 0.0), ("one layer, tied", 0.8), ("experts", 0.0)],
+)
 def test_the_mesh_does_not_change_the_continuation(
-    decoder: jaxtrain.Experiment, temperature: float
+    decoder: jaxtrain.Experiment, name: str, temperature: float
 ) -> None:
-    alone = untrained(sharpened(decoder))
-    spread = untrained(sharpened(decoder), data=2, fsdp=2, tensor=2)
+    experiment = variants(decoder)[name]
+    alone = untrained(experiment)
+    spread = untrained(experiment, data=2, fsdp=2, tensor=2)
     assert alone.continued(temperature=temperature) == spread.continued(temperature=temperature)
 
 

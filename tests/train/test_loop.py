@@ -91,8 +91,12 @@ def test_a_run_directory_holds_what_every_tool_reads(
         decoder,
         model=replace(decoder.model, vocab=257, vocab_multiple=4),
         data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=16),
-        evaluation=jaxtrain.Evaluation(every=3, batches=1, final_batches=1),
-        sample=jaxtrain.Sample("the ", tokens=12, temperature=0.8),
+        evaluation=jaxtrain.Evaluation(
+            every=3,
+            batches=1,
+            final_batches=1,
+            sample=jaxtrain.Sample("the ", tokens=12, temperature=0.8),
+        ),
         logging=jaxtrain.Logging(every=2, profile=jaxtrain.Steps(1, 1)),
         checkpoints=jaxtrain.SavePolicy(every=4, keep=2),
     )

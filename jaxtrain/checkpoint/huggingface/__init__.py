@@ -13,7 +13,8 @@ Read: the safetensors format (8 bytes of length, a JSON header, the bytes), and 
 from __future__ import annotations
 
 from jaxtrain.checkpoint.huggingface.config import read_config
-from jaxtrain.checkpoint.huggingface.read import read_params
+from jaxtrain.checkpoint.huggingface.config import read_config as huggingface_config  # outside
+from jaxtrain.checkpoint.huggingface.read import read_params, refuse_unfit
 from jaxtrain.checkpoint.huggingface.write import write_folder
 
-__all__ = ["read_config", "read_params", "write_folder"]
+__all__ = ["huggingface_config", "read_config", "read_params", "refuse_unfit", "write_folder"]

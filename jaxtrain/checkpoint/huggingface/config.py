@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -12,13 +13,14 @@ from jaxtrain.checkpoint.huggingface.family import Family
 from jaxtrain.checkpoint.huggingface.fields import Fields
 from jaxtrain.checkpoint.huggingface.gpt2 import GPT2
 from jaxtrain.checkpoint.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jaxtrain.checkpoint.huggingface.mixtral import MIXTRAL
 from jaxtrain.models.block import BlockConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.param import Initialisation
 
 NAME = "config.json"
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2)
 """A model that several can say is written as the first of them."""
 
 
@@ -94,6 +96,8 @@ def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         raise ValueError("\n".join(problems))
     wanted = _essence(config)
     nearest: tuple[Family, list[str]] | None = None
+    kind = type(config.blocks[0].mlp)
+    least = math.inf, math.inf
     for family in FAMILIES:
         written = family.write(config)
         read, problems = _read(family, written)
@@ -106,8 +110,10 @@ def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         if not problems:
             head = {"architectures": [family.architecture], "model_type": family.model_type}
             return family, {**head, **written}
-        if nearest is None or len(problems) < len(nearest[1]):
-            nearest = family, problems
+        # One word says that experts are lacking, and that is more than any other field.
+        far = (type(read.blocks[0].mlp) is not kind, len(problems))
+        if far < least:
+            nearest, least = (family, problems), far
     assert nearest is not None
     raise ValueError(
         "\n- ".join(

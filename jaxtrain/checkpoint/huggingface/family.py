@@ -22,11 +22,12 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Tensor(NamedTuple):
-    """One of their tensors, or one of every layer.
+    """One of their tensors, or one of every layer, or of every expert of every layer.
 
-    name: `{layer}` in it stands for the layer's number. leaves: ours that are in it, side by side
-    along the last dim (GPT-2's c_attn has three); those of a layer are named within their block.
-    transposed: theirs is [out, in], as torch's Linear keeps it; ours is [in, out].
+    name: `{layer}` in it stands for the layer's number, `{expert}` for the expert's. leaves: ours
+    that are in it, side by side along the last dim (GPT-2's c_attn has three); those of a layer are
+    named within their block. transposed: the last two dims of theirs are [out, in], as torch's
+    Linear keeps them; ours are [in, out].
     A model without these leaves (biases, an untied head) has no such tensor.
     """
 
@@ -38,14 +39,19 @@ class Tensor(NamedTuple):
     def of_layer(self) -> bool:
         return "{layer}" in self.name
 
+    @property
+    def of_expert(self) -> bool:
+        return "{expert}" in self.name
+
 
 @dataclass(frozen=True)
 class Family:
     """A model type of `transformers`.
 
     architecture: its class with a language model's head. base: what names begin with, but for the
-    head's; a folder saved from the class without a head lacks it. buffers: tensors that older
-    versions saved and nobody needs. defaults: fields that may be missing from a config.json.
+    head's; a folder saved from the class without a head lacks it. tensors: as they are written;
+    others: all of them as some folders have them too. buffers: tensors that older versions saved
+    and nobody needs. defaults: fields that may be missing from a config.json.
     """
 
     model_type: str
@@ -57,6 +63,7 @@ class Family:
     read: Callable[[Fields], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
     """The fields that come nearest to a config; `config.expressed` tells what they miss."""
+    others: tuple[Tensor, ...] = ()
 
     def name_of(self, leaf: str) -> str:
         """The tensor that is one leaf outside the layers."""

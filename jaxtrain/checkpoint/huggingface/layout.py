@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jaxtrain.checkpoint.huggingface.family import Family, Tensor
+from jaxtrain.checkpoint.huggingface.family import Tensor
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.module import build, take_apart
@@ -23,9 +23,9 @@ class LeafShape(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a tensor has of one leaf. at: the leaf's index along the dims it is stacked over, () of
-    one that is not. shape: of the piece. offset: where it begins along the last dim of the tensor
-    the way round we keep it."""
+    """What a tensor has of one leaf. at: the leaf's index along the dims it is stacked over, layers
+    and experts, () of one that is not. shape: of the piece. offset: where it begins along the last
+    dim of the tensor the way round we keep it."""
 
     leaf: str
     at: tuple[int, ...]
@@ -54,16 +54,16 @@ def leaf_shapes(config: DecoderConfig) -> dict[str, LeafShape]:
 
 
 def stored_tensors(
-    config: DecoderConfig, family: Family, leaves: dict[str, LeafShape]
+    config: DecoderConfig, rules: Sequence[Tensor], leaves: dict[str, LeafShape]
 ) -> list[Stored]:
-    """Every tensor of this model's folder, those of a layer together."""
-    rules = family.tensors
+    """Every tensor of this model's folder by these rules, those of a layer together."""
     outer = [_stored(rule, rule.name, "", (), leaves) for rule in rules if not rule.of_layer]
     inner = [
-        _stored(rule, rule.name.format(layer=layer), prefix, at, leaves)
+        _stored(rule, rule.name.format(layer=layer, expert=expert), prefix, where, leaves)
         for layer, (prefix, at) in enumerate(_layer_places(config))
         for rule in rules
         if rule.of_layer
+        for expert, where in _expert_places(rule, prefix, at, leaves)
     ]
     return [tensor for tensor in outer + inner if tensor is not None]
 
@@ -74,6 +74,17 @@ def _layer_places(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]
     for row in range(config.periods):
         yield from ((f"period.{i}.", (row,)) for i in range(len(config.period)))
     yield from ((f"suffix.{i}.", ()) for i in range(len(config.suffix)))
+
+
+def _expert_places(
+    rule: Tensor, prefix: str, at: tuple[int, ...], leaves: dict[str, LeafShape]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The index of each expert's leaves, if the rule is of experts; else of the layer's."""
+    if not rule.of_expert:
+        yield 0, at
+    elif prefix + rule.leaves[0] in leaves:
+        shape = leaves[prefix + rule.leaves[0]].real
+        yield from ((expert, (*at, expert)) for expert in range(shape[len(at)]))
 
 
 def _stored(
@@ -89,4 +100,10 @@ def _stored(
         pieces.append(Piece(path, at, shape, offset))
         offset += shape[-1]
     whole = (*pieces[0].shape[:-1], offset)
-    return Stored(name, whole[::-1] if rule.transposed else whole, rule.transposed, tuple(pieces))
+    shape = turned(whole) if rule.transposed else whole
+    return Stored(name, shape, rule.transposed, tuple(pieces))
+
+
+def turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last two exchanged."""
+    return (*dims[:-2], dims[-1], dims[-2])

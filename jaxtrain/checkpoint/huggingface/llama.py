@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,34 +23,37 @@ from jaxtrain.nn.norm import RMSNorm
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-_MATRICES = {
+_ATTENTION = {
     "self_attn.q_proj": "attention.query",
     "self_attn.k_proj": "attention.key",
     "self_attn.v_proj": "attention.value",
     "self_attn.o_proj": "attention.out",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
 }
+_MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 _NORMS = {
     "input_layernorm": "attention_norm.scale",
     "self_attn.q_norm": "attention.query_norm.scale",
     "self_attn.k_norm": "attention.key_norm.scale",
     "post_attention_layernorm": "mlp_norm.scale",
 }
-_LAYER = "model.layers.{layer}."
+LAYER = "model.layers.{layer}."
 
-TENSORS = (
+
+def linears(named: Mapping[str, str]) -> Iterator[Tensor]:
+    """Torch's Linears of a layer, theirs -> ours, with the biases that the model has."""
+    for name, leaf in named.items():
+        yield Tensor(f"{LAYER}{name}.weight", (leaf,), transposed=True)
+        yield Tensor(f"{LAYER}{name}.bias", (f"{leaf}_bias",))
+
+
+BESIDE_MLP = (
     Tensor("model.embed_tokens.weight", ("embedding",)),
-    *(
-        Tensor(f"{_LAYER}{name}.weight", (leaf,), transposed=True)
-        for name, leaf in _MATRICES.items()
-    ),
-    *(Tensor(f"{_LAYER}{name}.bias", (f"{leaf}_bias",)) for name, leaf in _MATRICES.items()),
-    *(Tensor(f"{_LAYER}{name}.weight", (leaf,)) for name, leaf in _NORMS.items()),
+    *linears(_ATTENTION),
+    *(Tensor(f"{LAYER}{name}.weight", (leaf,)) for name, leaf in _NORMS.items()),
     Tensor("model.norm.weight", ("norm.scale",)),
     Tensor("lm_head.weight", ("head",)),
 )
+TENSORS = (*BESIDE_MLP, *linears(_MLP))
 
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -105,7 +109,7 @@ def _windows(fields: Fields, kind: str, layers: int) -> list[int | None]:
     """The window of each layer."""
     if kind == "llama":
         return [None] * layers
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         return [fields.count_or_none("sliding_window")] * layers
     window = fields.count_or_none("sliding_window")
     used = fields.flag("use_sliding_window")
@@ -150,8 +154,8 @@ def write_llama(config: DecoderConfig, kind: str) -> dict[str, Any]:
     if kind in ("llama", "qwen3"):
         fields["attention_bias"] = attention.qkv_bias
     if kind == "llama":
-        fields["mlp_bias"] = mlp.bias
-    if kind == "mistral":
+        fields["mlp_bias"] = isinstance(mlp, MlpConfig) and mlp.bias
+    if kind in ("mistral", "mixtral"):
         fields["sliding_window"] = windows[0]
     if kind.startswith("qwen"):
         first = next((i for i, window in enumerate(windows) if window), None)

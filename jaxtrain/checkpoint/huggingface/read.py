@@ -19,6 +19,7 @@ from jaxtrain.checkpoint.huggingface.layout import (
     Stored,
     leaf_shapes,
     stored_tensors,
+    turned,
 )
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -41,16 +42,35 @@ def read_params(
     """
     folder = Path(folder)
     family, leaves = family_of(folder), leaf_shapes(config)
-    tensors = stored_tensors(config, family, leaves)
-    problems = _template_problems(template, leaves)
     with Folder(folder) as files:
-        _find_base(files, family)
-        copy = _tied_copy(files, config, family)
-        problems += files.problems + _tensor_problems(files, tensors, family, copy)
-        if problems:
-            raise ValueError("\n- ".join([f"{folder} has not this model's weights:", *problems]))
-        reader = _Reader(files, tensors, copy)
+        problems = _template_problems(template, leaves)
+        reader = _reader(files, config, family, leaves, problems)
         return {path: reader.leaf(path, spec) for path, spec in template.items()}
+
+
+def refuse_unfit(folder: str | Path, config: DecoderConfig) -> None:
+    """Raise ValueError as `read_params` does before it reads a weight; needs no device."""
+    folder = Path(folder)
+    family, leaves = family_of(folder), leaf_shapes(config)
+    with Folder(folder) as files:
+        _reader(files, config, family, leaves, [])
+
+
+def _reader(
+    files: Folder,
+    config: DecoderConfig,
+    family: Family,
+    leaves: dict[str, LeafShape],
+    problems: list[str],
+) -> _Reader:
+    """Of a folder with this model. Raises ValueError with all that is wrong, `problems` first."""
+    _find_base(files, family)
+    tensors = _spelling(files, config, family, leaves)
+    copy = _tied_copy(files, config, family)
+    problems = problems + files.problems + _tensor_problems(files, tensors, family, copy)
+    if problems:
+        raise ValueError("\n- ".join([f"{files.path} has not this model's weights:", *problems]))
+    return _Reader(files, tensors, copy)
 
 
 def _template_problems(template: Template, leaves: Mapping[str, LeafShape]) -> list[str]:
@@ -66,6 +86,15 @@ def _template_problems(template: Template, leaves: Mapping[str, LeafShape]) -> l
         if spec.sharding is None:
             found.append(f"template: {path} has no sharding; say where it goes")
     return found
+
+
+def _spelling(
+    files: Folder, config: DecoderConfig, family: Family, leaves: dict[str, LeafShape]
+) -> list[Stored]:
+    """The model's tensors as the folder has them: as the family's rules that name the most."""
+    rules = [rules for rules in (family.tensors, family.others) if rules]
+    spelled = [stored_tensors(config, each, leaves) for each in rules]
+    return max(spelled, key=lambda some: sum(tensor.name in files.tensors for tensor in some))
 
 
 def _find_base(files: Folder, family: Family) -> None:
@@ -144,7 +173,7 @@ class _Reader:
             values = self.files.read(tensor.name, theirs)
             if self.copy is not None and path == "embedding":
                 self.compare(tensor.name, values, theirs)
-            out[where] = values.T if tensor.transposed else values
+            out[where] = np.swapaxes(values, -1, -2) if tensor.transposed else values
         return out
 
     def compare(self, name: str, values: np.ndarray, box: Box) -> None:
@@ -169,4 +198,4 @@ class _Reader:
             where = (*index, *(slice(0, b - a) for a, b in part))
             a, b = part.pop()
             theirs = (*part, (a + piece.offset, b + piece.offset))
-            yield tensor, where, theirs[::-1] if tensor.transposed else theirs
+            yield tensor, where, turned(theirs) if tensor.transposed else theirs

@@ -36,6 +36,7 @@ def write_folder(
     shard_bytes: int = 5_000_000_000,
     max_seq: int | None = None,
     eos: int | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write `config` and its parameters, in natural layer order and however sharded, as a folder
     for `transformers.AutoModelForCausalLM.from_pretrained`.
@@ -43,7 +44,7 @@ def write_folder(
     dtype: of the files, None that of the parameters. shard_bytes: of one file at most, unless a
     tensor is larger; the host holds one file at a time. max_seq, eos: written as
     max_position_embeddings (models with learned positions have their own) and eos_token_id; they
-    change no logits.
+    change no logits. texts: other files to put there, by their names.
     The folder is there whole or not at all. With several processes all call this, process 0 writes,
     and every device holds one tensor at a time.
 
@@ -54,7 +55,7 @@ def write_folder(
     """
     family, fields = config_file.expressed(config)
     leaves = leaf_shapes(config)
-    tensors = stored_tensors(config, family, leaves)
+    tensors = stored_tensors(config, family.tensors, leaves)
     if problems := _problems(params, leaves, dtype):
         raise ValueError("\n".join(problems))
     given = next(iter(params.values())).dtype if dtype is None else dtype
@@ -69,7 +70,7 @@ def write_folder(
         target.agree()
         for file, part in files.items():
             _write_file(target, file, part, params, name)
-        target.attempt(partial(target.commit, _texts(files, fields, size)))
+        target.attempt(partial(target.commit, {**(texts or {}), **_texts(files, fields, size)}))
         target.agree()
 
 
@@ -163,7 +164,9 @@ def _keep(
     if dtype == "float16" and not np.isfinite(whole).all():
         raise ValueError(f"{tensor.name} has weights beyond float16; use bfloat16 or float32")
     # The library writes memory as it lies.
-    arrays[tensor.name] = np.ascontiguousarray(whole.T if tensor.transposed else whole)
+    arrays[tensor.name] = np.ascontiguousarray(
+        np.swapaxes(whole, -1, -2) if tensor.transposed else whole
+    )
 
 
 def _on_host(array: jax.Array, at: At, dtype: str) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 from tiny_families import GPT2, LLAMA, MODELS, attention, with_block
 
 import jaxtrain
-from jaxtrain import LayerNorm, Llama3Scaling, MlpConfig, RMSNorm, Rope
+from jaxtrain import LayerNorm, Llama3Scaling, MlpConfig, MoeConfig, RMSNorm, Rope
 from jaxtrain.checkpoint.huggingface import read_config
 from jaxtrain.checkpoint.huggingface.config import expressed
 from jaxtrain.models.decoder import DecoderConfig
@@ -76,6 +76,33 @@ GPT2_124M = {
     "summary_use_proj": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
 }
 QWEN2_5_0_5B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -162,6 +189,17 @@ def test_qwen_has_biases_of_its_own_and_no_window_unless_it_says_so(tmp_path: Pa
     assert len(config.prefix) + len(config.period) == 22, "three equal layers are one stack"
 
 
+def test_mixtral_as_published_and_as_its_defaults(tmp_path: Path) -> None:
+    config = read_config(folder(tmp_path, MIXTRAL_8X7B))
+    (block,) = config.period
+    assert block.mlp == MoeConfig(14336, experts=8, experts_per_token=2)
+    assert block.attention.rope == Rope(1e6) and block.attention.window is None
+    unsaid = ("num_local_experts", "num_experts_per_tok", "rope_theta", "sliding_window",
+              "rms_norm_eps", "num_key_value_heads", "router_aux_loss_coef")  # fmt: skip
+    few = {k: v for k, v in MIXTRAL_8X7B.items() if k not in unsaid}
+    assert read_config(folder(tmp_path, few)) == config
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     kind, config = MODELS[name]
@@ -191,6 +229,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_3_2_1B, {"sliding_window": 512}, "sliding_window=512 is not known"),
     (LLAMA_3_2_1B, {"quantization_config": {"bits": 4}}, "quantization_config="),
     (LLAMA_3_2_1B, {"logit_scale": 0.0625}, "logit_scale=0.0625 is not known"),
+    (MIXTRAL_8X7B, {"num_local_experts": 0}, "num_local_experts=0"),
+    (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "experts_per_token=9 are more than mlp.experts=8"),
+    (MIXTRAL_8X7B, {"norm_topk_prob": True}, "norm_topk_prob=True is not known"),
     (GPT2_124M, {"n_head": 7}, "n_embd=768 is not a multiple of n_head=7"),
     (GPT2_124M, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx="),
     (GPT2_124M, {"add_cross_attention": True}, "add_cross_attention=True"),
@@ -243,6 +284,9 @@ INEXPRESSIBLE: list[tuple[DecoderConfig, str]] = [
     (with_block(replace(attention(), mlp=MlpConfig(12, jax.nn.relu))), "block.mlp.activation is"),
     (replace(LLAMA, prefix=(attention(heads=2),), layers=3), "block.attention.heads is 4, there 2"),
     (replace(LLAMA, prefix=(attention(window=3),), layers=3), "block.attention.window is 3"),
+    (with_block(replace(attention(), mlp=MoeConfig(12, 4, gated=False))), "mlp.gated is False"),
+    (replace(with_block(replace(attention(), mlp=MoeConfig(12, 4))), prefix=(attention(),),
+             layers=3), "block.mlp is MoeConfig"),
     (replace(GPT2, norm=LayerNorm(bias=False)), "norm.bias is False"),
     (with_block(attention(rope=Rope(scaling=Llama3Scaling()), window=3, qkv_bias=True),
                 logit_scale=2.0), "logit_scale is 2.0"),

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_families import GPT2, LLAMA, MODELS, bits, random_params, template
 
+from jaxtrain import MoeConfig
 from jaxtrain.checkpoint.huggingface import read_params, write_folder
 from jaxtrain.checkpoint.huggingface.folder import Folder
 from jaxtrain.mesh.sharding import named_sharding
@@ -118,6 +119,55 @@ def test_gpt2_has_queries_keys_and_values_in_one(tmp_path: Path) -> None:
     assert len(theirs) == 2 * 12 + 4, "tied: no head"
 
 
+def test_mixtral_has_a_tensor_for_every_matrix_of_every_expert(tmp_path: Path) -> None:
+    """w1 is the gate, w3 goes up and w2 down, as its authors' code names them."""
+    config = MODELS["mixtral"][1]
+    params = random_params(config, template(config, fsdp=2, tensor=2))
+    write_folder(tmp_path / "out", config, params)
+    theirs, ours = stored(tmp_path / "out"), {k: np.asarray(v) for k, v in params.items()}
+    for layer in range(2):
+        at = f"model.layers.{layer}.block_sparse_moe."
+        router = ours["period.0.mlp.router"][layer]
+        np.testing.assert_array_equal(theirs[f"{at}gate.weight"], router.T)
+        for expert in range(4):
+            for name, leaf in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+                matrix = ours[f"period.0.mlp.{leaf}"][layer, expert]
+                np.testing.assert_array_equal(
+                    theirs[f"{at}experts.{expert}.{name}.weight"], matrix.T
+                )
+    assert len(theirs) == 2 * (4 + 2 + 1 + 3 * 4) + 3
+    assert not any("mlp." in name for name in theirs)
+
+
+def fused(folder: Path, experts: int) -> None:
+    """The tensors as version 5 of `transformers` has them in memory."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        old, new = (f"model.layers.{layer}.{name}." for name in ("block_sparse_moe", "mlp"))
+        tensors[f"{new}gate.weight"] = tensors.pop(f"{old}gate.weight")
+        gate, up, down = (
+            np.stack([tensors.pop(f"{old}experts.{e}.{w}.weight") for e in range(experts)])
+            for w in ("w1", "w3", "w2")
+        )
+        tensors[f"{new}experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{new}experts.down_proj"] = down
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, SHARDED, {"fsdp": 8}])
+def test_fused_experts_are_read_too(tmp_path: Path, axes: dict[str, int]) -> None:
+    config = MODELS["mixtral"][1]
+    params = random_params(config, template(config))
+    write_folder(tmp_path / "out", config, params)
+    fused(tmp_path / "out", experts=4)
+    found = read_params(tmp_path / "out", config, template(config, **axes))
+    for path, leaf in found.items():
+        assert bits(leaf) == bits(params[path]), path
+    more = replace(config, period=(replace(config.period[0], mlp=MoeConfig(12, experts=5)),))
+    with pytest.raises(ValueError, match=r"gate_up_proj is \[4, 24, 16\], and \[5, 24, 16\]"):
+        read_params(tmp_path / "out", more, template(more))
+
+
 ROUND_TRIPS = [
     *((name, {"fsdp": 2, "tensor": 2}, {"data": 1}) for name in MODELS),
     ("llama", {"data": 1}, {"fsdp": 4, "tensor": 2}),
@@ -192,7 +242,7 @@ def test_padded_rows_are_zero_and_not_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("axes", [SHARDED, {"fsdp": 8}, {"tensor": 2}, {"data": 8}])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen 2 windows"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen 2 windows", "mixtral"])
 def test_every_element_is_read_once_and_no_shard_is_more_than_asked_for(
     tmp_path: Path, boxes: list[tuple[str, Any]], name: str, axes: dict[str, int]
 ) -> None:

@@ -69,6 +69,11 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": 5, "head_dim": 12}),
+    "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 4}),
+    "mixtral windows": (
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5},
+    ),
     "qwen 2": ("Qwen2Config", {**SIZES, "tie_word_embeddings": True}),
     "qwen 2 windows": ("Qwen2Config", {**SIZES, **QWEN_WINDOWS}),
     "qwen 3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
@@ -150,7 +155,18 @@ def test_logits_are_theirs_and_what_we_write_they_load(tmp_path: Path, name: str
         assert torch.equal(parameter, by_name[key].to(torch.bfloat16)), key
 
 
-@pytest.mark.parametrize("name", ["llama 3 tied", "gpt2", "qwen 3"])
+def test_experts_that_they_save_fused_are_read(tmp_path: Path) -> None:
+    """As they are in memory from version 5 on."""
+    model = made("mixtral", tmp_path / "in")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    config = read_config(tmp_path / "in")
+    wanted = read_params(tmp_path / "in", config, template(config))
+    found = read_params(tmp_path / "fused", read_config(tmp_path / "fused"), template(config))
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["llama 3 tied", "gpt2", "qwen 3", "mixtral"])
 def test_three_steps_between_import_and_export(tmp_path: Path, name: str) -> None:
     """Trained on fsdp x tensor: the first loss is what they have on that batch, and the trained
     model has the same logits there as here."""

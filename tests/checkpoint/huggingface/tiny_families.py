@@ -21,6 +21,7 @@ from jaxtrain import (
     LinearScaling,
     Llama3Scaling,
     MlpConfig,
+    MoeConfig,
     RMSNorm,
     Rope,
     fsdp,
@@ -85,6 +86,17 @@ MODELS: dict[str, tuple[str, DecoderConfig]] = {
     ),
     "mistral": ("mistral", with_block(attention(window=3))),
     "mistral heads": ("mistral", with_block(attention(heads=6, kv_heads=2))),
+    "mixtral": ("mixtral", with_block(replace(BLOCK, mlp=MoeConfig(hidden=12, experts=4)))),
+    "mixtral windows": (
+        "mixtral",
+        with_block(
+            replace(
+                attention(window=3),
+                mlp=MoeConfig(hidden=10, experts=3, experts_per_token=1, activation=gelu_tanh),
+            ),
+            tied=True,
+        ),
+    ),
     "qwen 2": ("qwen2", with_block(FULL, tied=True)),
     "qwen 2 windows": (
         "qwen2",

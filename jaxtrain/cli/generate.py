@@ -1,0 +1,48 @@
+"""`jaxtrain generate` and `jaxtrain export`: what a run has learnt, used and handed on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+
+def add_options(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("model", help="a run directory, or a folder of published weights")
+    generate.add_argument("--prompt", required=True, help="the text to go on with")
+    generate.add_argument("--tokens", type=int, default=200)
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--step", type=int, help="of a run; default the newest")
+
+
+def generated(options: Any) -> int:
+    from jaxtrain.train.generate import generate_text
+
+    text = generate_text(
+        options.model,
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        step=options.step,
+    )
+    print(options.prompt + text)
+    return 0
+
+
+def add_export_options(export: argparse.ArgumentParser) -> None:
+    export.add_argument("run_dir", metavar="RUN", help="a run directory")
+    export.add_argument("--out", required=True, help="the folder to write; must not be there yet")
+    export.add_argument("--step", type=int, help="default the newest")
+    kinds = ("float32", "bfloat16", "float16")
+    export.add_argument("--dtype", choices=kinds, help="of the files; default the run's own")
+
+
+def exported(options: Any) -> int:
+    # Nothing is computed: the host's memory holds a model that an accelerator's may not.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jaxtrain.train.export import export
+
+    print(export(options.run_dir, options.out, step=options.step, dtype=options.dtype))
+    return 0

@@ -1,0 +1,177 @@
+"""Mixture of experts: each token goes through the few feed-forward layers its router chooses.
+
+Jiang et al. 2024, "Mixtral of experts": softmax over the experts' logits, the largest k, divided by
+their sum. Nothing is dropped: an expert takes as many tokens as choose it (Gale et al. 2022,
+"MegaBlocks"). Pure functions of what one device holds; who has which tokens and which part of the
+hidden dim is the communicator's to say.
+
+Rows, a token once for each of its experts, are laid out expert after expert, each expert's padded
+to whole blocks, and a loop multiplies block by block with the weights of its expert. JAX's own
+`lax.ragged_dot` is right too, gradients and shard_map included, but where it is no instruction of
+the machine it multiplies every row with every expert: on CPU with 8 experts, 4096 rows of 512 and
+1024 hidden units it took 150 ms forward and 527 ms backward; this takes 39 and 108.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.vary import vary
+
+Activation = Callable[[jax.Array], jax.Array]
+
+LARGEST_BLOCK = 512
+"""Rows that share one reading of an expert's weights: enough to be bound by arithmetic where a
+device makes 500 FLOPs a byte of memory, in 16 bits."""
+
+
+class Plan(NamedTuple):
+    """Where each row lies. A slot is a token's j-th choice, number token * k + j.
+
+    slots [rows]: the slot of each row, or the number of slots where a block is padded.
+    places [tokens, k]: the row of each slot. owners [blocks]: the expert of each block.
+    """
+
+    slots: jax.Array
+    places: jax.Array
+    owners: jax.Array
+
+
+def routed(
+    x: jax.Array,
+    router: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    k: int,
+    activation: Activation,
+) -> jax.Array:
+    """The experts' outputs, weighted: [tokens, embed], in the dtype of x.
+
+    x [tokens, embed]; router [embed, experts]; weights: gate, up [experts, embed, hidden] and down
+    [experts, hidden, embed], or up and down without a gate. Where these have a slice of the hidden
+    dim each, the outputs, and the gradients of x and router, are parts of sums over the slices.
+    """
+    *into, down = weights
+    shares, chosen = route(x, router, k)
+    plan = planned(chosen, len(down))
+    rows = dispatched(x, plan)
+    hidden = [multiplied(rows, w, plan.owners) for w in into]
+    h = activation(hidden[0])
+    out = multiplied(h * hidden[1] if len(hidden) > 1 else h, down, plan.owners)
+    of_choices = collected(out, plan).astype(jnp.float32)
+    return jnp.sum(of_choices * shares[..., None], axis=1).astype(x.dtype)
+
+
+def route(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's experts: their shares [tokens, k], fp32, that sum to 1, and numbers [tokens, k],
+    the likeliest first; of equal ones that of the lower number.
+
+    A softmax over the k largest logits is that over all, its k largest divided by their sum.
+    """
+    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+    largest, chosen = lax.top_k(logits, k)
+    return jax.nn.softmax(largest, axis=-1), chosen
+
+
+def block_rows(rows: int, experts: int) -> int:
+    """Rows of a block: a power of two, so that all padding is a quarter of the rows or less where
+    there are enough of them."""
+    return min(LARGEST_BLOCK, 1 << max(rows // (4 * experts), 8).bit_length() - 1)
+
+
+def planned(chosen: jax.Array, experts: int) -> Plan:
+    """The rows of these choices [tokens, k], in the order of experts, and within one of tokens."""
+    count = chosen.size
+    block = block_rows(count, experts)
+    taken = min(experts, count)  # by most if each has one row, and one of them all the others
+    blocks = (count - taken) // block + taken
+    of_slot = chosen.reshape(-1)
+    order = jnp.argsort(of_slot, stable=True)
+    sizes = jnp.sum(of_slot[:, None] == jnp.arange(experts)[None], axis=0)
+    padded = -(-sizes // block) * block
+    ends = jnp.cumsum(padded)
+    in_order = of_slot[order]
+    shift = (ends - padded) - (jnp.cumsum(sizes) - sizes)
+    rows = jnp.arange(count) + shift[in_order]
+    slots = jnp.full(blocks * block, count).at[rows].set(order, unique_indices=True)
+    places = jnp.zeros(count, rows.dtype).at[order].set(rows, unique_indices=True)
+    begins = jnp.arange(blocks) * block
+    owners = jnp.sum(begins[:, None] >= ends[None], axis=1)
+    return Plan(slots, places.reshape(chosen.shape), jnp.minimum(owners, experts - 1))
+
+
+@jax.custom_vjp
+def dispatched(x: jax.Array, plan: Plan) -> jax.Array:
+    """x [tokens, n] -> [rows, n], zeros where a block is padded. Its adjoint is a look-up too, not
+    the scatter that a derivative would make."""
+    return _taken(x, plan.slots // plan.places.shape[1])
+
+
+@jax.custom_vjp
+def collected(rows: jax.Array, plan: Plan) -> jax.Array:
+    """[rows, n] -> [tokens, k, n]: each slot's."""
+    return rows[plan.places]
+
+
+def _taken(x: jax.Array, at: jax.Array) -> jax.Array:
+    return x.at[at].get(mode="fill", fill_value=0)
+
+
+def _dispatched_backward(plan: Plan, dy: jax.Array) -> tuple[jax.Array, None]:
+    summed = jnp.sum(collected(dy, plan).astype(jnp.float32), axis=1)
+    return summed.astype(dy.dtype), None
+
+
+def _collected_backward(plan: Plan, dy: jax.Array) -> tuple[jax.Array, None]:
+    return _taken(dy.reshape(-1, dy.shape[-1]), plan.slots), None
+
+
+dispatched.defvjp(lambda x, plan: (dispatched(x, plan), plan), _dispatched_backward)
+collected.defvjp(lambda rows, plan: (collected(rows, plan), plan), _collected_backward)
+
+
+@jax.custom_vjp
+def multiplied(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+    """Each block of `rows` [rows, n] times the matrix of its owner, `weights` [experts, n, m]."""
+
+    def step(_: Any, at: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        block, owner = at
+        return (), block @ _matrix(weights, owner)
+
+    out = lax.scan(step, (), (_blocks(rows, owners), owners))[1]
+    return out.reshape(len(rows), -1)
+
+
+def _multiplied_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, Any, None]:
+    """The weights' gradients are summed over blocks in fp32."""
+    rows, weights, owners = saved
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (*saved, dy)))
+
+    def step(dw: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        block, dy, owner = at
+        made = jnp.matmul(block.T, dy, preferred_element_type=jnp.float32)
+        return dw.at[owner].add(made), dy @ _matrix(weights, owner).T
+
+    start = vary(jnp.zeros(weights.shape, jnp.float32), tuple(axes))
+    each = (_blocks(rows, owners), _blocks(dy, owners), owners)
+    dw, dx = lax.scan(step, start, each)
+    return dx.reshape(rows.shape), dw.astype(weights.dtype), None
+
+
+multiplied.defvjp(
+    lambda rows, weights, owners: (multiplied(rows, weights, owners), (rows, weights, owners)),
+    _multiplied_backward,
+)
+
+
+def _blocks(rows: jax.Array, owners: jax.Array) -> jax.Array:
+    return rows.reshape(len(owners), -1, rows.shape[-1])
+
+
+def _matrix(weights: jax.Array, owner: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(weights, owner, 0, keepdims=False)

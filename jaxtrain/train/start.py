@@ -1,0 +1,169 @@
+"""The parameters that a run begins with, where it does not make them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint.exchange import gathered
+from jaxtrain.checkpoint.huggingface import read_params, refuse_unfit
+from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.reader import Damaged, read_arrays
+from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.models.adapters import is_adapter, without_adapters
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.train.assembly import Assembly
+from jaxtrain.train.natural import NaturalOrder, natural_form
+from jaxtrain.train.tuning import matched
+
+PARAMS, AVERAGES = "params.", "ema."
+Shapes = Mapping[str, Any]
+"""Leaves of a model in natural layer order: anything that has a shape and a dtype."""
+
+
+class Stored(NamedTuple):
+    """A step of a run, and under which name it has each parameter that is to be taken."""
+
+    manifest: Manifest
+    step: int
+    directory: Path
+    names: dict[str, str]
+
+
+def start_of(experiment: Experiment) -> FromHuggingFace | FromRun | None:
+    """What the experiment begins with; None of its own making."""
+    return None if experiment.fine_tuning is None else experiment.fine_tuning.start
+
+
+def refuse_unfit_start(assembly: Assembly) -> None:
+    """Raise ValueError where what a run begins with is not there, or is not of this model: with
+    every leaf that is missing, extra or of another shape. Reads no weight."""
+    start, e = start_of(assembly.experiment), assembly.experiment
+    if isinstance(start, FromHuggingFace):
+        refuse_unfit(start.folder, _of_folder(e))
+    elif isinstance(start, FromRun):
+        stored_params(start, natural_form(assembly).abstract.params)
+
+
+def starting_params(order: NaturalOrder) -> dict[str, jax.Array]:
+    """Those that are not of the run's own making, as they rest; {} where all are.
+
+    Each device's part is read from what holds it. Raises ValueError as `refuse_unfit_start` does,
+    and DamagedCheckpoint.
+    """
+    e = order.assembly.experiment
+    start, wanted = start_of(e), order.placed_params
+    if start is None:
+        return {}
+    if isinstance(start, FromHuggingFace):
+        base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
+        return order.laid_params(read_params(start.folder, _of_folder(e), base))
+    stored = stored_params(start, wanted)
+    return order.laid_params(read_stored(stored, wanted))
+
+
+def _of_folder(experiment: Experiment) -> DecoderConfig:
+    model = experiment.model
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(
+            "fine_tuning.start: a folder holds a built-in model, and this experiment has its own; "
+            "use huggingface_config(folder), or FromRun"
+        )
+    return without_adapters(model)
+
+
+def stored_params(start: FromRun, wanted: Shapes) -> Stored:
+    """Where a run has the parameters of `wanted` that are asked for.
+
+    Raises:
+        ValueError: there is no such run or step, or it has not these parameters: each leaf that is
+            missing, extra or of another shape, and each pattern that names none.
+        DamagedCheckpoint: files of the step are missing or cut.
+    """
+    step, manifest = manifest_of(start.run_dir, start.step)
+    held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
+    chosen, problems = list(wanted), []
+    if start.leaves is not None:
+        found, problems = matched(start.leaves, wanted, "leaves")
+        chosen = list(found)
+    elif not any(map(is_adapter, held)):  # adapters begin with the run that asks for them
+        chosen = [name for name in wanted if not is_adapter(name)]
+    names = {name: _source(name, manifest, averaged=start.averaged) for name in chosen}
+    if start.averaged and not any(source.startswith(AVERAGES) for source in names.values()):
+        problems.append("averaged: the run keeps no averaged weights; use averaged=False")
+    for name, source in names.items():
+        problems += _difference(name, manifest.leaves.get(source), wanted[name])
+    if start.leaves is None:
+        extra = sorted(held - wanted.keys())
+        problems += [f"{k}: {manifest.leaves[PARAMS + k]} there, not in this model" for k in extra]
+    if problems:
+        remedy = "" if start.leaves else "\ntake some of them with leaves=('period.*', ...)"
+        raise ValueError(
+            f"step {step} of {start.run_dir} does not fit this model in {len(problems)} places:\n  "
+            + "\n  ".join(problems)
+            + remedy
+        )
+    return Stored(manifest, step, Path(start.run_dir) / CHECKPOINTS, names)
+
+
+def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
+    """A step of a run, None for the newest, and what is in it. Raises ValueError where there is
+    none, DamagedCheckpoint where files of it are missing or cut."""
+    directory = Path(run_dir) / CHECKPOINTS
+    steps = committed_steps(directory)
+    if not steps:
+        raise ValueError(
+            f"{directory} has no committed checkpoint; give the run directory that holds "
+            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
+        )
+    step = steps[-1] if step is None else step
+    return step, whole_manifest(directory, step)
+
+
+def _source(name: str, manifest: Manifest, *, averaged: bool) -> str:
+    """Its name there: of its average, where that is asked for and kept (frozen ones have none)."""
+    kept = averaged and AVERAGES + name in manifest.leaves
+    return (AVERAGES if kept else PARAMS) + name
+
+
+def _difference(name: str, stored: Any, wanted: Any) -> list[str]:
+    expected = f"{wanted.dtype}[{','.join(map(str, wanted.shape))}]"
+    if stored is None:
+        return [f"{name}: not there, expected {expected}"]
+    floats = all(jnp.issubdtype(each.dtype, jnp.floating) for each in (stored, wanted))
+    if stored.shape == tuple(wanted.shape) and floats:
+        return []
+    return [f"{name}: {stored} there, expected {expected}"]
+
+
+def read_stored(stored: Stored, wanted: Shapes) -> dict[str, jax.Array]:
+    """The parameters of a step, as `wanted` has shapes, dtypes and shardings; every chunk of which
+    a part is needed is verified. Raises DamagedCheckpoint on every process if any found damage."""
+    request = {
+        source: jax.ShapeDtypeStruct(
+            wanted[name].shape,
+            jnp.dtype(stored.manifest.leaves[source].dtype),
+            sharding=wanted[name].sharding,
+        )
+        for name, source in stored.names.items()
+    }
+    damages: list[str] = []
+    arrays: dict[str, jax.Array] = {}
+    try:
+        arrays = read_arrays(stored.manifest, request)
+    except Damaged as error:
+        damages = error.damages
+    if any(gathered("damaged" if damages else "")):
+        raise DamagedCheckpoint(
+            damages or ["what another process read"],
+            step=stored.step,
+            directory=stored.directory,
+            remedy="begin with an older step",
+        )
+    return {name: arrays[source] for name, source in stored.names.items()}

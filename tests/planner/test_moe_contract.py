@@ -1,0 +1,122 @@
+"""The contract with mixtures of experts: predicted and compiled collectives are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxtrain
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.planner.assembled import facts_of
+from jaxtrain.planner.contract import contract
+from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.telemetry.hlo import collectives
+from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.layouts import Layout, arranged
+from jaxtrain.train.shrink import shrink
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
+STAGED = (("fsdp", 2), ("stage", 2), ("tensor", 2))
+DOTS, FULL = "scanned, remat dots_and_attention", "scanned, prefetch, remat full"
+ALL = "unrolled, remat none"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_compiler() -> Iterator[None]:
+    """What a program sends is settled before its code is made."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def routed(**fields: Any) -> jaxtrain.Experiment:
+    """The small experiment with experts in every block, and those fields of the model, in which 1
+    stands for such a block and 0 for a dense one."""
+    dense = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    (block,) = dense.model.period
+    blocks = (block, replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts=4)))
+    parts = {part: fields.pop(part, ()) for part in ("prefix", "suffix")}
+    parts["period"] = fields.pop("period", (1,))
+    found: dict[str, Any] = {k: tuple(blocks[i] for i in part) for k, part in parts.items()}
+    return replace(dense, model=replace(dense.model, **found, **fields))
+
+
+def assembled(layout: Layout, optimizer: Any = None, **fields: Any) -> Any:
+    experiment = arranged(routed(**fields), layout)
+    if optimizer is not None:
+        experiment = replace(experiment, optimizer=optimizer)
+    return assemble(experiment, jaxtrain.mesh_from_axes(**dict(layout.axes)))
+
+
+def slow(name: str, *case: Any, **fields: Any) -> Any:
+    return pytest.param(*case, fields, id=name, marks=pytest.mark.slow)
+
+
+def by_hand(name: str, *case: Any, **fields: Any) -> Any:
+    return pytest.param(*case, fields, id=name, marks=pytest.mark.exhaustive)
+
+
+def staged(pipeline: str, periods: int, loop: str = DOTS, **fields: Any) -> Layout:
+    return Layout(STAGED, pipeline=pipeline, microbatches=2, periods=periods, loop=loop, **fields)
+
+
+CASES = [
+    pytest.param(Layout(CUBE, loop=DOTS), {}, id="plain"),
+    pytest.param(staged("zero bubble", 2), {}, id="zero bubble"),
+    by_hand("everything saved", Layout(CUBE)),
+    slow("nothing saved, zero1", Layout(CUBE, loop=FULL, sharding="zero1")),
+    by_hand(
+        "rings, layer by layer", Layout(CUBE, "explicit, ring looped, layer by layer", loop=DOTS)
+    ),
+    by_hand("bf16", Layout(CUBE, "explicit, recursive", loop=FULL, precision="bf16")),
+    slow(
+        "beside dense blocks",
+        Layout(CUBE, "explicit, ring looped, layer by layer", "data parallel", loop=FULL),
+        layers=6,
+        period=(0, 1),
+        prefix=(1,),
+        suffix=(1,),
+    ),
+    by_hand("1F1B", staged("1F1B", 3, ALL)),
+    slow("zero bubble, beside dense blocks", staged("zero bubble", 2), period=(1, 0), suffix=(1,)),
+    by_hand("zero bubble, two chunks", staged("zero bubble, 2 chunks, residuals", 4, FULL)),
+    by_hand(
+        "zero bubble, zero2", staged("zero bubble", 3, "unrolled, remat none", sharding="zero2")
+    ),
+    slow("Muon", Layout(CUBE, loop=DOTS), optimizer=jaxtrain.Muon(0.1)),
+    by_hand("LAMB", Layout(CUBE, loop=DOTS), optimizer=jaxtrain.Lamb(0.1)),
+    by_hand(
+        "Adafactor",
+        Layout(CUBE, loop=DOTS),
+        optimizer=jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8),
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "fields"), CASES)
+def test_the_contract_is_kept(layout: Layout, fields: dict[str, Any]) -> None:
+    assembly = assembled(layout, **fields)
+    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    held = contract(assembly, collectives(compile_step(assembly, mesh, where).as_text()))
+    assert held.lines and not held.broken, "\n".join(map(str, held.broken))
+
+
+@pytest.mark.parametrize("loop", [ALL, FULL, DOTS])
+def test_experts_move_the_tokens_of_a_dense_layer_whatever_their_number(loop: str) -> None:
+    """Each device has a slice of every expert: tokens are gathered and scattered once a layer."""
+
+    def of_tokens(period: tuple[int, ...]) -> list[Any]:
+        sent = step_traffic(facts_of(assembled(Layout(CUBE, loop=loop), period=period)))
+        return [each for each in sent if each.axes == ("tensor",)]
+
+    assert of_tokens((1,)) == of_tokens((0,)) != []

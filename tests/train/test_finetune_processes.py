@@ -1,0 +1,101 @@
+"""Fine-tuning on several processes: the same losses as on one, each reading its own shards."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+WORKER = """
+import json, sys
+from pathlib import Path
+
+processes, index, port, start, run, out = sys.argv[1:]
+processes, index = int(processes), int(index)
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4 // processes)
+if processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=index)
+import jaxtrain
+from jaxtrain.checkpoint import reader
+
+read, read_chunk = [], reader.read_chunk
+
+
+def counted(pack, chunk, dtype):
+    read.append(chunk.size)
+    return read_chunk(pack, chunk, dtype)
+
+
+reader.read_chunk = counted
+block = jaxtrain.BlockConfig(
+    jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
+)
+tuning = None
+if start != "none":
+    tuning = jaxtrain.FineTuning(jaxtrain.FromRun(start), lora=jaxtrain.LoRA(2, 4.0))
+experiment = jaxtrain.Experiment(
+    model=jaxtrain.DecoderConfig(
+        vocab=16, embed=8, layers=2, period=(block,), tied=True, vocab_multiple=16
+    ),
+    data=jaxtrain.BigramChain(vocab=16, seq=8, isolate_documents=True),
+    optimizer=jaxtrain.AdamW(1e-2),
+    steps=3,
+    batch=8,
+    evaluation=None,
+    logging=jaxtrain.Logging(every=1, tensorboard=False),
+    fine_tuning=tuning,
+)
+mesh = jaxtrain.mesh_from_axes(fsdp=4)
+result = jaxtrain.train(experiment, mesh, run_dir=run, cache_dir=Path(out).parent / f"cache{index}")
+found = {"losses": [line["loss"] for line in result.history], "read": sum(read)}
+Path(out).write_text(json.dumps(found))
+"""
+
+
+def run(folder: Path, name: str, *, processes: int, start: str) -> list[dict[str, Any]]:
+    """What each process reports of a run in the directory `name`."""
+    (folder / "worker.py").write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outs = [folder / f"{name}-{index}.json" for index in range(processes)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "worker.py", *map(str, (processes, index, port)), start, name, out],
+            cwd=folder,
+            env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, out in enumerate(outs)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:  # one that waits for a dead peer would wait for ever
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.slow
+def test_two_processes_begin_from_a_run_as_one_does(tmp_path: Path) -> None:
+    run(tmp_path, "source", processes=1, start="none")
+    (one,) = run(tmp_path, "one", processes=1, start="source")
+    two = run(tmp_path, "two", processes=2, start="source")
+    assert two[0]["losses"] == two[1]["losses"]
+    assert two[0]["losses"] == pytest.approx(one["losses"], rel=1e-6)
+    norms = 4 * (2 * 2 + 1) * 8  # whole on every device: each reads them
+    assert [each["read"] - norms for each in two] == [(one["read"] - norms) // 2] * 2
