@@ -183,7 +183,7 @@ def _sample_violations(experiment: Experiment) -> list[str]:
     room = positions - prompt
     remedy = f"tokens={room} or less" if room > 0 else "a shorter prompt"
     return [
-        f"sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
+        f"evaluation.sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
         f"learned_positions={positions}; use {remedy}, or more positions"
     ]
 
@@ -198,7 +198,7 @@ def model_violations(experiment: Experiment) -> list[str]:
     built_in_only = {
         "execution.loop": e.execution.loop,
         "execution.attention": e.execution.attention,
-        "sample": e.sample,
+        "evaluation.sample": e.sample,
     }
     return [
         f"{name} acts on built-in models only, and this model is its own; use {name}=None"

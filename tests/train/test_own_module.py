@@ -259,7 +259,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"execution": jaxtrain.Execution(mode="explicit")},
         r"built-in models only.*states none; use mode='gspmd'",
     ),
-    "sample": ({"sample": jaxtrain.Sample("a")}, "sample acts on built-in models only"),
+    "sample": (
+        {"evaluation": jaxtrain.Evaluation(sample=jaxtrain.Sample("a"))},
+        "evaluation.sample acts on built-in models only",
+    ),
     "layer loop": (
         {"execution": jaxtrain.Execution(loop=jaxtrain.LayerLoop())},
         "execution.loop acts on built-in models only",
