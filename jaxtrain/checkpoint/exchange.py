@@ -58,6 +58,23 @@ def agreed(act: Callable[[], T]) -> T:
     return found
 
 
+def together(act: Callable[[], T]) -> T:
+    """What `act` gives; where it raises OSError or ValueError on one process that is raised there,
+    and ValueError with its words on all others. All of them call it."""
+    found: Any = None
+    mine: Exception | None = None
+    try:
+        found = act()
+    except (OSError, ValueError) as error:
+        mine = error
+    told = gathered("" if mine is None else str(mine))
+    if mine is not None:
+        raise mine
+    if problems := [f"process {i}: {said}" for i, said in enumerate(told) if said]:
+        raise ValueError("; ".join(problems))
+    return found
+
+
 class Held(NamedTuple):
     """A part of a step: of the process that wrote it, in which start of the run."""
 

@@ -34,17 +34,19 @@ def gather_matmul(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Wei
     return _gather_matmul(vary(x, axes), tuple(vary(w, axes) for w in weights), axes, ring)
 
 
-def matmul_scatter(x: jax.Array, weight: jax.Array, axes: Axes, ring: Ring) -> jax.Array:
-    """reduce_scatter(x @ weight) over dim 0: x [tokens, k / n], weight [k / n, columns] ->
-    [tokens / n, columns]. Partial sums travel in `accumulator` of the dtype.
+def matmul_scatter(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
+    """reduce_scatter over dim 0 of the sum of x @ w over the pairs: x [tokens, k / n], w
+    [k / n, columns] -> [tokens / n, columns]. Partial sums travel in `accumulator` of the dtype.
 
-    Adjoint: `gather_matmul` for x, whose gathered cotangent serves the weight too. Raises
+    Adjoint: `gather_matmul` for xs, whose gathered cotangent serves the weights too. Raises
     ValueError where n does not divide the tokens.
     """
     if not axes:
-        return x @ weight
-    check_divides(x, axes, 0)
-    return _matmul_scatter(vary(x, axes), vary(weight, axes), axes, ring)
+        first, *others = (x @ w for x, w in zip(xs, weights, strict=True))
+        return sum(others, start=first)
+    check_divides(xs[0], axes, 0)
+    varied = (tuple(vary(each, axes) for each in held) for held in (xs, weights))
+    return _matmul_scatter(*varied, axes, ring)
 
 
 def gather_products(
@@ -132,21 +134,21 @@ def _gather_matmul_backward(axes: Axes, ring: Ring, saved: Any, dys: Weights) ->
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_scatter(x: jax.Array, weight: jax.Array, axes: Axes, ring: Ring) -> jax.Array:
-    return PRODUCT_SCATTERS["row matmul"]((x,), (weight,), axes, ring)
+def _matmul_scatter(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
+    return PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring)
 
 
 def _matmul_scatter_backward(axes: Axes, ring: Ring, saved: Any, dy: jax.Array) -> Any:
-    x, weight = saved
-    (dx,), whole = gather_products(dy, (weight.T,), axes, ring)
-    return dx, x.T @ whole
+    xs, weights = saved
+    dxs, whole = gather_products(dy, tuple(w.T for w in weights), axes, ring)
+    return dxs, tuple(x.T @ whole for x in xs)
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 _matmul_scatter.defvjp(
-    lambda x, weight, axes, ring: (
-        PRODUCT_SCATTERS["row matmul"]((x,), (weight,), axes, ring),
-        (x, weight),
+    lambda xs, weights, axes, ring: (
+        PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring),
+        (xs, weights),
     ),
     _matmul_scatter_backward,
 )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.adapters import Adapters, adapted, add_adapters
+from jaxtrain.models.adapters import Adapters, add_adapters, column, row
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
@@ -82,7 +82,8 @@ class MoeConfig:
     """A mixture of `experts` feed-forward layers, each as `MlpConfig` has one, of which every token
     goes through the `experts_per_token` that its router gives the most (Jiang et al. 2024).
 
-    No token is dropped, and nothing but the loss keeps the experts' loads even.
+    No token is dropped, and nothing but the loss keeps the experts' loads even. The shares of the
+    chosen experts sum to 1: with experts_per_token=1 the router has no gradient.
     """
 
     hidden: int
@@ -184,7 +185,7 @@ class Attention(nnx.Module):
         else:
             cache = _extended(cache, k, v, context.index)
             o = _attend_cache(q, cache, context, config)
-        out = comm.row(o.reshape(-1, o.shape[-2] * o.shape[-1]), self.out[...])
+        out = row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
         if config.out_bias:
             out = add_bias(out, self.out_bias[...])
         return out, cache
@@ -192,7 +193,7 @@ class Attention(nnx.Module):
     def _projections(self, x: jax.Array, context: Context, comm: Communicator) -> list[jax.Array]:
         """q, k, v [rows, seq, heads, head_dim], rotated."""
         config = self.config
-        flat = comm.column(x, self.query[...], self.key[...], self.value[...])
+        flat = column(comm, self, ("query", "key", "value"), x)
         if config.qkv_bias:
             biases = (self.query_bias, self.key_bias, self.value_bias)
             flat = [add_bias(y, b[...]) for y, b in zip(flat, biases, strict=True)]
@@ -250,13 +251,13 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, comm: Communicator) -> jax.Array:
         """x [tokens share, embed] -> same shape."""
-        config, names = self.config, (["gate", "up"] if self.config.gated else ["up"])
-        hidden = list(comm.column(x, *(getattr(self, name)[...] for name in names)))
+        config, names = self.config, ("gate", "up") if self.config.gated else ("up",)
+        hidden = column(comm, self, names, x)
         if config.bias:
             biases = (getattr(self, f"{name}_bias")[...] for name in names)
             hidden = [add_bias(h, b) for h, b in zip(hidden, biases, strict=True)]
         h = config.activation(hidden[0])
-        out = comm.row(h * hidden[1] if config.gated else h, self.down[...])
+        out = row(comm, self, "down", h * hidden[1] if config.gated else h)
         return add_bias(out, self.down_bias[...]) if config.bias else out
 
 
@@ -305,9 +306,7 @@ class Block(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """x [tokens share, embed]; `layer` is the layer's number in natural order (dropout)."""
-        scale, attention, mlp = self.config.residual_scale, self.attention, self.mlp
-        if self.config.adapters is not None:
-            attention, mlp = (adapted(m, self.config.adapters.scale) for m in (attention, mlp))
+        scale = self.config.residual_scale
 
         def add(x: jax.Array, branch: jax.Array, name: str) -> jax.Array:
             rate = self.config.dropout
@@ -316,10 +315,10 @@ class Block(nnx.Module):
             return comm.constrain(x + branch, "batch*seq", "embed")
 
         with jax.named_scope("attention"):
-            out, cache = attention(self.attention_norm(x), context, comm, cache)
+            out, cache = self.attention(self.attention_norm(x), context, comm, cache)
             x = add(x, out, "attention")
         with jax.named_scope("mlp"):
-            x = add(x, mlp(self.mlp_norm(x), comm), "mlp")
+            x = add(x, self.mlp(self.mlp_norm(x), comm), "mlp")
         return x, cache
 
 

@@ -40,7 +40,7 @@ def violations(config: DecoderConfig) -> list[str]:
         if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
             found.append(f"{where}: {', '.join(missing)}; use a whole number of at least 1")
             continue
-        found += _experts_violations(block, where)
+        found += _mlp_violations(block, where)
         kinds = {"head_dim": _whole, "window": _whole, "softcap": _positive, "scale": _positive}
         for name, holds in kinds.items():
             value = getattr(a, name)
@@ -72,14 +72,21 @@ def violations(config: DecoderConfig) -> list[str]:
     return found
 
 
-def _experts_violations(block: BlockConfig, where: str) -> list[str]:
-    mlp = block.mlp
-    if not isinstance(mlp, MoeConfig) or mlp.experts_per_token <= mlp.experts:
-        return []
-    return [
-        f"{where}: mlp.experts_per_token={mlp.experts_per_token} are more than "
-        f"mlp.experts={mlp.experts}; use at most that many"
-    ]
+def _mlp_violations(block: BlockConfig, where: str) -> list[str]:
+    mlp, found = block.mlp, []
+    if not callable(mlp.activation):
+        found.append(
+            f"{where}: mlp.activation={mlp.activation!r}; use a function of an array, such as silu"
+        )
+    for name in ("gated", "bias"):
+        if not isinstance(value := getattr(mlp, name, False), bool):
+            found.append(f"{where}: mlp.{name}={value!r}; use True or False")
+    if isinstance(mlp, MoeConfig) and mlp.experts_per_token > mlp.experts:
+        found.append(
+            f"{where}: mlp.experts_per_token={mlp.experts_per_token} are more than "
+            f"mlp.experts={mlp.experts}; use at most that many"
+        )
+    return found
 
 
 def _counts(block: BlockConfig) -> dict[str, Any]:
@@ -151,6 +158,8 @@ def mesh_violations(
         found += _unsplit_heads(
             block, _in_use(beside, sizes), sizes, "prefix and suffix, split over stage too: "
         )
+    if any(isinstance(block.mlp, MoeConfig) for block in config.blocks):
+        found += _unsplit_experts(rules, sizes)
     split = _in_use(rules, sizes)
     for block in dict.fromkeys(config.period):
         found += _unsplit_heads(block, split, sizes)
@@ -165,6 +174,28 @@ def mesh_violations(
             f"activations table has {split}; use the tensor() preset, or execution.mode='gspmd'"
         )
     return list(dict.fromkeys(found))
+
+
+def _unsplit_experts(rules: ShardingRules, sizes: Mapping[str, int]) -> list[str]:
+    """What of the activations table a mixture of experts cannot follow: each device sorts its own
+    tokens to all experts, and has a slice of each one's hidden units."""
+    table = {
+        name: {axis for axis in axes if sizes.get(axis, 1) > 1}
+        for name, axes in dict(rules.activations).items()
+    }
+    found = []
+    if axes := table.get("experts"):
+        found.append(
+            f"the activations table splits experts over {', '.join(sorted(axes))}: in use they are "
+            "whole; split their hidden units (mlp), or split experts in the params table"
+        )
+    for name in ("batch", "seq"):
+        if shared := table.get(name, set()) & table.get("mlp", set()):
+            found.append(
+                f"the activations table splits both {name} and mlp over {', '.join(sorted(shared))}"
+                ": hidden units of different tokens would be summed; split mlp over other axes"
+            )
+    return found
 
 
 def _in_use(rules: ShardingRules, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

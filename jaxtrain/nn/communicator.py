@@ -24,6 +24,9 @@ Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
 """`moe.routed` of (x, router, weights)."""
 
 
+Pair = tuple[jax.Array, jax.Array]
+
+
 class Communicator(Protocol):
     """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
 
@@ -51,8 +54,13 @@ class Communicator(Protocol):
         """x @ w for weights split by column: [tokens, embed] -> [tokens, part of the columns]."""
         ...
 
-    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """x @ w for a weight split by row; the result is the residual stream's share."""
+    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
+        """x @ w for a weight split by row, and beside it others, x' @ w' with x' in parts; the
+        result is the residual stream's share of all summed."""
+        ...
+
+    def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """x @ w of what lies on the device."""
         ...
 
     def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
@@ -144,7 +152,10 @@ class Local:
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x @ w for w in weights)
 
-    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
+        return sum((x @ w for x, w in beside), start=x @ weight)
+
+    def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
 
     def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:

@@ -20,7 +20,7 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.communicator import Experts, Local, Params
+from jaxtrain.nn.communicator import Experts, Local, Pair, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,12 @@ class Explicit(Local):
         x = gather_tokens("column gradients", self.tensor, by, x)
         return tuple(x @ w for w in weights)
 
-    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
         by = self.collectives.tensor
         if isinstance(by, Ring):
-            return matmul_scatter(x, weight, self.tensor, by)
-        return scatter_tokens("row", self.tensor, by, x @ weight)
+            xs, weights = zip((x, weight), *beside, strict=True)
+            return matmul_scatter(xs, weights, self.tensor, by)
+        return scatter_tokens("row", self.tensor, by, super().row(x, weight, *beside))
 
     def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
         return super().column_gradients(self.all_tokens(x), *dys)

@@ -19,7 +19,7 @@ from jaxtrain.mesh.sharding import (
     named_sharding,
     partition_spec,
 )
-from jaxtrain.nn.communicator import Attend, Experts, Local, Params
+from jaxtrain.nn.communicator import Attend, Experts, Local, Pair, Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +50,12 @@ class Gspmd(Local):
         return self._place(super().scatter(grads, prefix), prefix, "params")
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_matmul(self.reduce_dtype, x, w) for w in weights)
+        return tuple(self.multiply(x, w) for w in weights)
 
-    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
+        return sum((self.multiply(*pair) for pair in beside), start=self.multiply(x, weight))
+
+    def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return _matmul(self.reduce_dtype, x, weight)
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
@@ -78,18 +81,24 @@ class Gspmd(Local):
         self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
     ) -> jax.Array:
         """A shard_map over tokens and hidden units: each device sorts its own tokens, where XLA's
-        partitioner would sort those of all. Sums of gradients are JAX's, of parts as wide as
-        `reduce_dtype`; those of outputs over `tensor` are in the compute dtype."""
+        partitioner would sort those of all. The gradients of weights and router are summed by JAX,
+        of parts as wide as `reduce_dtype`; outputs, and the gradient of x, are over `tensor` in the
+        compute dtype."""
+        return _experts(self, kernel, x, router, weights)
+
+    def _experts(
+        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    ) -> jax.Array:
         sizes, table = dict(self.mesh.shape), self.rules.activations
         tokens = activation_dims(("batch*seq", None), table, sizes=sizes)
         (split,) = activation_dims(("mlp",), table, sizes=sizes)
         into = partition_spec(((), (), split))
         specs = (*(into for _ in weights[1:]), partition_spec(((), split, ())))
         axes = (*tokens[0], *split)
-        narrow = x.dtype
+        narrow, kept = x.dtype, router.dtype
 
         def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
-            x, router = vary(x, axes).astype(narrow), vary(router, axes)
+            x, router = vary(x, axes), vary(router, axes).astype(kept)
             weights = tuple(vary(w, axes).astype(narrow) for w in weights)
             out = kernel(x, router, weights)
             return lax.psum(out, split) if split else out
@@ -100,8 +109,10 @@ class Gspmd(Local):
             in_specs=(partition_spec(tokens), partition_spec(()), specs),
             out_specs=partition_spec(tokens),
         )
-        wide = jnp.promote_types(narrow, self.reduce_dtype)
-        return run(x, router, tuple(w.astype(wide) for w in weights))
+        wide = tuple(
+            w.astype(jnp.promote_types(w.dtype, self.reduce_dtype)) for w in (router, *weights)
+        )
+        return run(x, wide[0], wide[1:])
 
     def chunks(self, per_token: jax.Array, count: int, *, rows: int) -> jax.Array:
         # Within rows: a run of whole rows would lie on a few devices only.
@@ -117,6 +128,24 @@ class Gspmd(Local):
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         split = activation_dims(axes, self.rules.activations, sizes=dict(self.mesh.shape))
         return lax.with_sharding_constraint(x, named_sharding(self.mesh, split))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _experts(
+    comm: Gspmd, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Saves its inputs alone: residuals out of the shard_map would be every device's copy of what
+    it gathered, and nothing could tell them from activations."""
+    return comm._experts(kernel, x, router, weights)
+
+
+def _experts_backward(comm: Gspmd, kernel: Experts, saved: Any, dy: jax.Array) -> Any:
+    return jax.vjp(partial(comm._experts, kernel), *saved)[1](dy)
+
+
+_experts.defvjp(
+    lambda comm, kernel, *inputs: (comm._experts(kernel, *inputs), inputs), _experts_backward
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,9 +71,11 @@ def route(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array
     """Each token's experts: their shares [tokens, k], fp32, that sum to 1, and numbers [tokens, k],
     the likeliest first; of equal ones that of the lower number.
 
-    A softmax over the k largest logits is that over all, its k largest divided by their sum.
+    A softmax over the k largest logits is that over all, its k largest divided by their sum. Logits
+    are fp32 whatever the precision of other products: it is little work, and rounding moves tokens.
     """
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+    wide = (x.astype(jnp.float32), router.astype(jnp.float32))
+    logits = jnp.matmul(*wide, precision=lax.Precision.HIGHEST)
     largest, chosen = lax.top_k(logits, k)
     return jax.nn.softmax(largest, axis=-1), chosen
 

@@ -22,7 +22,8 @@ REMAT: dict[str, Callable[..., bool] | None] = {
 }
 """`none` saves every intermediate, `full` only a block's input, `dots` also the products with
 weights, `attention` only what the attention kernel returned (Chen et al. 2016; Korthikanti et al.
-2022)."""
+2022). The products of a mixture's experts are saved by `none` alone, and under gspmd by none of
+these: elsewhere the backward pass makes them again."""
 
 
 def rematerialised(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.nn.communicator import Communicator
+from jaxtrain.nn.communicator import Communicator, Pair
 from jaxtrain.nn.remat import rematerialised
 from jaxtrain.nn.stack import Body, LayerLoop, Saved, packed, pinned_slice
 
@@ -54,8 +54,8 @@ class Tapped:
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return self._tapped("column", x, weights, self._comm.column(x, *weights))
 
-    def row(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return self._tapped("row", x, (weight,), (self._comm.row(x, weight),))[0]
+    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
+        return self._tapped("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
 
     def _tapped(self, way: str, x: jax.Array, weights: Any, ys: Any) -> tuple[jax.Array, ...]:
         known = [i for i, w in enumerate(weights) if id(w) in self._names]

@@ -95,8 +95,9 @@ def facts_of(assembly: Assembly) -> StepFacts:
         prefetch=loop.prefetch and not _split(assembly),
         reshard=loop.reshard_after_forward or _kept(assembly) or _split(assembly),
         experts=tuple(
-            f"period.{i}.mlp."
-            for i, block in enumerate(model.period)
+            f"{part}.{i}.mlp."
+            for part in ("prefix", "period", "suffix")
+            for i, block in enumerate(getattr(model, part))
             if isinstance(block.mlp, MoeConfig)
         ),
     )

@@ -30,7 +30,7 @@ class LayerFacts:
     """tables: names of leaves that are gathered by themselves; outside: path prefixes of the blocks
     beside the stack, such as "prefix.0."; in the stack a period of `period` blocks repeats
     `periods` times. unroll, remat, prefetch, reshard: `nn.stack.LayerLoop`'s. experts: path
-    prefixes of the period's mixtures of experts, such as "period.0.mlp."."""
+    prefixes of the mixtures of experts, such as "period.0.mlp."."""
 
     tables: tuple[str, ...]
     outside: tuple[str, ...]
@@ -46,6 +46,11 @@ class LayerFacts:
     def in_period(self) -> list[str]:
         """Path prefixes of the blocks of a period."""
         return [f"period.{i}." for i in range(self.period)]
+
+    @property
+    def mixtures(self) -> int:
+        """How many of a period's blocks are mixtures of experts."""
+        return sum(path.startswith("period.") for path in self.experts)
 
     def fetched_again(self, layers: int) -> int:
         """How often the backward pass of a stack of `layers` gathers a layer's weights. A

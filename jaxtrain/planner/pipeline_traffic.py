@@ -137,8 +137,8 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     for work, turns in found:
         work = work if again else work._replace(columns_again=0)
         yield from times(tokens.backward(facts, axes, work), turns)
-    if not again and layers.experts:
-        count = len(layers.experts) * p.depth
+    if not again and layers.mixtures:
+        count = layers.mixtures * p.depth
         yield from tokens.gathered(facts, "inputs of experts, again", axes, count)
     yield from _fetched(facts, p, "weights of a layer, backward", fetched_again(facts, found))
     blocks, _ = _parted(facts)
@@ -183,7 +183,7 @@ def _rerun(
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's W: the inputs of all products and their outputs' gradients, which lie split, are
     gathered again for the weights'."""
-    count = (PRODUCTS * facts.layers.period - len(facts.layers.experts)) * p.depth
+    count = (PRODUCTS * facts.layers.period - facts.layers.mixtures) * p.depth
     yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, count)
     yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, count)
     blocks, _ = _parted(facts)

@@ -266,6 +266,9 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
 def _tuned(experiment: Experiment) -> tuple[Experiment, Split, list[str]]:
     """The experiment with its adapters, its model taken apart, and what is wrong with them."""
     plain = base_model(experiment)
+    if getattr(experiment.fine_tuning, "lora", None) is None and plain != experiment:
+        told = "model: adapters are made by fine_tuning=FineTuning(lora=...); leave them out"
+        return plain, take_apart(_abstract_model(plain)), [told]
     split = take_apart(_abstract_model(plain))
     tuned, problems = adapted_model(plain, {k: leaf.shape for k, leaf in split.params.items()})
     if tuned is plain or problems:

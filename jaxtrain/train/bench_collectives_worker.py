@@ -95,7 +95,7 @@ def on_device(name: str, algorithm: str, axes: tuple[str, ...]) -> Callable[...,
     if name == "matmul_scatter":
         if ring is None:
             return lambda x, w: collective.reduce_scatter(x @ w, axes, 0, by)
-        return lambda x, w: matmul_scatter(x, w, axes, ring)
+        return lambda x, w: matmul_scatter((x,), (w,), axes, ring)
     return lambda x: getattr(collective, name)(x, axes, *_ARGUMENTS[name], by)
 
 

@@ -21,7 +21,7 @@ from jaxtrain.train.batches import fields_of
 from jaxtrain.train.natural import natural_form
 from jaxtrain.train.pipelined import activation_share
 from jaxtrain.train.session import CACHE_DIR
-from jaxtrain.train.start import refuse_unfit_start
+from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import make_loss
 
@@ -149,7 +149,7 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
         opened = data.open("train", seed=experiment.seed, cache_dir=CACHE_DIR.expanduser())
         fields = fields_of(opened, data)
     assembly = assemble(experiment, spec, fields)
-    refuse_unfit_start(assembly)
+    settled_start(assembly)
     if not assembly.built_in:
         _trace_loss(assembly)
     state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes

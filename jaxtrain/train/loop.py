@@ -197,7 +197,7 @@ class _Loop:
         session = self.session
         parameters = sum(leaf.size for leaf in session.natural.form.abstract.params.values())
         sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
-        begin = f"resuming at step {session.start}, " if session.start else ""
+        begin = f"resuming at step {session.start}, " if session.start else session.beginning
         return (
             f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
             f"{steps} steps, compiled in {session.compile_s:.1f}s"

@@ -39,7 +39,8 @@ class Rates:
         rows = batch_of(e.batch, step - 1)
         seq = self._assembly.fields["tokens"][0][0] if "tokens" in self._assembly.fields else 1
         values: dict[str, float | None] = {"tokens_per_s": rows * seq / step_s, "step_s": step_s}
-        if not self._assembly.built_in or self._assembly.spec.simulated:
+        # Of frozen leaves no gradients are made: how much of a step that saves is not counted.
+        if not self._assembly.built_in or self._assembly.spec.simulated or self._assembly.frozen:
             return values
         flops = e.model.flops(seq=seq, sequences=rows)
         peak = self._assembly.peak_flops

@@ -15,7 +15,7 @@ import jax
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import Loader
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
@@ -25,7 +25,7 @@ from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.restore import restored
-from jaxtrain.train.start import refuse_unfit_start, starting_params
+from jaxtrain.train.start import Start, settled_start, starting_params
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
@@ -52,12 +52,21 @@ class Session:
     natural: NaturalOrder
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
+    begins: Start | None = None
+    """What the first step of the run begins with, if the run did not make it."""
     guard: GuardReader = field(default_factory=GuardReader)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
     def experiment(self) -> Experiment:
         return self.assembly.experiment
+
+    @property
+    def beginning(self) -> str:
+        """What the parameters came from, for a line that goes on; nothing where they were made."""
+        if isinstance(self.begins, FromRun):
+            return f"from step {self.begins.step} of {self.begins.run_dir}, "
+        return f"from {self.begins.folder}, " if self.begins is not None else ""
 
     def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Dispatch one step on the next state; returns its metrics, not waited for.
@@ -114,8 +123,7 @@ def open_session(
     refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
-    if not start:
-        refuse_unfit_start(assembly)
+    begins = None if start else settled_start(assembly)
     dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
@@ -132,7 +140,7 @@ def open_session(
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
-        state, start = _first_state(natural, where, checkpoints)
+        state, start = _first_state(natural, where, checkpoints, begins)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
@@ -141,7 +149,7 @@ def open_session(
     session = Session(
         assembly, mesh, where, dataset, state, start, loader, evaluate, natural, compile_s
     )
-    session.guard = guard
+    session.guard, session.begins = guard, begins
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 
@@ -162,14 +170,17 @@ def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
 
 
 def _first_state(
-    natural: NaturalOrder, where: TrainState, checkpoints: Checkpoints | None
+    natural: NaturalOrder,
+    where: TrainState,
+    checkpoints: Checkpoints | None,
+    begins: Start | None,
 ) -> tuple[TrainState, int]:
     """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
     sharded: initialised under jit, each device making its part, or reading it."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
             return restored(natural, checkpoints, start), start
-    return initialise(natural.assembly, where, starting_params(natural)), 0
+    return initialise(natural.assembly, where, starting_params(natural, begins)), 0
 
 
 def initialise(

@@ -73,9 +73,9 @@ def _block(block: BlockConfig, devices: int) -> BlockConfig:
     mlp = replace(block.mlp, hidden=_multiple(HIDDEN, devices))
     if isinstance(mlp, MoeConfig):
         experts = min(mlp.experts, EXPERTS)
-        mlp = replace(
-            mlp, experts=experts, experts_per_token=min(mlp.experts_per_token, experts // 2 or 1)
-        )
+        # At least two of several: with one its share is 1, and the router has no gradient.
+        chosen = min(mlp.experts_per_token, max(experts // 2, 2), experts)
+        mlp = replace(mlp, experts=experts, experts_per_token=chosen)
     return replace(block, attention=attention, mlp=mlp)
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.exchange import gathered
+from jaxtrain.checkpoint.exchange import gathered, together
 from jaxtrain.checkpoint.huggingface import read_params, refuse_unfit
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
-from jaxtrain.models.adapters import is_adapter, without_adapters
+from jaxtrain.experiment.stored import stored_field
+from jaxtrain.models.adapters import INTO, is_adapter, without_adapters
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.essence import differences, essence
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.natural import NaturalOrder, natural_form
 from jaxtrain.train.tuning import matched
@@ -36,35 +39,77 @@ class Stored(NamedTuple):
     names: dict[str, str]
 
 
-def start_of(experiment: Experiment) -> FromHuggingFace | FromRun | None:
-    """What the experiment begins with; None of its own making."""
-    return None if experiment.fine_tuning is None else experiment.fine_tuning.start
+Start = FromHuggingFace | FromRun
 
 
-def refuse_unfit_start(assembly: Assembly) -> None:
-    """Raise ValueError where what a run begins with is not there, or is not of this model: with
-    every leaf that is missing, extra or of another shape. Reads no weight."""
-    start, e = start_of(assembly.experiment), assembly.experiment
+def settled_start(assembly: Assembly) -> Start | None:
+    """What the experiment begins with, the newest step of a run by its number, the same on every
+    process; None of its own making. Reads no weight.
+
+    Raises ValueError, on every process, where what it begins with is not there for one of them, or
+    is not of this model: with every leaf that is missing, extra or of another shape.
+    """
+    tuning = assembly.experiment.fine_tuning
+    start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
-        refuse_unfit(start.folder, _of_folder(e))
+        folder = start.folder
+        together(lambda: refuse_unfit(folder, _of_folder(assembly.experiment)))
     elif isinstance(start, FromRun):
-        stored_params(start, natural_form(assembly).abstract.params)
+        run = start
+        step, _ = together(lambda: manifest_of(run.run_dir, run.step))
+        start = settled = replace(run, step=int(gathered(str(step))[0]))
+        together(lambda: _refuse_unfit_run(settled, assembly))
+    return start
 
 
-def starting_params(order: NaturalOrder) -> dict[str, jax.Array]:
+def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
+    e, wanted = assembly.experiment, natural_form(assembly).abstract.params
+    problems = [] if start.leaves is not None else _model_differences(start, e)
+    stored_params(start, wanted, problems + _scale_difference(start, e, wanted))
+
+
+def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
+    """Fields of built-in models that shapes do not show."""
+    try:
+        stored = stored_field(start.run_dir, "model")
+    except ValueError:  # a model of one's own, that its file alone knows
+        return []
+    if not isinstance(stored, DecoderConfig) or not isinstance(experiment.model, DecoderConfig):
+        return []
+    found = differences(essence(experiment.model), essence(stored))
+    return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
+
+
+def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:
+    """Adapters that are taken at another scale are other adapters."""
+    _, manifest = manifest_of(start.run_dir, start.step)
+    chosen = wanted if start.leaves is None else matched(start.leaves, wanted, "leaves")[0]
+    if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
+        return []
+    ours = getattr(experiment.fine_tuning, "lora", None)
+    theirs = getattr(stored_field(start.run_dir, "fine_tuning"), "lora", None)
+    if ours is None or theirs is None or ours.alpha / ours.rank == theirs.alpha / theirs.rank:
+        return []
+    return [
+        f"fine_tuning.lora: alpha / rank is {ours.alpha / ours.rank:g}, there "
+        f"{theirs.alpha / theirs.rank:g}; use alpha={theirs.alpha / theirs.rank * ours.rank:g}"
+    ]
+
+
+def starting_params(order: NaturalOrder, start: Start | None) -> dict[str, jax.Array]:
     """Those that are not of the run's own making, as they rest; {} where all are.
 
-    Each device's part is read from what holds it. Raises ValueError as `refuse_unfit_start` does,
-    and DamagedCheckpoint.
+    start: as `settled_start` gives it. Each device's part is read from what holds it. Raises
+    ValueError on every process where one can't read its part, and DamagedCheckpoint.
     """
-    e = order.assembly.experiment
-    start, wanted = start_of(e), order.placed_params
+    e, wanted = order.assembly.experiment, order.placed_params
     if start is None:
         return {}
     if isinstance(start, FromHuggingFace):
         base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
-        return order.laid_params(read_params(start.folder, _of_folder(e), base))
-    stored = stored_params(start, wanted)
+        found = together(lambda: read_params(start.folder, _of_folder(e), base))
+        return order.laid_params(found)
+    stored = together(lambda: stored_params(start, wanted))
     return order.laid_params(read_stored(stored, wanted))
 
 
@@ -78,8 +123,9 @@ def _of_folder(experiment: Experiment) -> DecoderConfig:
     return without_adapters(model)
 
 
-def stored_params(start: FromRun, wanted: Shapes) -> Stored:
-    """Where a run has the parameters of `wanted` that are asked for.
+def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) -> Stored:
+    """Where a run has the parameters of `wanted` that are asked for. others: what else is known to
+    be wrong with them.
 
     Raises:
         ValueError: there is no such run or step, or it has not these parameters: each leaf that is
@@ -102,7 +148,13 @@ def stored_params(start: FromRun, wanted: Shapes) -> Stored:
     if start.leaves is None:
         extra = sorted(held - wanted.keys())
         problems += [f"{k}: {manifest.leaves[PARAMS + k]} there, not in this model" for k in extra]
-    if problems:
+    problems += [
+        f"{name}: has an adapter there, which is not taken; begin with the folder that `jaxtrain "
+        "export` writes, where it is merged"
+        for name in chosen
+        if name + INTO in held and name + INTO not in names
+    ]
+    if problems := [*others, *problems]:
         remedy = "" if start.leaves else "\ntake some of them with leaves=('period.*', ...)"
         raise ValueError(
             f"step {step} of {start.run_dir} does not fit this model in {len(problems)} places:\n  "

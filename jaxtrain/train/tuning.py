@@ -39,7 +39,9 @@ def adapted_model(
     if not isinstance(experiment.model, DecoderConfig):
         return experiment, [f"{where} acts on built-in models only, and this one is its own"]
     sides = adapter_places(shapes)
-    chosen, problems = matched(lora.targets, sides, f"{where}.targets", among="matrices of blocks")
+    chosen, problems = matched(
+        lora.targets, sides, f"{where}.targets", among="matrices that can have adapters"
+    )
     problems += [
         f"{where}.rank={lora.rank} is not below the smaller side of {name}, {sides[name]}; use "
         f"rank={max(sides[name] // 2, 1)} or less"

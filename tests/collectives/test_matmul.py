@@ -89,33 +89,34 @@ def test_gather_matmul(ring, n, check_vma, dtype, make):
 
 @pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)
 def test_matmul_scatter(ring, n, check_vma, dtype, make):
-    """x [tokens, K n] split by columns, the weight by rows; the result by tokens."""
+    """x [tokens, K n] split by columns, the weight by rows; the result by tokens. Beside it another
+    pair, of one column a device."""
     tokens = 2 * n
-    x, w, dy = (
-        jnp.asarray(a, dtype)
-        for a in draw(make, (tokens, K * n), (K * n, COLUMNS[0]), (tokens, COLUMNS[0]))
-    )
+    shapes = (tokens, K * n), (K * n, COLUMNS[0]), (tokens, n), (n, COLUMNS[0])
+    x, w, z, b, dy = (jnp.asarray(a, dtype) for a in draw(make, *shapes, (tokens, COLUMNS[0])))
 
-    def local(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: matmul_scatter(x, w, ("tensor",), ring), x, w)
+    def local(xs, ws, dy):
+        y, pull = jax.vjp(lambda xs, ws: matmul_scatter(xs, ws, ("tensor",), ring), xs, ws)
         return y, *pull(dy + (0 * y).astype(dy.dtype))
 
     columns, rows = P(None, "tensor"), P("tensor")
     run = on_devices(local, n, (columns, rows, rows), (rows, columns, rows), check_vma)
-    found = run(x, w, dy)
-    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
-    close(found, (x @ w, dy @ w.T, x.T @ dy), make, dtype)
+    y, (dx, dz), (dw, db) = run((x, z), (w, b), dy)
+    x, w, z, b, dy64 = (np.asarray(a, np.float64) for a in (x, w, z, b, dy))
+    close((dx, dw), (dy64 @ w.T, x.T @ dy64), make, dtype)
+    close((dz, db), (dy64 @ b.T, z.T @ dy64), make, dtype)
+    close((y,), (x @ w + z @ b,), make, dtype)
 
 
 def test_without_axes_it_is_the_product():
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
-    np.testing.assert_array_equal(matmul_scatter(x, w, (), Ring()), x @ w)
+    np.testing.assert_array_equal(matmul_scatter((x,), (w,), (), Ring()), x @ w)
     np.testing.assert_array_equal(gather_matmul(x, (w,), (), Ring())[0], x @ w)
 
 
 def test_tokens_that_do_not_split_are_refused():
     def local(x, w):
-        return matmul_scatter(x, w, ("tensor",), Ring())
+        return matmul_scatter((x,), (w,), ("tensor",), Ring())
 
     with pytest.raises(ValueError, match="5 entries, which do not split over tensor = 2"):
         on_devices(local, 2, (P(), P()), P("tensor"), True)(jnp.ones((5, 3)), jnp.ones((3, 4)))

@@ -175,6 +175,10 @@ def test_std_by_fan_in():
          ["block 0: mlp.experts=0; use a whole number of at least 1",
           "block 1: mlp.experts_per_token=3 are more than mlp.experts=2; use at most that many",
           "block 2: mlp.experts_per_token=True; use a whole number of at least 1"]),
+        (decoder(block(mlp=MlpConfig(4, "silu", bias=1)), block(mlp=MoeConfig(4, 2, gated=None))),
+         ["block 0: mlp.activation='silu'; use a function of an array, such as silu",
+          "block 0: mlp.bias=1; use True or False",
+          "block 1: mlp.gated=None; use True or False"]),
         (decoder(block(window=2.5, scale=float("nan")), layers=1, learned_positions=True,
                  embedding_scale=float("nan"), logit_scale="1"),
          ["learned_positions=True; use a whole number of at least 1, or None for none",
@@ -190,6 +194,10 @@ def test_violations(config, said):
     assert config.violations() == said
 
 
+WITH_EXPERTS = ShardingRules(activations=table({"experts": "fsdp"}))
+OVER_TOKENS = ShardingRules(activations=table({"batch": ("data", "fsdp"), "mlp": "fsdp"}))
+
+
 @pytest.mark.parametrize(
     ("config", "rules", "sizes", "explicit", "said"),
     [
@@ -200,6 +208,14 @@ def test_violations(config, said):
         (decoder(block(heads=8, kv_heads=1, head_dim=2)), tensor(), {"tensor": 2}, True,
          ["kv_heads=1 does not split over tensor=2; use 2 kv_heads, or tensor=1"]),
         (decoder(block(heads=6, head_dim=2)), fsdp(), {"fsdp": 4}, True, []),
+        (decoder(block(mlp=MoeConfig(4, 2))), WITH_EXPERTS, {"fsdp": 2}, True,
+         ["the activations table splits experts over fsdp: in use they are whole; split their "
+          "hidden units (mlp), or split experts in the params table"]),
+        (decoder(block(mlp=MoeConfig(4, 2))), WITH_EXPERTS, {"fsdp": 1}, True, []),
+        (decoder(block(mlp=MoeConfig(4, 2))), OVER_TOKENS, {"fsdp": 2, "data": 2}, False,
+         ["the activations table splits both batch and mlp over fsdp: hidden units of different "
+          "tokens would be summed; split mlp over other axes"]),
+        (decoder(block()), OVER_TOKENS, {"fsdp": 2, "data": 2}, False, []),
     ],
 )  # fmt: skip
 def test_mesh_violations(config, rules, sizes, explicit, said):

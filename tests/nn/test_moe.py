@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.mesh.sharding import fsdp, tensor
 from jaxtrain.models.block import gelu_tanh, silu
 from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.moe import (
     LARGEST_BLOCK,
     block_rows,
@@ -227,3 +230,32 @@ def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_a
     wanted = np.asarray(experts(x.astype(jnp.float32), router, wide))
     error = np.abs(np.asarray(found, np.float32) - wanted).max()
     assert error < 0.03 * np.abs(wanted).max()
+
+
+def test_logits_of_routers_are_whole_fp32_where_products_are_not() -> None:
+    x, router, _ = problem(13, 4)
+    with jax.default_matmul_precision("default"):
+        made = jax.make_jaxpr(partial(route, k=2))(x.astype(jnp.bfloat16), router)
+    (product,) = [each for each in made.eqns if each.primitive.name == "dot_general"]
+    assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+    assert product.outvars[0].aval.dtype == jnp.float32
+
+
+def test_under_gspmd_a_mixture_saves_its_inputs_and_nothing_else() -> None:
+    """What leaves a shard_map to be saved is as many copies as there are devices."""
+    x, router, weights = problem(16, 4)
+    mesh = make_mesh(mesh_from_axes(data=2, fsdp=2, tensor=2))
+    comm = Gspmd(mesh=mesh, rules=fsdp() | tensor(), places={})
+    kernel = partial(routed, k=2, activation=silu)
+
+    def out(x: Any, router: Any, weights: Any) -> jax.Array:
+        return comm.experts(kernel, x, router, weights)
+
+    given = (x, router, weights)
+    y, back = jax.vjp(out, *given)
+    shapes = sorted(each.shape for each in jax.tree.leaves(given))
+    assert sorted(each.shape for each in jax.tree.leaves(back)) == shapes
+    wanted, alone = jax.vjp(kernel, *given)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    for found, each in zip(*map(jax.tree.leaves, (back(y), alone(wanted))), strict=True):
+        np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-4)

@@ -50,10 +50,9 @@ def routed(**fields: Any) -> jaxtrain.Experiment:
     return replace(dense, model=replace(dense.model, **found, **fields))
 
 
-def assembled(layout: Layout, optimizer: Any = None, **fields: Any) -> Any:
-    experiment = arranged(routed(**fields), layout)
-    if optimizer is not None:
-        experiment = replace(experiment, optimizer=optimizer)
+def assembled(layout: Layout, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """The small experiment on a layout; given: its fields that are not the model's."""
+    experiment = replace(arranged(routed(**fields), layout), **given or {})
     return assemble(experiment, jaxtrain.mesh_from_axes(**dict(layout.axes)))
 
 
@@ -69,7 +68,14 @@ def staged(pipeline: str, periods: int, loop: str = DOTS, **fields: Any) -> Layo
     return Layout(STAGED, pipeline=pipeline, microbatches=2, periods=periods, loop=loop, **fields)
 
 
+BESIDE: dict[str, Any] = {"layers": 4, "period": (0,), "prefix": (1,), "suffix": (1,)}
+ROUTERS = jaxtrain.FineTuning(trainable=("*.mlp.router",))
+ADAPTERS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0))
+
 CASES = [
+    slow("adapters", Layout(CUBE, loop=DOTS), given={"fine_tuning": ADAPTERS}, **BESIDE),
+    slow("routers alone", Layout(CUBE, loop=DOTS), given={"fine_tuning": ROUTERS}, **BESIDE),
+    by_hand("adapters, 1F1B", staged("1F1B", 2), given={"fine_tuning": ADAPTERS}, suffix=(1,)),
     pytest.param(Layout(CUBE, loop=DOTS), {}, id="plain"),
     pytest.param(staged("zero bubble", 2), {}, id="zero bubble"),
     by_hand("everything saved", Layout(CUBE)),
@@ -92,12 +98,12 @@ CASES = [
     by_hand(
         "zero bubble, zero2", staged("zero bubble", 3, "unrolled, remat none", sharding="zero2")
     ),
-    slow("Muon", Layout(CUBE, loop=DOTS), optimizer=jaxtrain.Muon(0.1)),
-    by_hand("LAMB", Layout(CUBE, loop=DOTS), optimizer=jaxtrain.Lamb(0.1)),
+    slow("Muon", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Muon(0.1)}),
+    by_hand("LAMB", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Lamb(0.1)}),
     by_hand(
         "Adafactor",
         Layout(CUBE, loop=DOTS),
-        optimizer=jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8),
+        given={"optimizer": jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8)},
     ),
 ]
 
@@ -115,8 +121,9 @@ def test_the_contract_is_kept(layout: Layout, fields: dict[str, Any]) -> None:
 def test_experts_move_the_tokens_of_a_dense_layer_whatever_their_number(loop: str) -> None:
     """Each device has a slice of every expert: tokens are gathered and scattered once a layer."""
 
-    def of_tokens(period: tuple[int, ...]) -> list[Any]:
-        sent = step_traffic(facts_of(assembled(Layout(CUBE, loop=loop), period=period)))
+    def of_tokens(kind: int) -> list[Any]:
+        parts: dict[str, Any] = {"period": (kind,), "prefix": (kind,), "layers": 3}
+        sent = step_traffic(facts_of(assembled(Layout(CUBE, loop=loop), **parts)))
         return [each for each in sent if each.axes == ("tensor",)]
 
-    assert of_tokens((1,)) == of_tokens((0,)) != []
+    assert of_tokens(1) == of_tokens(0) != []

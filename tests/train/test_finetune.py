@@ -29,6 +29,7 @@ from jaxtrain.train.layouts import Layout, arranged
 from jaxtrain.train.loading import load, static_of
 from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.session import _first_state
+from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
@@ -57,7 +58,7 @@ def first_state(experiment: Any, **axes: int) -> tuple[NaturalOrder, TrainState]
     """As a session has it before its first step; nothing of the step is compiled."""
     order = placed(experiment, **axes)
     where = shardings(order.assembly.abstract, order.assembly.splits, order.mesh)
-    state, step = _first_state(order, where, None)
+    state, step = _first_state(order, where, None, settled_start(order.assembly))
     assert step == 0
     return order, state
 

@@ -41,7 +41,9 @@ block = jaxtrain.BlockConfig(
     jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
 )
 tuning = None
-if start != "none":
+if start == "here and there":
+    tuning = jaxtrain.FineTuning(jaxtrain.FromRun("source" if index == 0 else "nowhere"))
+elif start != "none":
     tuning = jaxtrain.FineTuning(jaxtrain.FromRun(start), lora=jaxtrain.LoRA(2, 4.0))
 experiment = jaxtrain.Experiment(
     model=jaxtrain.DecoderConfig(
@@ -56,8 +58,12 @@ experiment = jaxtrain.Experiment(
     fine_tuning=tuning,
 )
 mesh = jaxtrain.mesh_from_axes(fsdp=4)
-result = jaxtrain.train(experiment, mesh, run_dir=run, cache_dir=Path(out).parent / f"cache{index}")
-found = {"losses": [line["loss"] for line in result.history], "read": sum(read)}
+try:
+    cache = Path(out).parent / f"cache{index}"
+    result = jaxtrain.train(experiment, mesh, run_dir=run, cache_dir=cache)
+    found = {"losses": [line["loss"] for line in result.history], "read": sum(read)}
+except ValueError as error:
+    found = {"error": str(error)}
 Path(out).write_text(json.dumps(found))
 """
 
@@ -98,4 +104,7 @@ def test_two_processes_begin_from_a_run_as_one_does(tmp_path: Path) -> None:
     assert two[0]["losses"] == two[1]["losses"]
     assert two[0]["losses"] == pytest.approx(one["losses"], rel=1e-6)
     norms = 4 * (2 * 2 + 1) * 8  # whole on every device: each reads them
+    told = [each["error"] for each in run(tmp_path, "x", processes=2, start="here and there")]
+    assert "nowhere/checkpoints has no committed checkpoint" in told[1]
+    assert told[0] == f"process 1: {told[1]}", "nobody waits for the one that failed"
     assert [each["read"] - norms for each in two] == [(one["read"] - norms) // 2] * 2

@@ -14,6 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.checkpoint.huggingface import write_folder
+from jaxtrain.models.adapters import with_adapters
 from jaxtrain.train.loading import _abstract, _template, load
 from jaxtrain.train.session import open_session
 
@@ -43,7 +44,11 @@ def test_a_wrong_field_is_refused_as_it_is_made(make: Any, told: str) -> None:
 FROZEN = [
     (dict(trainable=("period.*.attn.*",)), {}, r"'period.\*.attn.\*' names none of the leaves; "),
     (dict(trainable=("hed", "norm*")), {}, "'hed' names none of the leaves; near it are .*head"),
-    (dict(lora=LoRA(2, 1.0, ("embedding",))), {}, "'embedding' names none of the matrices of bl"),
+    (
+        dict(lora=LoRA(2, 1.0, ("embedding",))),
+        {},
+        "'embedding' names none of the matrices tha",
+    ),
     (dict(lora=LoRA(8, 1.0)), {}, "rank=8 is not below the smaller side of .*query, 8; use rank=4"),
     (dict(trainable=("head", "norm*")), dict(stage=2), "only head, norm.scale, behind the pipeli"),
 ]
@@ -144,7 +149,8 @@ def test_a_run_that_does_not_fit_is_refused(decoder: jaxtrain.Experiment, tmp_pa
     with pytest.raises(ValueError) as caught:
         begun(other, FromRun(tmp_path / "run"))
     for part in (
-        "in 6 places",
+        "in 10 places",
+        "model: block.norm is a LayerNorm, there a RMSNorm",
         "head: not there, expected float32[16,8]",
         "period.0.attention_norm.bias: not there, expected float32[1,8]",
         "period.0.mlp.up: float32[1,8,16] there, expected float32[1,8,32]",
@@ -158,6 +164,49 @@ def test_a_run_that_does_not_fit_is_refused(decoder: jaxtrain.Experiment, tmp_pa
         begun(other, FromRun(tmp_path / "run", leaves=("hed", "embedding")))
     with pytest.raises(ValueError, match=r"in 1 places:\n  head: not there"):
         begun(other, FromRun(tmp_path / "run", leaves=("head", "embedding")))
+
+
+def test_adapters_are_taken_as_they_were_or_not_at_all(
+    decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """At the scale they were trained with; a matrix is not taken without its own."""
+    lora = LoRA(2, alpha=4.0)
+    policy = jaxtrain.SavePolicy(every=1000)
+    saved = replace(decoder, steps=2, fine_tuning=FineTuning(lora=lora), checkpoints=policy)
+    options = dict(cache_dir=tmp_path / "cache", stream=io.StringIO())
+    jaxtrain.train(saved, MESH, run_dir=tmp_path / "run", steps=1, **options)
+
+    def check(start: FromRun, lora: LoRA | None) -> None:
+        jaxtrain.check(replace(decoder, fine_tuning=FineTuning(start, lora=lora)), MESH)
+
+    for leaves in (None, ("*",)):
+        check(FromRun(tmp_path / "run", leaves=leaves), lora)
+        with pytest.raises(ValueError, match="alpha / rank is 16, there 2; use alpha=4"):
+            check(FromRun(tmp_path / "run", leaves=leaves), LoRA(2, alpha=32.0))
+        with pytest.raises(ValueError, match=r"attention\.query: has an adapter there, which"):
+            check(FromRun(tmp_path / "run", leaves=leaves), None)
+    check(FromRun(tmp_path / "run", leaves=("*.key", "embedding")), LoRA(2, alpha=32.0))
+
+
+def test_a_run_of_another_function_of_equal_shapes_is_refused(
+    decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    options = dict(cache_dir=tmp_path / "cache", stream=io.StringIO())
+    saved = replace(decoder, steps=2, checkpoints=jaxtrain.SavePolicy(every=1000))
+    jaxtrain.train(saved, MESH, run_dir=tmp_path / "run", steps=1, **options)
+    block = decoder.model.period[0]
+    block = replace(block, mlp=replace(block.mlp, activation=jaxtrain.gelu_tanh), dropout=0.1)
+    other = replace(decoder, model=replace(decoder.model, period=(block,)))
+    with pytest.raises(ValueError, match=r"in 1 places:.*\n.*activation is gelu_tanh, there silu"):
+        begun(other, FromRun(tmp_path / "run"))
+    taken = FineTuning(FromRun(tmp_path / "run", leaves=("*",)))
+    jaxtrain.check(replace(other, fine_tuning=taken), MESH)
+
+
+def test_adapters_that_nobody_asked_for_are_refused(decoder: jaxtrain.Experiment) -> None:
+    model = with_adapters(decoder.model, ("period.0.attention.query",), 2, 1.0)
+    with pytest.raises(ValueError, match=r"adapters are made by fine_tuning=FineTuning\(lora="):
+        jaxtrain.check(replace(decoder, model=model), MESH)
 
 
 def test_what_is_no_model_is_not_generated_from(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +32,16 @@ LAYOUTS = [
 ]
 
 
-def experiment() -> jaxtrain.Experiment:
-    """Every layer has eight experts, two of them for each token."""
+def experiment(*, ends: bool = False) -> jaxtrain.Experiment:
+    """Every layer has eight experts, two of them for each token; with `ends` so have those before
+    and after the others, which are dense."""
     dense = load_experiment(EXPERIMENT)
     (block,) = dense.model.period
     routed = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts=8))
-    return replace(dense, model=replace(dense.model, period=(routed,)))
+    parts: dict[str, Any] = {"period": (routed,)}
+    if ends:
+        parts = {"prefix": (routed,), "suffix": (routed,), "layers": dense.model.layers + 2}
+    return replace(dense, model=replace(dense.model, **parts))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,38 @@ def test_layouts_equal_one_device(
     monkeypatch.setattr(certify, "layouts", lambda devices, which: ([layout], 1))
     ((difference, _),) = certify.certify(experiment())
     assert difference.passed, str(difference)
+
+
+@pytest.mark.slow
+def test_experts_beside_a_pipeline_are_split_over_stages_too(
+    monkeypatch: pytest.MonkeyPatch, remembered: None
+) -> None:
+    layout = Layout(STAGED, pipeline="1F1B", microbatches=4, periods=3, loop=DOTS)
+    monkeypatch.setattr(certify, "layouts", lambda devices, which: ([layout], 1))
+    ((difference, _),) = certify.certify(experiment(ends=True))
+    assert difference.passed, str(difference)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "small"),
+    [
+        (8, 2, (8, 2)),
+        (2, 2, (2, 2)),
+        (3, 2, (3, 2)),
+        (4, 3, (4, 2)),
+        (8, 1, (8, 1)),
+        (1, 1, (1, 1)),
+    ],
+)
+def test_shrinking_leaves_routers_something_to_learn(
+    experts: int, k: int, small: tuple[int, int]
+) -> None:
+    """The share of one chosen expert is 1, whatever its router says."""
+    block = experiment().model.period[0]
+    block = replace(block, mlp=jaxtrain.MoeConfig(64, experts, k))
+    given = replace(experiment(), model=replace(experiment().model, period=(block,)))
+    found = shrink(given, devices=8).model.period[0].mlp
+    assert (found.experts, found.experts_per_token) == small
 
 
 def test_shrinking_keeps_experts_and_bf16_layouts_leave_no_choice() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from jaxtrain.checkpoint.huggingface.fields import Fields
 from jaxtrain.checkpoint.huggingface.gpt2 import GPT2
 from jaxtrain.checkpoint.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from jaxtrain.checkpoint.huggingface.mixtral import MIXTRAL
-from jaxtrain.models.block import BlockConfig
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn.param import Initialisation
+from jaxtrain.models.essence import differences, essence
 
 NAME = "config.json"
 
@@ -27,8 +24,9 @@ FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2)
 def read_config(folder: str | Path) -> DecoderConfig:
     """The model that a folder's config.json describes.
 
-    Of the fields that change no logits (dropout, initialisation) none is taken over, and
-    `vocab_multiple` is the default: replace them as the training needs.
+    Of the fields that change no logits (dropout, initialisation, a router's jitter and balancing
+    loss) none is taken over, and `vocab_multiple` is the default: replace them as the training
+    needs.
 
     Raises:
         ValueError: there is no readable config.json, or it describes what this library does not
@@ -94,7 +92,7 @@ def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     """
     if problems := config.violations():
         raise ValueError("\n".join(problems))
-    wanted = _essence(config)
+    wanted = essence(config)
     nearest: tuple[Family, list[str]] | None = None
     kind = type(config.blocks[0].mlp)
     least = math.inf, math.inf
@@ -104,7 +102,7 @@ def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         if not problems:
             problems = [
                 f"{name} is {here}, there {there}"
-                for name, here, there in _differences(wanted, _essence(read))
+                for name, here, there in differences(wanted, essence(read))
             ]
         problems = list(dict.fromkeys(problems))
         if not problems:
@@ -124,42 +122,3 @@ def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
             ]
         )
     )
-
-
-def _essence(config: DecoderConfig) -> DecoderConfig:
-    """The config with one way to say each thing, less what changes no logits."""
-
-    def block(given: BlockConfig) -> BlockConfig:
-        a = given.attention
-        size = a.size(config.embed)
-        scale = None if a.scale == size**-0.5 else a.scale
-        attention = replace(a, kv_heads=a.key_heads, head_dim=size, scale=scale)
-        return replace(given, attention=attention, dropout=0.0)
-
-    return replace(
-        config,
-        prefix=(),
-        period=tuple(map(block, config.blocks)),
-        suffix=(),
-        dropout=0.0,
-        init=Initialisation(),
-        vocab_multiple=1,
-        chunk_tokens=1,
-    )
-
-
-def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Fields in which two configs differ; those of all layers go by one name, `block`."""
-    if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        for a, b in zip(ours, theirs, strict=True):
-            yield from _differences(a, b, "block")
-    elif is_dataclass(ours) and type(ours) is type(theirs):
-        for field in fields(ours):
-            a, b = getattr(ours, field.name), getattr(theirs, field.name)
-            yield from _differences(a, b, f"{path}.{field.name}".lstrip("."))
-    elif ours != theirs:
-        yield path, _shown(ours), _shown(theirs)
-
-
-def _shown(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)

@@ -27,6 +27,8 @@ HARMLESS = {
     "reorder_and_upcast_attn",
     "resid_pdrop",
     "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     "task_specific_params",
     "tokenizer_class",
     "torch_dtype",
@@ -34,7 +36,7 @@ HARMLESS = {
     "use_cache",
 }
 """Fields that leave the function from tokens to logits as it is: how a model was or is to be
-trained (dropout, too), split or served."""
+trained (dropout, the balance and jitter of routers), split or served."""
 
 HARMLESS_BEGINNINGS = ("_", "output_", "summary_")
 HARMLESS_ENDINGS = ("_token_id", "_version")

@@ -24,16 +24,12 @@ from jaxtrain.models.decoder import DecoderConfig
 
 _MOE = f"{LAYER}block_sparse_moe."
 _EXPERT = {"w1": "mlp.gate", "w3": "mlp.up", "w2": "mlp.down"}
-_IN_TRAINING = ("router_aux_loss_coef", "router_jitter_noise")
-"""Fields that say nothing of the logits."""
 
 TENSORS = (
     *BESIDE_MLP,
-    Tensor(f"{LAYER}block_sparse_moe.gate.weight", ("mlp.router",), transposed=True),
+    Tensor(f"{_MOE}gate.weight", ("mlp.router",), transposed=True),
     *(
-        Tensor(
-            f"{LAYER}block_sparse_moe.experts.{{expert}}.{name}.weight", (leaf,), transposed=True
-        )
+        Tensor(f"{_MOE}experts.{{expert}}.{name}.weight", (leaf,), transposed=True)
         for name, leaf in _EXPERT.items()
     ),
 )
@@ -54,8 +50,11 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
         experts_per_token=fields.count("num_experts_per_tok"),
         activation=dense.activation,
     )
-    for name in _IN_TRAINING:
-        fields.value(name)
+    if moe.experts_per_token > moe.experts == fields.given.get("num_local_experts"):
+        fields.problems.append(
+            f"num_experts_per_tok={moe.experts_per_token} is more than "
+            f"num_local_experts={moe.experts}; use at most that many"
+        )
 
     def routed(blocks: tuple[BlockConfig, ...]) -> tuple[BlockConfig, ...]:
         return tuple(replace(block, mlp=moe) for block in blocks)

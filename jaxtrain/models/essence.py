@@ -1,0 +1,57 @@
+"""What a model computes, and in which fields two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from jaxtrain.models.block import BlockConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.param import Initialisation
+
+
+def essence(config: DecoderConfig) -> DecoderConfig:
+    """The config with one way to say each thing, less what changes no logits."""
+
+    def block(given: BlockConfig) -> BlockConfig:
+        a = given.attention
+        size = a.size(config.embed)
+        scale = None if a.scale == size**-0.5 else a.scale
+        attention = replace(a, kv_heads=a.key_heads, head_dim=size, scale=scale)
+        return replace(given, attention=attention, dropout=0.0, adapters=None)
+
+    return replace(
+        config,
+        prefix=(),
+        period=tuple(map(block, config.blocks)),
+        suffix=(),
+        dropout=0.0,
+        init=Initialisation(),
+        vocab_multiple=1,
+        chunk_tokens=1,
+    )
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Fields in which two configs differ; those of all layers go by one name, `block`."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        if len(ours) != len(theirs):
+            yield path, f"{len(ours)} of them", f"{len(theirs)} of them"
+        for a, b in zip(ours, theirs, strict=False):
+            yield from differences(a, b, "block")
+    elif is_dataclass(ours) and type(ours) is type(theirs):
+        for field in fields(ours):
+            a, b = getattr(ours, field.name), getattr(theirs, field.name)
+            yield from differences(a, b, f"{path}.{field.name}".lstrip("."))
+    elif ours != theirs:
+        show = _shown if type(ours) is type(theirs) else _kind
+        yield path, show(ours), show(theirs)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if is_dataclass(value) else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,102 @@
+"""Adapters beside matrices: what they change, what they keep in memory, what bf16 leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.models.adapters import column, merged, row, with_adapters
+from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.module import build, put_together, take_apart
+from jaxtrain.nn.remat import REMAT
+from jaxtrain.nn.stack import LayerLoop
+
+SCALE = 2.0
+
+
+def problem(size: int, rank: int, lr: float) -> dict[str, jax.Array]:
+    """A matrix with an adapter after about one step of Adam."""
+    rng = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(rng.normal(0, 0.02, (size, size)), jnp.float32),
+        "w_lora_a": jnp.asarray(rng.normal(0, size**-0.5, (size, rank)), jnp.float32),
+        "w_lora_b": jnp.asarray(lr * rng.choice([-1.0, 1.0], (rank, size)), jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("way", ["column", "row"])
+def test_small_changes_are_not_rounded_away_in_bf16(way: str) -> None:
+    """Added to w before the product, four of five would be."""
+    params = problem(256, 8, 1e-4)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 256)), jnp.bfloat16)
+
+    def module(scale: float) -> Any:
+        held = {k: v.astype(jnp.bfloat16) for k, v in params.items()}
+        return SimpleNamespace(lora_scale=scale, **held)
+
+    class Exact(Local):
+        """The sum of both products as it is, where the output would be rounded to bf16."""
+
+        def column(self, x: Any, *weights: Any) -> Any:
+            return tuple(jnp.matmul(x, w, preferred_element_type=jnp.float32) for w in weights)
+
+        def multiply(self, x: Any, weight: Any) -> Any:
+            return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
+        def row(self, x: Any, weight: Any, *beside: Any) -> Any:
+            return sum((self.multiply(*p) for p in beside), start=self.multiply(x, weight))
+
+    comm = Exact(jnp.bfloat16)
+
+    def out(scale: float) -> np.ndarray:
+        if way == "row":
+            return np.asarray(row(comm, module(scale), "w", x), np.float64)
+        return np.asarray(column(comm, module(scale), ("w",), x)[0], np.float64)
+
+    change = out(SCALE) - out(0.0)
+    exact = {k: np.asarray(v, np.float64) for k, v in params.items()}
+    wanted = SCALE * np.asarray(x, np.float64) @ exact["w_lora_a"] @ exact["w_lora_b"]
+    assert np.abs(change - wanted).max() < 1e-2 * np.abs(wanted).max()
+
+
+def test_merged_is_what_is_used() -> None:
+    params = problem(32, 4, 0.1)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 32)), jnp.float32)
+    module = SimpleNamespace(lora_scale=SCALE, **params)
+    wanted = x @ merged(params, SCALE)["w"]
+    comm = Local()
+    for found in (column(comm, module, ("w",), x)[0], row(comm, module, "w", x)):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("remat", list(REMAT))
+def test_nothing_of_a_matrix_size_is_kept_for_the_backward_pass(remat: str, unroll: bool) -> None:
+    """Neither a matrix with its adapter nor A B; but for the parameters themselves."""
+    attention = jaxtrain.AttentionConfig(2, kv_heads=1)
+    block = jaxtrain.BlockConfig(attention, jaxtrain.MlpConfig(24))
+    plain = jaxtrain.DecoderConfig(11, 16, 3, (block,), vocab_multiple=1)
+    inside = ("query", "key", "value", "out")
+    names = [f"period.0.attention.{n}" for n in inside]
+    names += [f"period.0.mlp.{n}" for n in ("gate", "up", "down")]
+    tokens = np.zeros((5, 8), np.int32)
+    sizes = {(16, 16), (16, 8), (16, 24), (24, 16)}
+
+    def kept(config: Any) -> list[tuple[int, ...]]:
+        split = take_apart(build(config.build, jax.random.key(0)))
+
+        def loss(params: Any) -> jax.Array:
+            model, loop = put_together(split.static, params), LayerLoop(remat=remat, unroll=unroll)
+            return model.loss({"tokens": tokens, "targets": tokens}, loop=loop)[0]
+
+        residuals = jax.tree.leaves(jax.vjp(loss, split.params)[1])
+        return sorted(each.shape for each in residuals if each.shape[-2:] in sizes)
+
+    found = kept(with_adapters(plain, tuple(names), 2, SCALE))
+    assert found == kept(plain) and len(found) >= len(names)
