@@ -208,7 +208,12 @@ def test_padded_rows_stay_zero_in_training(name):
 
 
 @pytest.mark.parametrize(
-    "loop", [LayerLoop(unroll=True, remat="none"), LayerLoop(remat="dots")], ids=str
+    "loop",
+    [
+        pytest.param(LayerLoop(unroll=True, remat="none"), marks=pytest.mark.slow),
+        LayerLoop(remat="dots"),
+    ],
+    ids=str,
 )
 def test_how_the_loop_runs_does_not_change_the_loss(loop, built):
     static, params = built["prefix and suffix"]

@@ -84,7 +84,7 @@ CASES = [
         "rings, layer by layer", Layout(CUBE, "explicit, ring looped, layer by layer", loop=DOTS)
     ),
     by_hand("bf16", Layout(CUBE, "explicit, recursive", loop=FULL, precision="bf16")),
-    slow(
+    by_hand(
         "beside dense blocks",
         Layout(CUBE, "explicit, ring looped, layer by layer", "data parallel", loop=FULL),
         layers=6,
@@ -98,7 +98,7 @@ CASES = [
     by_hand(
         "zero bubble, zero2", staged("zero bubble", 3, "unrolled, remat none", sharding="zero2")
     ),
-    slow("Muon", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Muon(0.1)}),
+    by_hand("Muon", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Muon(0.1)}),
     by_hand("LAMB", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Lamb(0.1)}),
     by_hand(
         "Adafactor",

@@ -272,6 +272,7 @@ def test_bench_refuses_what_it_cannot_compare(tmp_path: Path, monkeypatch) -> No
 # The whole of it
 
 
+@pytest.mark.slow
 def test_both_train_and_are_compared(tiny: Path, monkeypatch) -> None:
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compile time is the cost
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)

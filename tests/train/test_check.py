@@ -265,8 +265,13 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["h100_64", "v5p_512"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("h100_64", marks=pytest.mark.slow),
+        pytest.param("v5p_512", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_llama3_8b_weighs_what_its_compiled_step_takes(name: str) -> None:
     """On as many fake devices as the mesh has: 64 and 512. Compiling takes a minute or two."""
     files = [str(ROOT / "experiments/llama3_8b.py"), str(ROOT / f"meshes/{name}.toml")]

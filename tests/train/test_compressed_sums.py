@@ -292,7 +292,7 @@ def with_reducer(experiment: Any, reducer: Any, **changes: Any) -> Any:
     return replace(experiment, execution=execution, **changes)
 
 
-@pytest.mark.parametrize("harm", ["displaced", "poisoned"])
+@pytest.mark.parametrize("harm", [pytest.param("displaced", marks=pytest.mark.slow), "poisoned"])
 def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
     decoder: jaxtrain.Experiment, tmp_path: Path, harm: str
 ) -> None:
@@ -342,7 +342,7 @@ def test_what_a_distrusted_codec_left_is_dropped(
     assert not any(np.any(e) for e in session.state.residuals["errors"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_healthy_codec_does_not_trip_it_and_no_guard_samples_nothing(
     decoder: jaxtrain.Experiment,
 ) -> None:
@@ -357,9 +357,8 @@ def test_a_healthy_codec_does_not_trip_it_and_no_guard_samples_nothing(
     assert [h["loss"] for h in plain] == pytest.approx([h["loss"] for h in history], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "codec", [TopK(0.1), pytest.param(PowerSGD(2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [TopK(0.1), PowerSGD(2)], ids=str)
 def test_residuals_are_saved_and_their_sums_come_to_any_mesh(
     decoder: jaxtrain.Experiment, tmp_path: Path, codec: Any
 ) -> None:

@@ -32,7 +32,7 @@ from jaxtrain.train.certify import BOUNDS
 
 ROOT = Path(__file__).parents[2]
 BOUND = BOUNDS["float32"]
-slow = pytest.mark.slow
+slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
 Arrays = dict[str, np.ndarray]
 
 
@@ -217,12 +217,12 @@ def uninterrupted(tmp_path: Path) -> Any:
 # The laws.
 
 JOURNEYS: list[Any] = [
-    pytest.param(["adamw"], NAMED, id="two processes, one, two"),
+    pytest.param(["adamw"], NAMED, id="two processes, one, two", marks=slow),
     pytest.param(["adamw"], AROUND, id="around", marks=slow),
     # What these two keep AdamW keeps too: one way is enough.
-    pytest.param(["sgd", "lion"], NAMED[:2], id="other elementwise optimizers", marks=slow),
+    pytest.param(["sgd", "lion"], NAMED[:2], id="other elementwise optimizers", marks=by_hand),
     pytest.param(
-        ["adafactor", "lamb", "lars", "muon"], NAMED, id="optimizers of whole leaves", marks=slow
+        ["adafactor", "lamb", "lars", "muon"], NAMED, id="optimizers of whole leaves", marks=by_hand
     ),
 ]
 
@@ -253,7 +253,7 @@ def test_a_run_goes_on_on_other_meshes_and_processes(
         assert held[0].losses == due, f"{kind} on {hop}"
 
 
-@slow
+@by_hand
 def test_compressed_sums_go_on_on_other_meshes_and_processes(
     tmp_path: Path, uninterrupted: Any
 ) -> None:

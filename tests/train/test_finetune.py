@@ -33,7 +33,7 @@ from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step
 
-slow = pytest.mark.slow
+slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
 ATTENTION = ("query", "key", "value", "out")
 QUERIES = LoRA(2, alpha=4.0, targets=("*.attention.query", "*.mlp.down"))
 ADAPTERS = {
@@ -299,7 +299,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["lora", *(pytest.param(k, marks=slow) for k in ("mlp", "ends"))])
+@pytest.mark.parametrize(
+    "name", ["lora", *(pytest.param(k, marks=by_hand) for k in ("mlp", "ends"))]
+)
 def test_losses_are_those_of_one_device(
     name: str, layout: Layout, decoder: jaxtrain.Experiment, one_device_runs: dict[Any, Any]
 ) -> None:
@@ -370,15 +372,17 @@ PATHS = {
         loop="scanned, remat dots_and_attention",
     ),
 }
-SHOWN = {("lora", "none"), ("lora", "1F1B"), ("biases", "dots")}
+SHOWN = {("lora", "none"), ("biases", "dots")}
+OFTEN = {*(("lora", path) for path in PATHS), ("mlp", "ring"), ("ends", "full"), ("head", "kept")}
 
 
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        pytest.param(name, path, marks=[] if (name, path) in SHOWN else slow)
+        pytest.param(name, path, marks=[] if case in SHOWN else slow if case in OFTEN else by_hand)
         for name in SENT
         for path in PATHS
+        for case in [(name, path)]
     ],
 )
 def test_what_a_step_with_frozen_leaves_sends_is_predicted(

@@ -48,12 +48,10 @@ clipping undoes its relative rate."""
 
 DEFAULT = {
     ("gradient norm", "removed"),
-    ("vocabulary", "removed"),
     ("small gradients", "doubled"),
-    ("fast links", "removed"),
     ("weight gradients", "removed"),
 }
-"""One that types catch, one within the loss, one all-reduce too many, two reduce-scatters gone."""
+"""One that types catch, one all-reduce too many, one reduce-scatter gone."""
 
 
 def ordered(name: str) -> tuple[list[Layout], int]:

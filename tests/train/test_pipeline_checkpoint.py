@@ -225,7 +225,10 @@ EVALUATION = jaxtrain.Evaluation(every=2, batches=3, final_batches=3)
 JOURNEYS = [
     pytest.param(4, [(dict(stage=2), CHUNKED), (ONE, PLAIN)], id="chunks, one device"),
     pytest.param(
-        3, [(dict(stage=2), PLAIN), (dict(stage=4), PLAIN), (ONE, PLAIN)], id="padded", marks=slow
+        3,
+        [(dict(stage=2), PLAIN), (dict(stage=4), PLAIN), (ONE, PLAIN)],
+        id="padded",
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         8,
