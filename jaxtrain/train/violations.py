@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.data import BatchRamp, ByteTokenizer
+from jaxtrain.data import BatchRamp, BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
@@ -152,6 +152,11 @@ def _best_violations(experiment: Experiment) -> list[str]:
     if best.metric not in METRICS:
         known = " or ".join(METRICS)
         return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {known}"]
+    if best.metric == "bits_per_byte" and isinstance(experiment.data, BigramChain):
+        return [
+            f"checkpoints.keep.best.metric={best.metric!r}: tokens of a BigramChain stand for no "
+            "bytes; use eval_loss"
+        ]
     return []
 
 

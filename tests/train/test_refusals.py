@@ -37,6 +37,18 @@ def test_splits_that_change_attention_are_refused(decoder, entries, axes, messag
             assemble(experiment, jaxtrain.mesh_from_axes(**axes))
 
 
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [("bits_per_byte", "a BigramChain stand for no bytes"), ("los", "an evaluation has eval_loss")],
+)
+def test_the_best_by_what_nobody_measures_is_refused(decoder, metric, message):
+    keep = jaxtrain.Keep(best=jaxtrain.Best(metric))
+    policy = jaxtrain.SavePolicy(every=1, keep=keep)
+    given = replace(decoder, checkpoints=policy, evaluation=jaxtrain.Evaluation())
+    with pytest.raises(ValueError, match=message):
+        assemble(given, jaxtrain.mesh_from_axes(data=1))
+
+
 def test_a_rule_for_an_axis_nobody_has_is_refused(decoder):
     experiment = replace(decoder, sharding=ShardingRules(params=table({"embd": "fsdp"})))
     with pytest.raises(ValueError, match="split 'embd', an axis that no leaf has; did you mean"):
