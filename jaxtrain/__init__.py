@@ -127,6 +127,7 @@ _WHERE = {
     ),
     "jaxtrain.pipeline.config": ("Pipeline",),
     "jaxtrain.telemetry.profiler": ("Steps",),
+    "jaxtrain.checkpoint.verify": ("verify",),
     "jaxtrain.train.certify": ("certify",),
     "jaxtrain.train.check": ("check",),
     "jaxtrain.train.export": ("export",),

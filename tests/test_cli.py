@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
     ),
     "value of another kind": (
         lambda: [*train_of()(), "--set", "batch='many'"],
-        ("batch", "'many'", "give a int"),
+        ("batch", "'many'", "give an int"),
     ),
     "no experiment file": (
         lambda: (write(), ["train", "smal.py", "--mesh", mesh()])[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,12 @@ from jaxtrain.checkpoint.storage import (
     unfinished_bytes,
     whole_manifest,
 )
+
+
+def _told_by_us(record: logging.LogRecord) -> bool:
+    """Orbax's threads log the whole trace of each error that a save raises here in one line."""
+    return not (record.exc_info and "orbax" in record.pathname)
+
 
 MEND = "make room or mend the directory; the next save tries again"
 
@@ -130,7 +137,7 @@ class CheckpointManager:
         """`damaged` of every process has the step if one has found damages."""
         if found := united(damages):
             where = {"step": step, "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(found, remedy="restore an older step", **where)
+            self.damaged[step] = DamagedCheckpoint(found, remedy="it is passed over", **where)
 
     def verify_step(self, step: int) -> None:
         """Read all chunks of a step that was restored from elsewhere; `damaged` has it if one is
@@ -335,6 +342,7 @@ class CheckpointManager:
 
         from jaxtrain.checkpoint.handler import ChunkSave
 
+        logging.getLogger("absl").addFilter(_told_by_us)
         if self._orbax is None:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all

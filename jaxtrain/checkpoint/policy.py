@@ -32,7 +32,8 @@ class Minutes:
 @dataclass(frozen=True)
 class Best:
     """The `n` saves with the least `metric` (the greatest if `greatest`), of those that have it:
-    eval_loss or bits_per_byte, of steps that are both evaluated and saved."""
+    eval_loss or bits_per_byte, of steps that are both evaluated and saved. After the last step only
+    where that evaluation is over as many batches (`Evaluation.final_batches`) as the others."""
 
     metric: str
     n: int = 1
@@ -55,11 +56,12 @@ class Keep:
     def __post_init__(self) -> None:
         counts = {"latest": self.latest, "every": self.every}
         wrong = [f"{k}={v!r}" for k, v in counts.items() if v is not None and not _counts(v)]
+        wrong = [f"{each} counts from 1" for each in wrong]
         if self.best is not None and not isinstance(self.best, Best):
-            wrong.append(f"best={self.best!r}")
+            wrong.append(f"best={self.best!r} is no Best")
         if wrong:
             raise ValueError(
-                f"Keep counts from 1, got {' and '.join(wrong)}; use for example "
+                f"Keep: {'; '.join(wrong)}; use for example "
                 'Keep(latest=3, every=1000, best=Best("eval_loss"))'
             )
 
@@ -118,16 +120,18 @@ class SavePolicy:
     def __post_init__(self) -> None:
         wrong = []
         if self.local is not None and not isinstance(self.local, LocalTier):
-            wrong.append(f"local={self.local!r}")
-        for name, value, other in (("every", self.every, Minutes), ("keep", self.keep, Keep)):
-            if not isinstance(value, other) and not _counts(value):
-                wrong.append(f"{name}={value!r}")
-        if wrong:
-            raise ValueError(
-                f"a save policy counts in whole steps from 1, got {' and '.join(wrong)}; "
-                "use for example every=500 or every=Minutes(10), keep=3 or keep=Keep(3), and "
-                "local=LocalTier(every=50)"
+            wrong.append(f"local={self.local!r} is no LocalTier; use local=LocalTier(every=50)")
+        if not isinstance(self.every, Minutes) and not _counts(self.every):
+            wrong.append(
+                f"every={self.every!r} is no number of steps from 1; use every=500, or Minutes(10)"
             )
+        if not isinstance(self.keep, Keep) and not _counts(self.keep):
+            wrong.append(
+                f"keep={self.keep!r} is no number of saves from 1; use keep=3, "
+                'Keep(latest=3, best=Best("eval_loss")), or Keep(3, every=1) to keep all'
+            )
+        if wrong:
+            raise ValueError("a save policy: " + "; ".join(wrong))
 
     @property
     def keeping(self) -> Keep:

@@ -6,6 +6,7 @@ import enum
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ class Absent(enum.Enum):
 
 
 ABSENT: Final = Absent.ABSENT
+Completed = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Difference(NamedTuple):
@@ -83,17 +85,22 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
 
 
 def compare_config(
-    run_dir: Path, config: dict[str, Any], *, ignore: tuple[str, ...] = ("steps",)
+    run_dir: Path,
+    config: dict[str, Any],
+    *,
+    ignore: tuple[str, ...] = ("steps",),
+    completed: Completed = dict,
 ) -> list[Difference]:
     """Fields of `config` that are not as stored, sorted by dotted path; [] where no run has been.
 
-    `ignore` names fields, with all below them, that may change between two starts of a run. Both
-    sides are compared as JSON: a tuple equals a list, and 1 equals 1.0.
+    `ignore` names fields, with all below them, that may change between two starts of a run.
+    `completed` gives what was stored as it would be stored today. Both sides are compared as JSON:
+    a tuple equals a list, and 1 equals 1.0.
     """
     stored = read_config(run_dir)
     if stored is None:
         return []
-    before = _fields(stored)
+    before = _fields(completed(stored))
     now = _fields(json.loads(json_text(config, what=f"the configuration for {run_dir}")))
     differences = [
         Difference(path, before.get(path, ABSENT), now.get(path, ABSENT))
@@ -104,10 +111,15 @@ def compare_config(
 
 
 def refuse_other_experiment(
-    run_dir: Path, config: dict[str, Any], *, ignore: tuple[str, ...] = ("steps",)
+    run_dir: Path,
+    config: dict[str, Any],
+    *,
+    ignore: tuple[str, ...] = ("steps",),
+    completed: Completed = dict,
 ) -> None:
-    """Raise ValueError, listing the fields, if the run directory is another experiment's."""
-    differences = compare_config(run_dir, config, ignore=ignore)
+    """Raise ValueError, listing the fields, if the run directory is another experiment's. ignore,
+    completed: as for `compare_config`."""
+    differences = compare_config(run_dir, config, ignore=ignore, completed=completed)
     if differences:
         raise ValueError(
             f"run directory {run_dir} holds another experiment: "

@@ -17,8 +17,15 @@ def sole_run(run_dir: Path) -> Iterator[None]:
     """Holds the run directory, made if need be, until the block or the process ends, however it
     ends: the lock is the kernel's. Raises ValueError while another run holds it.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / NAME).open("a+", encoding="utf-8") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        opened = (run_dir / NAME).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{run_dir} cannot be written: {error.strerror}; give another --run-dir, or make room "
+            "and permission there"
+        ) from error
+    with opened as file:
         _take(file, run_dir)
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -31,7 +31,8 @@ from jaxtrain.checkpoint.storage import (
 )
 
 RUN = ".run"
-"""A file beside the steps: which directory of a local tier is this run's."""
+"""A file in the run directory, beside that of the steps, which may be lost: which directory of a
+local tier is this run's."""
 
 
 class Checkpoints:
@@ -193,16 +194,17 @@ class Checkpoints:
         run = self._run()
         if not run and jax.process_index() == 0:
             run = secrets.token_hex(8)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"run": run, "inode": self.directory.stat().st_ino})
-            (self.directory / RUN).write_text(text)
+            home = self.directory.parent
+            home.mkdir(parents=True, exist_ok=True)
+            (home / RUN).write_text(json.dumps({"run": run, "inode": home.stat().st_ino}))
         return run
 
     def _run(self) -> str:
         """What the local directory of this run is called. A copy of the run has another."""
         try:
-            known = json.loads((self.directory / RUN).read_text())
-            mine = known["inode"] == self.directory.stat().st_ino
+            home = self.directory.parent
+            known = json.loads((home / RUN).read_text())
+            mine = known["inode"] == home.stat().st_ino
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         return known["run"] if mine else ""

@@ -26,8 +26,8 @@ class Verdict(NamedTuple):
 
 
 def verify(run_dir: str | Path) -> list[Verdict]:
-    """A verdict on each committed step of a run directory, oldest first. Writes nothing, needs no
-    device, and may run beside a run.
+    """A verdict on each committed step of a run directory's durable tier, oldest first. Writes
+    nothing, needs no device, and may run beside a run.
 
     Raises:
         ValueError: no step is committed there.

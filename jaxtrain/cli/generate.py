@@ -13,7 +13,7 @@ def add_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--tokens", type=int, default=200)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--step", type=int, help="of a run; default the newest")
+    generate.add_argument("--step", type=int, help="of a run; default the newest that is durable")
 
 
 def generated(options: Any) -> int:
@@ -34,7 +34,7 @@ def generated(options: Any) -> int:
 def add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("run_dir", metavar="RUN", help="a run directory")
     export.add_argument("--out", required=True, help="the folder to write; must not be there yet")
-    export.add_argument("--step", type=int, help="default the newest")
+    export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")
     export.add_argument("--dtype", choices=kinds, help="of the files; default the run's own")
 

@@ -28,7 +28,7 @@ def verified(options: Any) -> int:
     if damaged:
         good = [found.step for found in verdicts if not found.damages]
         then = f"goes on from step {good[-1]}" if good else "is refused"
-        print(f"a start of this run {then}", file=out)
+        print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
         steps = [found._asdict() for found in verdicts]
         print(json.dumps({"steps": steps, "damaged": damaged}))

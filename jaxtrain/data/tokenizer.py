@@ -217,7 +217,7 @@ class HuggingFaceVocabulary:
             special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values()]
             raise ValueError(
                 f"eos={eos!r} is not in the vocabulary; its special tokens are "
-                f"{', '.join(map(repr, special)) or 'none'}"
+                f"{', '.join(map(repr, special)) or 'none'}; give the one that ends a text, as eos"
             )
         self.eos = ids[eos]
         self.size = max(ids.values()) + 1
@@ -239,6 +239,20 @@ class HuggingFaceVocabulary:
             self._tokenizer.encode("a", add_special_tokens=s).ids for s in (False, True)
         )
         return whole[0] if whole[:1] != plain[:1] else None
+
+    def bare(self) -> HuggingFaceVocabulary:
+        """The same, without a post-processor that puts special tokens around a text."""
+        plain, whole = (
+            self._tokenizer.encode("a", add_special_tokens=s).ids for s in (False, True)
+        )
+        if plain == whole:
+            return self
+        content = json.dumps({**json.loads(self.json), "post_processor": None}, ensure_ascii=False)
+        return HuggingFaceVocabulary(content, eos=self.eos_token)
+
+    def id_of(self, token: str | None) -> int | None:
+        """A token's number, None where there is none."""
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def save(self, folder: Path) -> str:
         """Write folder/tokenizer.json; the value an experiment names it by."""

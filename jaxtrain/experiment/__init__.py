@@ -6,8 +6,10 @@ Below this package nobody has heard of an Experiment; above it everything takes 
 from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Logging, Sample
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment, with_fields
+from jaxtrain.experiment.stored import RESUMABLE, completed
 
 __all__ = [
+    "RESUMABLE",
     "Evaluation",
     "Execution",
     "Experiment",
@@ -17,6 +19,7 @@ __all__ = [
     "LoRA",
     "Logging",
     "Sample",
+    "completed",
     "config_of",
     "load_experiment",
     "with_fields",

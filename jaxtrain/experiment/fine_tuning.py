@@ -57,8 +57,8 @@ class LoRA:
     the experts of a mixture.
     """
 
-    rank: int
-    alpha: float
+    rank: int = 8
+    alpha: float = 16.0
     targets: Patterns = ("*.attention.query", "*.attention.value")
 
     def __post_init__(self) -> None:

@@ -48,6 +48,12 @@ def takes_none(owner: type, name: str) -> bool:
     return Any in kinds or types.NoneType in kinds
 
 
+def takes(owner: type, name: str, value: Any) -> bool:
+    """Whether a union of kinds that is the field's has the value's."""
+    hint = typing.get_type_hints(owner)[name]
+    return len(_kinds(hint)) > 1 and Any not in _kinds(hint) and _fits(value, hint)
+
+
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The members of a union; of any other annotation itself. Of `tuple[str, ...]` a tuple."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)

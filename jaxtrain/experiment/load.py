@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.experiment.fields import Experiment
-from jaxtrain.experiment.kinds import takes_none
+from jaxtrain.experiment.kinds import takes, takes_none
 from jaxtrain.mesh.hardware import did_you_mean
 
 
@@ -176,8 +176,11 @@ def _replaced(value: Any, path: list[str], new: Any, setting: str) -> Any:
     holds_value = dataclasses.is_dataclass(old) or isinstance(old, types.FunctionType)
     scalar = isinstance(old, (bool, int, float, str, tuple))
     if new is None or holds_value or (scalar and type(new) is not type(old)):
+        if new is not None and takes(type(value), name, new):
+            return dataclasses.replace(value, **{name: new})
+        needed = f"give {'an' if type(old).__name__[0] in 'aeiou' else 'a'} {type(old).__name__}"
         raise ValueError(
             f"--set {setting}: {name} is {old!r}, and {new!r} is {type(new).__name__}; "
-            + ("set one of its fields" if holds_value else f"give a {type(old).__name__}")
+            + ("set one of its fields" if holds_value else needed)
         )
     return dataclasses.replace(value, **{name: new})

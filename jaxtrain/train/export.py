@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.huggingface import write_folder
-from jaxtrain.data.tokenizer import ByteTokenizer, HuggingFaceVocabulary
+from jaxtrain.checkpoint.huggingface.write import refuse_unwritable
+from jaxtrain.checkpoint.run_config import NAME, read_config
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.train.loading import TOKENIZER, is_run, load
+from jaxtrain.train.kept_tokenizer import (
+    GENERATION,
+    SETTINGS,
+    beginning_of,
+    json_object,
+    tokenizer_files,
+)
+from jaxtrain.train.loading import is_run, load
 from jaxtrain.train.session import CACHE_DIR
 
 
@@ -24,24 +33,51 @@ def export(
     cache_dir: str | Path = CACHE_DIR,
 ) -> Path:
     """Write the model of a run directory as the folder `out`; with its tokenizer, if its data has
-    one.
+    one. Where that cannot be read any more a warning says so, and the folder is written without.
 
-    step: None for the newest. averaged: the averaged weights; None where the run keeps any. dtype:
-    of the files, None that of the parameters. mesh: over which the parameters are split on their
-    way; None puts all on one device. With several processes all call this.
-    Raises ValueError where there is no such run or step, no family has its model, or `out` is there
-    already; DamagedCheckpoint.
+    step: None for the newest of the durable checkpoints: a newer one that only the disks of a
+    `LocalTier` have is not looked at. averaged: the averaged weights; None where the run keeps any.
+    dtype: of the files, None that of the parameters. mesh: over which the parameters are split on
+    their way; None puts all on one device. With several processes all call this.
+    Raises, before a weight is read, ValueError where there is no such run or step, no family has
+    its model, or `out` is there already; DamagedCheckpoint.
     """
-    if not is_run(Path(run)):
+    run, out = Path(run), Path(out)
+    if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     found = load(run, step=step, averaged=averaged, mesh=mesh, cache_dir=cache_dir)
-    vocabulary, texts = found.vocabulary, {}
-    if isinstance(vocabulary, ByteTokenizer):
-        vocabulary = vocabulary.published()
-    if isinstance(vocabulary, HuggingFaceVocabulary):
-        texts[TOKENIZER] = vocabulary.json
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": vocabulary.eos_token}
-        texts["tokenizer_config.json"] = json.dumps(kind, indent=2) + "\n"
-    eos = None if vocabulary is None else vocabulary.eos
-    write_folder(out, found.config, found.params, dtype=dtype, eos=eos, texts=texts)
-    return Path(out)
+    refuse_unwritable(out, found.config, found.precision.params if dtype is None else dtype)
+    kept, texts, lacking = found.tokenizer, {}, found.lacking
+    if kept is not None:
+        source = run if (run / SETTINGS).is_file() else beginning_of(run)
+        texts = tokenizer_files(kept.vocabulary, source)
+        if not texts:
+            lacking = f"a {type(kept.vocabulary).__name__} is no tokenizer.json"
+    if lacking:
+        warnings.warn(f"{out} is written without a tokenizer: {lacking}", stacklevel=2)
+    ids = json.loads(texts[GENERATION]) if texts else {}
+    write_folder(
+        out,
+        found.config,
+        found.params,
+        dtype=dtype,
+        max_seq=_positions(run),
+        bos=ids.get("bos_token_id"),
+        eos=ids.get("eos_token_id", None if kept is None else kept.vocabulary.eos),
+        texts=texts,
+    )
+    return out
+
+
+def _positions(run: Path) -> int | None:
+    """The most that are known to have been trained: those of a row of the run's data, and of the
+    folder it began with, where that is still there."""
+    stored = (read_config(run) or {}).get("experiment", {})
+    data = stored.get("data")
+    known = [data.get("seq") if isinstance(data, dict) else None]
+    try:
+        if (start := beginning_of(run)) is not None:
+            known.append(json_object(start / NAME).get("max_position_embeddings"))
+    except (OSError, ValueError):
+        pass
+    return max((n for n in known if type(n) is int and n > 0), default=None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
+from jaxtrain.optim.fields import at_least, count, refuse
 from jaxtrain.optim.precision import Precision
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.loading import CACHE_DIR, load, static_of
@@ -39,15 +41,17 @@ def generate(
     """
     if not session.assembly.built_in:
         raise ValueError("generate needs a DecoderConfig; a model of one's own has its own way")
+    refuse(sampling_violations(tokens, temperature))
+    begun = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,
         averaged(session.state),
-        session.dataset.encode(prompt),
+        begun,
         tokens=tokens,
         temperature=temperature,
         seed=seed,
     )
-    return session.dataset.decode(ids)
+    return following(session.dataset.decode, begun, ids)
 
 
 def generate_ids(
@@ -62,8 +66,9 @@ def generate_ids(
     """`tokens` ids after `prompt`, drawn from softmax(z / temperature); 0 takes the likeliest.
 
     Parameters stay where they are: XLA partitions the program (GSPMD); those on pipeline stages are
-    put in natural layer order in it. Raises ValueError on an
-    empty prompt, a negative temperature, or more tokens than there are learned positions.
+    put in natural layer order in it. Raises ValueError, with all that is wrong, on an
+    empty prompt, a temperature that is negative or not finite, no tokens, or more of them than
+    there are learned positions.
     """
     e = assembly.experiment
     return continued(
@@ -93,24 +98,63 @@ def generate_text(
     `transformers` writes it; to the end of the text, if the model ends it. A run's averaged weights
     where it keeps them.
 
-    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer.
+    step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
+    of a `LocalTier` have is not looked at. Raises ValueError as `load` and `generate_ids` do, and
+    where there is no tokenizer: before a weight is read.
     """
+    refuse(sampling_violations(tokens, temperature))
     found = load(path, step=step, cache_dir=cache_dir)
-    if found.vocabulary is None:
-        raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are")
-    begin = [] if found.bos is None else [found.bos]
+    if (kept := found.tokenizer) is None:
+        why = f": {found.lacking}" if found.lacking else ""
+        raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{why}")
+    begun = kept.vocabulary.encode(prompt)
+    given = [*([] if kept.bos is None else [kept.bos]), *begun]
+    refuse(_violations(found.config, given, tokens, temperature))
     ids = continued(
         static_of(found.config),
         found.config,
         found.precision,
         found.params,
-        [*begin, *found.vocabulary.encode(prompt)],
+        given,
         tokens=tokens,
         temperature=temperature,
         seed=seed,
     )
-    eos = found.vocabulary.eos
-    return found.vocabulary.decode(ids[: ids.index(eos)] if eos in ids else ids)
+    return following(kept.vocabulary.decode, begun, until(ids, kept.ends))
+
+
+def sampling_violations(tokens: int, temperature: float) -> list[str]:
+    """As `Sample` has them."""
+    return count("tokens", tokens, 1) + at_least("temperature", temperature, 0)
+
+
+def _violations(
+    config: DecoderConfig, prompt: Sequence[int], tokens: int, temperature: float
+) -> list[str]:
+    found, limit = sampling_violations(tokens, temperature), config.learned_positions
+    if not len(prompt):
+        found.append("the prompt has no tokens; give at least one")
+    elif not found and limit is not None and len(prompt) + tokens > limit:
+        found.append(
+            f"{len(prompt)} prompt tokens and {tokens} new ones pass the {limit} learned positions"
+            f"; use at most {max(limit - len(prompt), 0)} new tokens"
+        )
+    return found
+
+
+def until(ids: list[int], ends: Collection[int]) -> list[int]:
+    """The ids before the first that ends a text."""
+    return list(takewhile(lambda i: i not in ends, ids))
+
+
+def following(
+    decode: Callable[[Sequence[int]], str], prompt: Sequence[int], ids: Sequence[int]
+) -> str:
+    """The text of `ids` after `prompt`. They are decoded together, for the decoders of some
+    tokenizers drop the space before the first word; alone where the prompt does not come out as it
+    does by itself, as where bytes join its last character."""
+    before, whole = decode(prompt), decode([*prompt, *ids])
+    return whole[len(before) :] if whole.startswith(before) else decode(ids)
 
 
 def continued(
@@ -127,16 +171,7 @@ def continued(
 ) -> list[int]:
     """`generate_ids` of a model's static form, config and parameters, which `order` puts in natural
     layer order."""
-    limit = config.learned_positions
-    if not len(prompt):
-        raise ValueError("the prompt has no tokens; give at least one")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}; use 0 for greedy or a positive number")
-    if limit is not None and len(prompt) + tokens > limit:
-        raise ValueError(
-            f"{len(prompt)} prompt tokens and {tokens} new ones pass the {limit} learned positions"
-            f"; use at most {max(limit - len(prompt), 0)} new tokens"
-        )
+    refuse(_violations(config, prompt, tokens, temperature))
     comm = Local(precision.compute)
     run = jax.jit(partial(_generate, static, comm, order, tokens, temperature))
     key = named_key(jax.random.key(seed), "sample")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from flax import nnx
 
 from jaxtrain.checkpoint.huggingface import read_config, read_params
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, write_config
-from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import HuggingFaceVocabulary, Vocabulary
+from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.mesh.hardware import refuse
@@ -24,29 +23,49 @@ from jaxtrain.models.adapters import INTO, OUT_OF, is_adapter, merged, with_adap
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.module import Split, build, take_apart
 from jaxtrain.optim.precision import Precision, fp32
+from jaxtrain.train.kept_tokenizer import (
+    KeptTokenizer,
+    folder_tokenizer,
+    json_object,
+    record_tokenizer,
+    run_tokenizer,
+)
 from jaxtrain.train.session import CACHE_DIR
-from jaxtrain.train.start import PARAMS, manifest_of, read_stored, stored_params
-
-TOKENIZER = "tokenizer.json"
-BEGINS_TEXT = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-"""Architectures of which a text begins with bos."""
+from jaxtrain.train.start import (
+    AVERAGES,
+    PARAMS,
+    Stored,
+    manifest_of,
+    read_stored,
+    stored_params,
+)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """config and params: without adapters, which are in the matrices; in natural layer order.
-    bos: what a text begins with, if anything."""
+    """A model without adapters, which are in its matrices.
+
+    tokenizer: None where there is none, and `lacking` says why, where there should be one. read:
+    reads `params`.
+    """
 
     config: DecoderConfig
-    params: dict[str, jax.Array]
     precision: Precision
-    vocabulary: Vocabulary | None
-    bos: int | None = None
+    tokenizer: KeptTokenizer | None
+    read: Callable[[], dict[str, jax.Array]]
+    lacking: str = ""
+
+    @cached_property
+    def params(self) -> dict[str, jax.Array]:
+        """In natural layer order. Read when first asked for, which all processes then do; what can
+        be refused without is refused before. Raises DamagedCheckpoint, and ValueError where a
+        folder's weights are not its config's."""
+        return self.read()
 
 
 def is_run(path: Path) -> bool:
     """Whether a directory is a run's; a folder of weights has a config.json too."""
-    return (path / CHECKPOINTS).is_dir()
+    return (path / CHECKPOINTS).is_dir() or "experiment" in json_object(path / NAME)
 
 
 def load(
@@ -57,9 +76,11 @@ def load(
     mesh: MeshSpec | None = None,
     cache_dir: str | Path = CACHE_DIR,
 ) -> Loaded:
-    """The model of a run directory, or of a folder as `transformers` writes it.
+    """The model of a run directory, or of a folder as `transformers` writes it; no weight is read
+    before `params` is asked for.
 
-    step: of a run, None for the newest. averaged: its averaged weights; None where it keeps any.
+    step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
+    of a `LocalTier` have is not looked at. averaged: its averaged weights; None where it keeps any.
     mesh: over which the parameters are split; None puts all on one device.
     Raises ValueError where nothing of the kind is there, and DamagedCheckpoint.
     """
@@ -71,9 +92,8 @@ def load(
             f"{path} is no run directory; a folder of weights has no steps or averages"
         )
     config = read_config(path)
-    params = read_params(path, config, _template(_abstract(config), spec))
-    vocabulary = _folder_vocabulary(path)
-    return Loaded(config, params, fp32, vocabulary, _bos(path, vocabulary))
+    wanted = _template(_abstract(config), spec)
+    return Loaded(config, fp32, folder_tokenizer(path), partial(read_params, path, config, wanted))
 
 
 def _of_run(
@@ -83,8 +103,14 @@ def _of_run(
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{path}: a model of one's own has its own way; this takes DecoderConfigs")
     lora = getattr(stored_field(path, "fine_tuning"), "lora", None)
-    kept = stored_field(path, "ema_decay") is not None if averaged is None else averaged
+    _refuse_unsaved(path)
     step, manifest = manifest_of(path, step)
+    kept = any(name.startswith(AVERAGES) for name in manifest.leaves)
+    if averaged and not kept:
+        raise ValueError(
+            f"averaged=True: step {step} of {path} has no averaged weights, which a run keeps with "
+            f"Experiment(ema_decay=...); use averaged=None, which takes them where there are any"
+        )
     stored, scale = config, 1.0
     if lora is not None:
         scale = lora.alpha / lora.rank
@@ -92,8 +118,28 @@ def _of_run(
         targets = tuple(k.removesuffix(INTO) for k in names if k.endswith(INTO))
         stored = with_adapters(config, targets, lora.rank, scale)
     wanted = _template(_abstract(stored), spec, precision.params)
-    params = read_stored(stored_params(FromRun(path, step, averaged=kept), wanted), wanted)
-    return Loaded(config, _merged(params, scale), precision, _run_vocabulary(path, cache_dir))
+    start = FromRun(path, step, averaged=kept and averaged is not False)
+    held = stored_params(start, wanted)
+    tokenizer, lacking = None, ""
+    try:
+        tokenizer = run_tokenizer(path, cache_dir)
+    except (OSError, ValueError) as error:  # the model is there without
+        lacking = str(error)
+    read = partial(_read_run, held, wanted, scale)
+    return Loaded(config, precision, tokenizer, read, lacking)
+
+
+def _refuse_unsaved(path: Path) -> None:
+    if not committed_steps(path / CHECKPOINTS):
+        raise ValueError(
+            f"{path} is a run that has saved nothing yet; wait for its first checkpoint in "
+            f"{CHECKPOINTS}/, or train it with Experiment(checkpoints=SavePolicy(...)) (what only "
+            "the disks of a LocalTier have is not looked at)"
+        )
+
+
+def _read_run(stored: Stored, wanted: dict[str, Any], scale: float) -> dict[str, jax.Array]:
+    return _merged(read_stored(stored, wanted), scale)
 
 
 def _abstract(config: DecoderConfig) -> Split:
@@ -133,72 +179,7 @@ def _places(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def record_run(run: Path, config: dict[str, Any], dataset: Any) -> None:
-    """Write into a run's directory what made it: config.json, and the tokenizer of its data where
-    that is a file's or was trained, for what it came from may be gone when the run is used. Raises
-    ValueError as `write_config` does."""
+    """Write into a run's directory what made it: config.json, and its tokenizer. Raises ValueError
+    as `write_config` does."""
     write_config(run, config)
-    first = getattr(dataset, "datasets", [dataset])[0]  # those of a mixture share it
-    vocabulary = getattr(first, "vocabulary", None)
-    if isinstance(vocabulary, HuggingFaceVocabulary):
-        vocabulary.save(run)
-
-
-def _run_vocabulary(path: Path, cache_dir: Path) -> Vocabulary | None:
-    """The tokenizer a run keeps; or its data's, None where that has no text."""
-    tokenizer = getattr(stored_field(path, "data"), "tokenizer", None)
-    if tokenizer is not None and (path / TOKENIZER).is_file():
-        content = (path / TOKENIZER).read_text(encoding="utf-8")
-        return HuggingFaceVocabulary(content, eos=tokenizer.eos)
-    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
-        return tokenizer
-    return stored_field(path, "data").vocabulary(cache_dir)
-
-
-def _folder_vocabulary(folder: Path) -> Vocabulary | None:
-    """The tokenizer of a folder, None where it has none. Raises ValueError where nothing says which
-    token ends a text."""
-    if not (folder / TOKENIZER).is_file():
-        return None
-    content = (folder / TOKENIZER).read_text(encoding="utf-8")
-    said = _json(folder / "tokenizer_config.json").get("eos_token")
-    eos = said.get("content") if isinstance(said, dict) else said
-    if eos is None:
-        number = _json(folder / NAME).get("eos_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        eos = None if number is None else _token_of(content, number)
-    if eos is None:
-        raise ValueError(
-            f"{folder}: neither eos_token in tokenizer_config.json nor eos_token_id in {NAME} "
-            f"names a token of {TOKENIZER}; add one of them"
-        )
-    return HuggingFaceVocabulary(content, eos=eos)
-
-
-def _token_of(content: str, number: int) -> str | None:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(content).id_to_token(number)
-
-
-def _bos(folder: Path, vocabulary: Vocabulary | None) -> int | None:
-    """What a text begins with: what the tokenizer's own post-processor puts there, or the
-    bos_token_id of families that have one, unless add_bos_token is false."""
-    if not isinstance(vocabulary, HuggingFaceVocabulary):
-        return None
-    if (first := vocabulary.begins_with()) is not None:
-        return first
-    raw = _json(folder / NAME)
-    told = _json(folder / "tokenizer_config.json").get("add_bos_token", True)
-    named = any(name in BEGINS_TEXT for name in raw.get("architectures") or ())
-    return raw.get("bos_token_id") if named and told else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """An object of a file; {} where there is no such file. Raises ValueError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    record_tokenizer(run, dataset)

@@ -17,7 +17,14 @@ from jaxtrain.checkpoint.run_config import refuse_other_experiment
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
-from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
+from jaxtrain.experiment import (
+    RESUMABLE,
+    Experiment,
+    completed,
+    config_of,
+    load_experiment,
+    with_fields,
+)
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.telemetry.metrics import (
     DelayedMetrics,
@@ -96,7 +103,7 @@ def train(
     if run is not None:
         if process == 0:  # the others of this run come when it is already held
             refuse_held(run)
-        refuse_other_experiment(run, config, ignore=RESUMABLE)
+        refuse_other_experiment(run, config, ignore=RESUMABLE, completed=completed)
         refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
@@ -115,23 +122,6 @@ def train(
         loop = _Loop(session, run, saves, output, should_stop)
         stack.callback(loop.close)
         return loop.run(last)
-
-
-RESUMABLE = (
-    "experiment.logging",
-    "experiment.evaluation",
-    "experiment.checkpoints",
-    "experiment.execution.mode",
-    "experiment.execution.loop",
-    "experiment.execution.attention",
-    "experiment.execution.collectives",
-    "experiment.execution.check_vma",
-    "experiment.execution.reduce_layers",
-    "experiment.execution.pipeline",
-    "experiment.sharding",
-)
-"""Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
-sums do, and `small_leaf` says which leaves they are of."""
 
 
 class _Loop:
@@ -338,8 +328,10 @@ class _Loop:
             self.result.saved = self.result.steps
 
     def evaluated(self, step: int) -> dict[str, float]:
-        """What an evaluation after `step` found, for `Best`; {} where there was none."""
-        return self.result.evaluation if self.evaluated_at == step else {}
+        """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
+        e = self.experiment.evaluation
+        alike = e is not None and (step < self.last or e.final_batches == e.batches)
+        return self.result.evaluation if alike and self.evaluated_at == step else {}
 
     def interrupted(self, word: str = "interrupted") -> None:
         """Save what is whole: the state after the last finished step."""

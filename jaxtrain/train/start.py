@@ -172,7 +172,8 @@ def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
     if not steps:
         raise ValueError(
             f"{directory} has no committed checkpoint; give the run directory that holds "
-            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
+            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it (what only a local tier "
+            "has is saved there when the run goes on)"
         )
     step = steps[-1] if step is None else step
     return step, whole_manifest(directory, step)

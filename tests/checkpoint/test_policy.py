@@ -146,7 +146,7 @@ def test_what_is_kept(seed: int) -> None:
     [
         (lambda: Minutes(0), "minutes=0"),
         (lambda: Minutes(-1.0), "minutes=-1"),
-        (lambda: Keep(latest=0, every=-1), "latest=0 and every=-1"),
+        (lambda: Keep(latest=0, every=-1), "latest=0 counts from 1; every=-1"),
         (lambda: Best("eval_loss", n=0), "n=0"),
         (lambda: SavePolicy(every="10 minutes"), "every='10 minutes'.*Minutes"),
         (lambda: SavePolicy(local=50), r"local=50.*LocalTier\(every=50\)"),

@@ -91,6 +91,13 @@ def test_not_a_number_equals_itself(tmp_path):
     assert compare_config(tmp_path, {"a": float("nan")}) == []
 
 
+def test_what_was_stored_is_completed_before_it_is_compared(tmp_path):
+    write_config(tmp_path, {"a": 1, "old": 3})
+    given = dict(completed=lambda stored: {"a": stored["a"], "moved": stored["old"]})
+    assert compare_config(tmp_path, {"a": 1, "moved": 3}, **given) == []
+    assert compare_config(tmp_path, {"a": 1, "moved": 4}, **given) == [("moved", 3, 4)]
+
+
 def test_another_experiment_is_refused_with_all_the_fields(tmp_path):
     write_config(tmp_path, CONFIG)
     now = changed("optimizer.learning_rate.peak", 0.001) | {"seed": 1, "steps": 5}

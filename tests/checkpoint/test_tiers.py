@@ -37,7 +37,7 @@ def equal(found: dict[str, jax.Array], step: int) -> bool:
 
 def opened(folder: Path, every: int = 10, local_every: int = 1) -> Checkpoints:
     local = LocalTier(every=local_every, directory=str(folder / "memory"))
-    return Checkpoints(folder / "checkpoints", SavePolicy(every=every, local=local))
+    return Checkpoints(folder / "run" / "checkpoints", SavePolicy(every=every, local=local))
 
 
 def saved(folder: Path, steps: range, every: int = 10) -> None:
@@ -72,7 +72,9 @@ def test_the_newest_of_both_tiers_is_restored(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
     found, step = restored(tmp_path)
     assert step == 12 and equal(found, 12)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name != ".run"] == ["10"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != ".run"] == [
+        "10"
+    ]
     assert len({p.parent.name for p in parts(tmp_path, 12)}) == 1
     kept = sorted(int(p.name) for p in (tmp_path / "memory").glob("*/0/*"))
     assert kept == [10, 11, 12], "two finished, and the one that was being written"
@@ -88,7 +90,7 @@ def test_a_local_tier_that_is_gone_leaves_the_durable(tmp_path: Path) -> None:
 def test_a_chunk_is_read_from_the_tier_where_it_is_good(tmp_path: Path) -> None:
     """Step 10 is in both; each tier is damaged elsewhere."""
     saved(tmp_path, range(1, 11))
-    (pack,) = (tmp_path / "checkpoints" / "10" / "state").glob("*.pack")
+    (pack,) = (tmp_path / "run" / "checkpoints" / "10" / "state").glob("*.pack")
     data = bytearray(pack.read_bytes())
     data[0] ^= 1
     pack.write_bytes(bytes(data))
@@ -102,7 +104,7 @@ def test_a_chunk_is_read_from_the_tier_where_it_is_good(tmp_path: Path) -> None:
 
 def test_the_durable_newest_is_corrupt_and_the_local_is_restored(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 11))
-    (tmp_path / "checkpoints" / "10" / "state" / "manifest.json").write_text("")
+    (tmp_path / "run" / "checkpoints" / "10" / "state" / "manifest.json").write_text("")
     found, step = restored(tmp_path)
     assert step == 10 and equal(found, 10)
 
@@ -125,17 +127,17 @@ def test_a_durable_copy_that_is_damaged_does_no_harm_to_later_saves(tmp_path: Pa
     """Restored from the local tier: the durable copy is verified, told, and nothing is shared with
     it."""
     saved(tmp_path, range(1, 11))
-    (pack,) = (tmp_path / "checkpoints" / "10" / "state").glob("*.pack")
+    (pack,) = (tmp_path / "run" / "checkpoints" / "10" / "state").glob("*.pack")
     flip(pack)
     with opened(tmp_path, every=1) as tiers:
         assert tiers.newest_whole() == 10
         good, _ = tiers.restore(10, state(0))
         assert equal(good, 10)
-        assert tiers.begin_after(10) == {10: tmp_path / "checkpoints" / "10.damaged"}
+        assert tiers.begin_after(10) == {10: tmp_path / "run" / "checkpoints" / "10.damaged"}
         assert 10 in tiers.damaged
         tiers.save(10, good, {})
         tiers.save(11, good, {})
-    assert not any(found.damages for found in verify(tmp_path))
+    assert not any(found.damages for found in verify(tmp_path / "run"))
 
 
 def test_saves_that_fail_leave_the_last_good_one(
@@ -159,9 +161,10 @@ def test_saves_that_fail_leave_the_last_good_one(
 
 def test_a_copy_of_a_run_has_a_local_tier_of_its_own(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copied")
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
     local = LocalTier(every=1, directory=str(tmp_path / "memory"))
-    with Checkpoints(tmp_path / "copied", SavePolicy(every=10, local=local)) as copy:
+    checkpoints = tmp_path / "copied" / "checkpoints"
+    with Checkpoints(checkpoints, SavePolicy(every=10, local=local)) as copy:
         assert copy.newest_whole() == 10
         copy.begin_after(10)
         copy.save(11, state(77), {}, durable=False)
@@ -171,11 +174,18 @@ def test_a_copy_of_a_run_has_a_local_tier_of_its_own(tmp_path: Path) -> None:
 
 def test_another_run_does_not_find_what_a_deleted_one_left(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
-    shutil.rmtree(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "run")
     with opened(tmp_path) as tiers:
         assert tiers.newest_whole() is None
         tiers.save(1, state(1), {}, durable=False)
     assert restored(tmp_path)[1] == 1
+
+
+def test_a_durable_tier_that_is_gone_leaves_the_local_one(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    found, step = restored(tmp_path)
+    assert step == 12 and equal(found, 12)
 
 
 def test_a_history_that_is_left_is_left_in_both(tmp_path: Path) -> None:
@@ -222,7 +232,7 @@ from jaxtrain.checkpoint.tiers import Checkpoints
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
 local = LocalTier(every=1, directory=f"{folder}/host{{process}}")
 make = jax.jit(lambda step: jnp.arange(64.0).reshape(16, 4) + step, out_shardings=rows)
-with Checkpoints(Path(folder) / "checkpoints", SavePolicy(every=100, local=local)) as tiers:
+with Checkpoints(Path(folder) / "run" / "checkpoints", SavePolicy(every=100, local=local)) as tiers:
     if do == "save":
         for step in (1, 2, 3):
             tiers.save(step, {"w": make(step)}, {"step": step}, durable=step == 1)
@@ -295,8 +305,8 @@ def test_a_write_that_fails_on_one_process_is_told_by_all_with_its_cause(tmp_pat
         (told,) = each["told"]
         assert "step 2" in told and "process 1: OSError: [Errno 28] No space left" in told
         assert each["steps"] == [1, 3]
-    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} >= {"1", "3"}
-    assert not list((tmp_path / "checkpoints").glob("2*")), "what failed keeps its room"
+    assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} >= {"1", "3"}
+    assert not list((tmp_path / "run" / "checkpoints").glob("2*")), "what failed keeps its room"
 
 
 @pytest.mark.parametrize(

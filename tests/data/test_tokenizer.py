@@ -109,6 +109,27 @@ def test_bytes_of_a_sentencepiece_style_vocabulary() -> None:
     assert found.token_bytes.tolist() == [1, 4, 2, 0]
 
 
+def test_a_bare_vocabulary_puts_nothing_around_a_text_and_is_the_same_else(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    plain = build(BpeTokenizer(vocab=280), tmp_path)
+    assert plain.bare() is plain and plain.begins_with() is None
+    number = plain.id_of("<|endoftext|>")
+    assert (number, plain.id_of("none such"), plain.id_of(None)) == (plain.eos, None, None)
+    adding = Tokenizer.from_str(plain.json)
+    adding.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A", special_tokens=[("<|endoftext|>", number)]
+    )
+    adds = HuggingFaceVocabulary(adding.to_str(), eos="<|endoftext|>")
+    assert adds.begins_with() == number
+    bare = adds.bare()
+    assert bare.begins_with() is None and bare.eos == adds.eos
+    assert Tokenizer.from_str(bare.json).encode("a").ids == adds.encode("a")
+    for text in TEXTS:
+        assert bare.encode(text) == adds.encode(text)
+        assert bare.decode(bare.encode(text)) == text
+
+
 def test_bad_fields_are_refused(file_tokenizer: TokenizerFile, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"vocab=100 cannot hold 256 bytes.*min_frequency=0"):
         BpeTokenizer(vocab=100, min_frequency=0)

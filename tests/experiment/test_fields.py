@@ -151,7 +151,7 @@ def test_an_annotation_without_meaning_is_told() -> None:
 def test_fields_of_a_users_own_config_are_held_to_its_annotations() -> None:
     given = experiment(model=Own())
     assert with_fields(given, ["model.bias=None"]).model.bias is None
-    with pytest.raises(ValueError, match="width is 4, and None is NoneType; give a int"):
+    with pytest.raises(ValueError, match="width is 4, and None is NoneType; give an int"):
         with_fields(given, ["model.width=None"])
     with pytest.raises(ValueError, match="is str; set one of its fields"):
         with_fields(given, ["precision='bf16'"])

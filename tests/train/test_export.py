@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, LoRA, cli
@@ -22,7 +21,7 @@ from jaxtrain.experiment import config_of, load_experiment
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
-from jaxtrain.train.loading import _bos, _folder_vocabulary, load, static_of
+from jaxtrain.train.loading import load, static_of
 
 ROOT = Path(__file__).parents[2]
 MESH = jaxtrain.mesh_from_axes(data=1)
@@ -105,63 +104,6 @@ def test_bytes_are_published_as_a_tokenizer_of_the_same_ids() -> None:
     for given in (WORDS, "\x00\x7f\t\r\n ", "é ñ \u00a0\u00ad", "日本語 🙂", "<|endoftext|>"):
         assert theirs.encode(given) == ours.encode(given)
         assert theirs.decode(theirs.encode(given)) == given
-
-
-# What a text begins and ends with.
-
-
-def tokenizer(*, adds: bool) -> str:
-    found = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "?": 3}, unk_token="?"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    found.add_special_tokens(["<s>", "</s>"])
-    if adds:
-        found.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-        )
-    return found.to_str()
-
-
-ENDS = [
-    ({"eos_token": "</s>"}, {}, "</s>"),
-    ({"eos_token": {"content": "</s>", "lstrip": False}}, {"eos_token_id": 1}, "</s>"),
-    (None, {"eos_token_id": 2}, "</s>"),
-    ({"add_bos_token": False}, {"eos_token_id": [1, 2]}, "<s>"),
-]
-LLAMA, QWEN = {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
-BEGINS = [
-    (False, {}, {**LLAMA, "bos_token_id": 1}, 1),
-    (False, {}, LLAMA, None),
-    (False, {"add_bos_token": False}, {**LLAMA, "bos_token_id": 1}, None),
-    (False, {}, {**QWEN, "bos_token_id": 1}, None),
-    (True, {}, {**QWEN, "bos_token_id": None}, 1),
-]
-
-
-def written(folder: Path, *, adds: bool, told: Any, config: Any) -> Path:
-    (folder / "tokenizer.json").write_text(tokenizer(adds=adds))
-    (folder / "config.json").write_text(json.dumps(config))
-    if told is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return folder
-
-
-@pytest.mark.parametrize(("told", "config", "eos"), ENDS)
-def test_a_text_ends_as_the_folder_says(told: Any, config: Any, eos: str, tmp_path: Path) -> None:
-    found = _folder_vocabulary(written(tmp_path, adds=False, told=told, config=config))
-    assert found is not None and found.decode([0, found.eos]) == "a"
-    assert found.eos == {"<s>": 1, "</s>": 2}[eos]
-
-
-@pytest.mark.parametrize(("adds", "told", "config", "bos"), BEGINS)
-def test_a_text_begins_as_the_family_or_the_tokenizer_says(
-    adds: bool, told: Any, config: Any, bos: int | None, tmp_path: Path
-) -> None:
-    """Once, whoever puts it there."""
-    config = {**config, "eos_token_id": 2}
-    folder = written(tmp_path, adds=adds, told=told, config=config)
-    vocabulary = _folder_vocabulary(folder)
-    assert _bos(folder, vocabulary) == bos
-    assert vocabulary is not None and vocabulary.encode("a a") == [0, 0]
 
 
 # Experiments out of config.json.

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import jaxtrain
+from jaxtrain import cli
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.data.tokenizer import HuggingFaceVocabulary
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.loss import logits
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
-from jaxtrain.train.generate import generate_ids
+from jaxtrain.train.generate import following, generate_ids
 from jaxtrain.train.session import initialise
 from jaxtrain.train.state import shardings
 
@@ -137,7 +144,98 @@ def test_what_cannot_be_generated_is_refused(decoder: jaxtrain.Experiment) -> No
     model = untrained(sharpened(decoder, period=(flat,), learned_positions=8))
     with pytest.raises(ValueError, match="at least one"):
         generate_ids(model.assembly, model.params, [], tokens=1, temperature=0.0)
-    with pytest.raises(ValueError, match="temperature=-1"):
-        model.continued(temperature=-1.0)
     with pytest.raises(ValueError, match="8 learned positions; use at most 3 new tokens"):
         model.continued(tokens=4)
+
+
+BAD = [
+    (-5, 0.8, ["tokens=-5"]),
+    (0, 0.8, ["tokens=0 must be an integer; use tokens=1 or more"]),
+    (True, 0.8, ["tokens=True"]),
+    (8, -1.0, ["temperature=-1.0 must be a finite number"]),
+    (8, math.nan, ["temperature=nan"]),
+    (0, math.inf, ["tokens=0", "temperature=inf"]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "temperature", "told"), BAD)
+def test_numbers_that_a_sample_refuses_are_refused_before_anything_is_loaded(
+    tokens: int, temperature: float, told: list[str], tmp_path: Path
+) -> None:
+    """All at once, and by all that take them: of a model nothing is asked, not even to be there."""
+    given: Any = dict(tokens=tokens, temperature=temperature)
+    session: Any = SimpleNamespace(assembly=SimpleNamespace(built_in=True))
+    where = ["--tokens", str(int(tokens)), f"--temperature={temperature}", "--prompt", "a"]
+    for act in (
+        lambda: jaxtrain.Sample("a", **given),
+        lambda: jaxtrain.generate_text(tmp_path / "nowhere", "a", **given),
+        lambda: jaxtrain.generate(session, "a", **given),
+    ):
+        with pytest.raises(ValueError) as caught:
+            act()
+        assert all(part in str(caught.value) for part in told), caught.value
+    if tokens is not True:
+        assert cli.main(["generate", str(tmp_path / "nowhere"), *where]) == cli.REFUSED
+
+
+# The text of what follows a prompt.
+
+
+def metaspace() -> Tokenizer:
+    """As of Mistral."""
+    ids = {token: i for i, token in enumerate(["?", *PIECES])}
+    found = Tokenizer(models.WordLevel(ids, unk_token="?"))
+    found.pre_tokenizer = pre_tokenizers.Metaspace()
+    found.decoder = decoders.Metaspace()
+    return found
+
+
+def stripped() -> Tokenizer:
+    """As of Llama 2: a space is put before a text and the first taken away again."""
+    pieces = [(token, -1.0) for token in ["?", *PIECES, *BYTES, "\u2581"]]
+    found = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    found.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    found.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return found
+
+
+def byte_level() -> Tokenizer:
+    found = Tokenizer.from_str(ByteTokenizer().published().json)
+    found.add_special_tokens(["?"])
+    return found
+
+
+PIECES = [f"\u2581{word}" for word in ("the", "capital", "of", "France", "is", "Paris")]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+KINDS = {"Metaspace": metaspace, "Strip": stripped, "bytes": byte_level}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_and_what_follows_it_are_one_text(kind: str) -> None:
+    """Wherever the ids of a text are cut, both sides together are the text."""
+    vocabulary = HuggingFaceVocabulary(KINDS[kind]().to_str(), eos="?")
+    text = "the capital of France is Paris"
+    ids = vocabulary.encode(text)
+    assert vocabulary.decode(ids) == text
+    for cut in range(len(ids) + 1):
+        prompt = vocabulary.decode(ids[:cut])
+        assert prompt + following(vocabulary.decode, ids[:cut], ids[cut:]) == text
+
+
+def test_bytes_that_spoil_the_prompt_do_not_take_its_place() -> None:
+    """A run of bytes that is no UTF-8 is decoded as so many signs of damage, from its first."""
+    vocabulary = HuggingFaceVocabulary(stripped().to_str(), eos="?")
+    first = vocabulary.encode("\u00e9")
+    wrong = [1 + len(PIECES) + 0xFF]
+    assert vocabulary.decode(first) == "\u00e9"
+    assert vocabulary.decode([*first, *wrong]) == "\ufffd" * 3
+    assert following(vocabulary.decode, first, wrong) == "\ufffd"

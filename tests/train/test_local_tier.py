@@ -108,7 +108,7 @@ def test_a_run_whose_machine_is_lost_goes_on_from_the_local_tier(tmp_path: Path)
     codes, said = start(lost, die_at=(0, 6))
     assert codes[1] == -9, said
     shutil.rmtree(lost / "host1")
-    assert [p.name for p in (lost / "run" / "checkpoints").iterdir()] == [".run"]
+    assert not list((lost / "run" / "checkpoints").glob("*")) and (lost / "run" / ".run").is_file()
     codes, said = start(lost)
     assert codes == [0, 0], said
     assert "comes from the local tier" in said

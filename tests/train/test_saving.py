@@ -163,9 +163,10 @@ def wait_for(path: Path) -> None:
 
 
 def test_on_a_full_disk_the_run_goes_on_and_the_last_good_step_stays(
-    own: jaxtrain.Experiment, small_disk: Path
+    own: jaxtrain.Experiment, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The disk fills after step 2, and has room again before the last."""
+    """The disk fills after step 2, and has room again before the last. A line tells it, and no
+    library prints the traces of its threads around that."""
     block = small_disk / "fills"
 
     def watch() -> bool:
@@ -190,6 +191,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_step_stays(
     assert "NOT SAVED" in told and "No space left" in told
     assert verdicts and not any(found.damages for found in verdicts)
     assert result.saved == 6 and "6" in steps_of(small_disk)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_in_a_directory_that_turned_read_only_the_run_goes_on(

@@ -51,6 +51,8 @@ def family_of(folder: Path) -> Family:
 
 
 def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
+    if not path.parent.is_dir():
+        return None, {}, [f"there is no directory {path.parent}"]
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -65,8 +65,8 @@ class Target:
 
     def begin(self, size: int) -> None:
         """Refuse a folder that holds something, or a disk without room for `size` bytes."""
-        if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
-            raise ValueError(f"{self.folder} is there already; remove it or give a new folder")
+        if problems := in_the_way(self.folder):
+            raise ValueError("\n".join(problems))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder.parent).free
         if free < size:
@@ -91,6 +91,13 @@ class Target:
         _flush(self.partial)
         self.partial.rename(self.folder)
         _flush(self.folder.parent)
+
+
+def in_the_way(folder: Path) -> list[str]:
+    """Why a folder cannot be written: something is there. An empty one is as none."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return []
+    return [f"{folder.absolute()} is there already; remove it or give a new folder"]
 
 
 def _flush(path: Path) -> None:

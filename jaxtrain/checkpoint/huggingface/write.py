@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxtrain.checkpoint.exchange import together
 from jaxtrain.checkpoint.huggingface import config as config_file
 from jaxtrain.checkpoint.huggingface.folder import INDEX, SINGLE
 from jaxtrain.checkpoint.huggingface.layout import LeafShape, Stored, leaf_shapes, stored_tensors
-from jaxtrain.checkpoint.huggingface.target import Target
+from jaxtrain.checkpoint.huggingface.target import Target, in_the_way
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -35,16 +36,17 @@ def write_folder(
     dtype: Any = None,
     shard_bytes: int = 5_000_000_000,
     max_seq: int | None = None,
-    eos: int | None = None,
+    bos: int | None = None,
+    eos: int | Sequence[int] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write `config` and its parameters, in natural layer order and however sharded, as a folder
     for `transformers.AutoModelForCausalLM.from_pretrained`.
 
     dtype: of the files, None that of the parameters. shard_bytes: of one file at most, unless a
-    tensor is larger; the host holds one file at a time. max_seq, eos: written as
-    max_position_embeddings (models with learned positions have their own) and eos_token_id; they
-    change no logits. texts: other files to put there, by their names.
+    tensor is larger; the host holds one file at a time. max_seq, bos, eos: written
+    as max_position_embeddings (models with learned positions have their own), bos_token_id and
+    eos_token_id; they change no logits. texts: other files to put there, by their names.
     The folder is there whole or not at all. With several processes all call this, process 0 writes,
     and every device holds one tensor at a time.
 
@@ -60,7 +62,7 @@ def write_folder(
         raise ValueError("\n".join(problems))
     given = next(iter(params.values())).dtype if dtype is None else dtype
     name = str(jnp.dtype(given))
-    fields |= {"torch_dtype": name, "bos_token_id": None, "eos_token_id": eos}
+    fields |= {"torch_dtype": name, "bos_token_id": bos, "eos_token_id": eos}
     if max_seq is not None and config.learned_positions is None:
         fields["max_position_embeddings"] = max_seq
     files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
@@ -74,6 +76,24 @@ def write_folder(
         target.agree()
 
 
+def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> None:
+    """Raise ValueError, on every process and with all that is wrong, for what `write_folder` would
+    refuse whatever the parameters: so much can be told before they are read."""
+
+    def refuse() -> None:
+        problems = _dtype_problems([dtype])
+        try:
+            config_file.expressed(config)
+        except ValueError as error:
+            problems.append(str(error))
+        if jax.process_index() == 0:
+            problems += in_the_way(Path(folder))
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    together(refuse)
+
+
 def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> list[str]:
     found = [f"parameter {path} is missing" for path in leaves if path not in params]
     for path, leaf in params.items():
@@ -83,12 +103,20 @@ def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> li
             found.append(f"{path} is {leaf.shape}, and {leaves[path].shape} in the model")
         elif not isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_addressable:
             found.append(f"{path} is on other processes too, without a NamedSharding")
-    given = (
-        {str(leaf.dtype) for leaf in params.values()} if dtype is None else {str(jnp.dtype(dtype))}
-    )
-    if len(given) > 1 or given - set(DTYPES):
-        found.append(f"dtype is {' and '.join(sorted(given))}; give one of {', '.join(DTYPES)}")
-    return found
+    given = [leaf.dtype for leaf in params.values()] if dtype is None else [dtype]
+    return found + _dtype_problems(given)
+
+
+def _dtype_problems(given: Sequence[Any]) -> list[str]:
+    names = set()
+    for each in given:
+        try:
+            names.add(str(jnp.dtype(each)))
+        except TypeError:  # no dtype at all
+            names.add(repr(each))
+    if len(names) <= 1 and names <= {*DTYPES}:
+        return []
+    return [f"dtype is {' and '.join(sorted(names))}; give one of {', '.join(DTYPES)}"]
 
 
 def _files(tensors: list[Stored], itemsize: int, limit: int) -> dict[str, list[Stored]]:
