@@ -70,6 +70,8 @@ BEGINS = [
     (False, {}, LLAMA, None),
     (False, {"add_bos_token": False}, {**LLAMA, "bos_token_id": 1}, None),
     (False, {}, {**QWEN, "bos_token_id": 1}, None),
+    (False, {"tokenizer_class": "PreTrainedTokenizerFast"}, {**LLAMA, "bos_token_id": 1}, None),
+    (False, {"tokenizer_class": "LlamaTokenizerFast"}, {**QWEN, "bos_token_id": 1}, 1),
     (True, {}, {**QWEN, "bos_token_id": None}, 1),
 ]
 
