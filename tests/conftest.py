@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import jax
 
 DEVICES = 8
 
+# A shell gives what it runs in the background an ignored interrupt; tests send interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", DEVICES)
