@@ -378,6 +378,7 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GLIBC_TUNABLES is Linux's")
+@pytest.mark.slow
 def test_a_simulated_run_starts_its_process_again_with_huge_pages() -> None:
     """The C library reads its settings at a process's start: /proc has what it was started with."""
     more = "print(open('/proc/self/environ').read(), os.getpid(), os.environ['XLA_FLAGS'])"

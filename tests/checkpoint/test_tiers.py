@@ -311,7 +311,11 @@ def test_a_write_that_fails_on_one_process_is_told_by_all_with_its_cause(tmp_pat
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(4, 4), (4, 2), (2, 1)])],
+    [
+        (2, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in [(4, 4), (4, 2)]),
+    ],
 )
 def test_a_machine_is_lost_with_all_it_held(tmp_path: Path, before: int, after: int) -> None:
     """Its part is with its neighbour; the others' are their own. More than one and the durable

@@ -50,17 +50,19 @@ TABLE = [
     *((ring, 4, True, "bfloat16", make) for ring in RINGS[1:3] for make in ("normal", "integers")),
 ]
 TABLE += [
-    pytest.param(*p, marks=pytest.mark.slow)
-    for p in itertools.product(
-        RINGS,
-        (1, 2, 3, 4, 8),
-        (True, False),
-        ("float32", "bfloat16", "float16"),
-        ("normal", "integers"),
+    pytest.param(*p, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+    for i, p in enumerate(
+        itertools.product(
+            RINGS,
+            (1, 2, 3, 4, 8),
+            (True, False),
+            ("float32", "bfloat16", "float16"),
+            ("normal", "integers"),
+        )
     )
     if p not in TABLE
 ]
-"""The slow part is the whole product."""
+"""Slow is a third of the whole product, exhaustive the rest."""
 
 
 @pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)

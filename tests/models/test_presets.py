@@ -207,6 +207,7 @@ def test_llama_presets_turn_as_published(
     np.testing.assert_allclose(found[[0, -1]], [1.0, plain[-1] / factor], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_gpt2_starts_as_published() -> None:
     """std 0.02, matrices that write to the residual stream by 1 / sqrt(2 layers), biases 0."""
     preset = jaxtrain.load_experiment(EXPERIMENTS / "gpt2_124m.py").model

@@ -241,6 +241,7 @@ def test_logits_of_routers_are_whole_fp32_where_products_are_not() -> None:
     assert product.outvars[0].aval.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_under_gspmd_a_mixture_saves_its_inputs_and_nothing_else() -> None:
     """What leaves a shard_map to be saved is as many copies as there are devices."""
     x, router, weights = problem(16, 4)

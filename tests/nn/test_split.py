@@ -48,8 +48,15 @@ def layers(loop: LayerLoop) -> SplitLayers:
     return SplitLayers(body_of, Local(), lambda p: p, lambda g: g, loop)
 
 
+QUICK = ((True, "full"), (False, "none"), (False, "dots"))
+
+
 @pytest.mark.parametrize(
-    ("unroll", "remat"), list(itertools.product((True, False), ("none", "dots", "full")))
+    ("unroll", "remat"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product((True, False), ("none", "dots", "full"))
+    ],
 )
 def test_both_make_what_the_derivative_is(unroll: bool, remat: str) -> None:
     params, x, dy, extras = problem()

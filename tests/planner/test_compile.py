@@ -45,6 +45,7 @@ def test_an_explicit_step_is_held_to_its_contract(small):
     assert "bytes per device" in report.summary()
 
 
+@pytest.mark.slow
 def test_gspmd_tells_what_xla_chose(small):
     experiment = replace(small, execution=jaxtrain.Execution(mode="gspmd"))
     report = compile_experiment(experiment, jaxtrain.mesh_from_axes(data=2, tensor=4))

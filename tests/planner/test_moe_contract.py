@@ -77,7 +77,7 @@ CASES = [
     slow("routers alone", Layout(CUBE, loop=DOTS), given={"fine_tuning": ROUTERS}, **BESIDE),
     by_hand("adapters, 1F1B", staged("1F1B", 2), given={"fine_tuning": ADAPTERS}, suffix=(1,)),
     pytest.param(Layout(CUBE, loop=DOTS), {}, id="plain"),
-    pytest.param(staged("zero bubble", 2), {}, id="zero bubble"),
+    slow("zero bubble", staged("zero bubble", 2)),
     by_hand("everything saved", Layout(CUBE)),
     slow("nothing saved, zero1", Layout(CUBE, loop=FULL, sharding="zero1")),
     by_hand(

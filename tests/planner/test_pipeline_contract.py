@@ -91,12 +91,11 @@ def case(axes, pipeline, *, slow=True, **fields):
 
 
 CASES = [
-    case(CUBE, ONE_F_ONE_B),
+    case(CUBE, ONE_F_ONE_B, slow=None),
     case(TWO, GPIPE, slow=None, layers=2, loop=LayerLoop(unroll=False, remat="full")),
     case(
         SPLIT,
         keeping(INTERLEAVED),
-        slow=False,
         layers=3,
         sharding="fsdp, reduced once",
         tied=False,
@@ -104,17 +103,17 @@ CASES = [
     case(CUBE, ZERO_BUBBLE, slow=False, layers=3, loop=LayerLoop(prefetch=False)),
     case(CUBE, GPIPE, slow=False),
     case(SPLIT, GPIPE, layers=2, loop=LayerLoop(True, "full")),
-    case(CUBE, ONE_F_ONE_B, slow=False, microbatches=1),
+    case(CUBE, ONE_F_ONE_B, microbatches=1, slow=None),
     case(CUBE, ONE_F_ONE_B, slow=None, microbatches=1, loop=LayerLoop(remat="full")),
-    case(CUBE, INTERLEAVED, microbatches=1),
+    case(CUBE, INTERLEAVED, microbatches=1, slow=None),
     case(CUBE, ZERO_BUBBLE, microbatches=1, slow=None),
-    case(CUBE, ZERO_BUBBLE, layers=3, mode="explicit, ring"),
-    case(CUBE, keeping(GPIPE), layers=6, loop=LayerLoop(remat="full")),
+    case(CUBE, ZERO_BUBBLE, layers=3, mode="explicit, ring", slow=None),
+    case(CUBE, keeping(GPIPE), layers=6, loop=LayerLoop(remat="full"), slow=None),
     case(CUBE, INTERLEAVED, layers=8, sharding="zero1", loop=LayerLoop(prefetch=False)),
-    case(WIDE, INTERLEAVED, layers=8, prefix=1, suffix=1, tied=False),
+    case(WIDE, INTERLEAVED, layers=8, prefix=1, suffix=1, tied=False, slow=None),
     case(SPLIT, ONE_F_ONE_B, layers=3, prefix=2, suffix=1, tied=False, learned_positions=16),
     case(CUBE, GPIPE, layers=6, mode="explicit, ring", loop=LayerLoop(remat="dots")),
-    case(CUBE, ONE_F_ONE_B, layers=6, sharding="zero2", microbatches=2),
+    case(CUBE, ONE_F_ONE_B, layers=6, sharding="zero2", microbatches=2, slow=None),
     case(CUBE, ONE_F_ONE_B, layers=6, prefix=1, precision="bf16"),
     case(CUBE, keeping(ONE_F_ONE_B), slow=None, prefix=2, mode="explicit, recursive"),
     case(

@@ -12,6 +12,7 @@ from jaxtrain import cli
 from jaxtrain.train import bench_checkpoint as bench
 
 
+@pytest.mark.slow
 def test_all_ways_are_measured_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def in_parts(every: list[Layout], parts: int) -> list[list[Layout]]:
 
 
 QUICK = layouts(8, "quick")[0]
+CHOSEN = chosen(QUICK, 4)
 PARTS = 20
 
 
@@ -65,7 +66,11 @@ def passes(some: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(d.passed for d in found), report(found)
 
 
-@pytest.mark.parametrize("layout", chosen(QUICK, 4), ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*CHOSEN[:2], *(pytest.param(layout, marks=pytest.mark.slow) for layout in CHOSEN[2:])],
+    ids=str,
+)
 def test_layouts_equal_one_device(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:
@@ -75,7 +80,7 @@ def test_layouts_equal_one_device(
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, marks=pytest.mark.slow if part % 2 else pytest.mark.exhaustive)
+        pytest.param(part, marks=pytest.mark.slow if part % 4 == 1 else pytest.mark.exhaustive)
         for part in range(PARTS)
     ],
 )

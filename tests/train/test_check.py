@@ -90,7 +90,11 @@ def test_bytes_are_those_of_the_arrays_on_every_device(
 
 @pytest.mark.parametrize(
     ("dropout", "reducer"),
-    [(0.0, jaxtrain.Lax()), (0.1, jaxtrain.Lax()), (0.0, jaxtrain.Compressed(PowerSGD(2)))],
+    [
+        (0.1, jaxtrain.Lax()),
+        pytest.param(0.0, jaxtrain.Lax(), marks=pytest.mark.slow),
+        pytest.param(0.0, jaxtrain.Compressed(PowerSGD(2)), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_total_is_the_argument_bytes_of_the_compiled_step(

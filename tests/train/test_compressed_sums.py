@@ -292,7 +292,8 @@ def with_reducer(experiment: Any, reducer: Any, **changes: Any) -> Any:
     return replace(experiment, execution=execution, **changes)
 
 
-@pytest.mark.parametrize("harm", [pytest.param("displaced", marks=pytest.mark.slow), "poisoned"])
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["displaced", "poisoned"])
 def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
     decoder: jaxtrain.Experiment, tmp_path: Path, harm: str
 ) -> None:
@@ -321,6 +322,7 @@ def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
     assert history[-1]["skipped"] == (2 if harm == "poisoned" else 0)
 
 
+@pytest.mark.slow
 def test_what_a_distrusted_codec_left_is_dropped(
     decoder: jaxtrain.Experiment, opened: Any, stepped: Any
 ) -> None:
@@ -357,8 +359,14 @@ def test_a_healthy_codec_does_not_trip_it_and_no_guard_samples_nothing(
     assert [h["loss"] for h in plain] == pytest.approx([h["loss"] for h in history], rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", [TopK(0.1), PowerSGD(2)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(TopK(0.1), marks=pytest.mark.exhaustive),
+        pytest.param(PowerSGD(2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_residuals_are_saved_and_their_sums_come_to_any_mesh(
     decoder: jaxtrain.Experiment, tmp_path: Path, codec: Any
 ) -> None:
@@ -404,9 +412,10 @@ def test_factors_of_another_shape_begin_again() -> None:
     np.testing.assert_array_equal(found["b"], old["factors"]["b"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
-    [Int8(block=16), *(pytest.param(c, marks=pytest.mark.slow) for c in (TopK(0.1), PowerSGD(2)))],
+    [Int8(block=16), TopK(0.1), PowerSGD(2)],
     ids=str,
 )
 def test_a_skipped_step_leaves_the_residuals_as_they_were(

@@ -218,7 +218,7 @@ def uninterrupted(tmp_path: Path) -> Any:
 
 JOURNEYS: list[Any] = [
     pytest.param(["adamw"], NAMED, id="two processes, one, two", marks=slow),
-    pytest.param(["adamw"], AROUND, id="around", marks=slow),
+    pytest.param(["adamw"], AROUND, id="around", marks=by_hand),
     # What these two keep AdamW keeps too: one way is enough.
     pytest.param(["sgd", "lion"], NAMED[:2], id="other elementwise optimizers", marks=by_hand),
     pytest.param(

@@ -101,7 +101,12 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
 
 @pytest.mark.parametrize(
     "name",
-    ["one layer, tied", "stacked pairs, windows", "prefix, suffix, learned positions", "experts"],
+    [
+        "one layer, tied",
+        pytest.param("stacked pairs, windows", marks=pytest.mark.slow),
+        pytest.param("prefix, suffix, learned positions", marks=pytest.mark.slow),
+        "experts",
+    ],
 )
 def test_greedy_is_argmax_over_repeated_whole_forwards(
     name: str, decoder: jaxtrain.Experiment

@@ -79,6 +79,7 @@ def changed(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (run / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 def test_a_run_and_its_folder_go_on_alike_whatever_the_tokenizer_adds(
     experiment: jaxtrain.Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert logged == losses(whole), "each step once, before the stop and after"
 
 
+@pytest.mark.slow
 def test_a_decoder_with_dropout_in_fp16_resumes_to_the_bit(
     decoder: jaxtrain.Experiment, trained: Train
 ) -> None:
@@ -302,7 +303,11 @@ def test_a_batch_ramp_grows_on_time_and_resumes_inside(
 
 
 @pytest.mark.parametrize(
-    ("model", "axes"), [("own", {"data": 4}), ("decoder", {"data": 2, "fsdp": 2, "tensor": 2})]
+    ("model", "axes"),
+    [
+        ("own", {"data": 4}),
+        pytest.param("decoder", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_does_not_depend_on_the_mesh(
     request: pytest.FixtureRequest,

@@ -223,7 +223,7 @@ def read_back(run: Path, step: int, like: NaturalOrder) -> TrainState:
 
 EVALUATION = jaxtrain.Evaluation(every=2, batches=3, final_batches=3)
 JOURNEYS = [
-    pytest.param(4, [(dict(stage=2), CHUNKED), (ONE, PLAIN)], id="chunks, one device"),
+    pytest.param(4, [(dict(stage=2), CHUNKED), (ONE, PLAIN)], id="chunks, one device", marks=slow),
     pytest.param(
         3,
         [(dict(stage=2), PLAIN), (dict(stage=4), PLAIN), (ONE, PLAIN)],
@@ -299,7 +299,7 @@ def test_compressed_sums_go_on_elsewhere(
     np.testing.assert_allclose(losses(first, rest), losses(whole), rtol=2e-2)
 
 
-@pytest.mark.parametrize("when", ["between steps", "in an evaluation"])
+@pytest.mark.parametrize("when", [pytest.param("between steps", marks=slow), "in an evaluation"])
 def test_an_interrupted_pipeline_is_saved(
     when: str,
     decoder: jaxtrain.Experiment,

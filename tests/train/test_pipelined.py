@@ -78,12 +78,18 @@ def losses(session: Any, stepped: Any, count: int = 4) -> list[float]:
     return [stepped(session)["loss"] for _ in range(count)]
 
 
-DEFAULT = ("fp16", "Adafactor")
+DEFAULT = ("fp16",)
+OFTEN = ("blocks beside the period", "untied, positions, biases", "Adafactor", "averaged weights")
 
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in FEATURES],
+    [
+        n
+        if n in DEFAULT
+        else pytest.param(n, marks=pytest.mark.slow if n in OFTEN else pytest.mark.exhaustive)
+        for n in FEATURES
+    ],
 )
 def test_a_feature_trains_as_on_one_device(name: str, decoder: Any, opened: Any, stepped: Any):
     experiment = FEATURES[name](decoder)
@@ -108,7 +114,13 @@ def test_a_table_of_ones_own_trains_as_on_one_device(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("save", ["inputs", pytest.param("residuals", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "save",
+    [
+        pytest.param("inputs", marks=pytest.mark.slow),
+        pytest.param("residuals", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_idle_buffers_hold_is_read_by_nobody(
     save: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,13 +135,8 @@ def test_what_idle_buffers_hold_is_read_by_nobody(
 SIGN = jaxtrain.Execution(reducer=jaxtrain.Compressed(jaxtrain.Sign()), small_leaf=0)
 
 
-@pytest.mark.parametrize(
-    "execution",
-    [
-        pytest.param(jaxtrain.Execution(), id="exact", marks=pytest.mark.slow),
-        pytest.param(SIGN, id="sign"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", [jaxtrain.Execution(), SIGN], ids=["exact", "sign"])
 def test_slots_of_padding_stay_zero(
     execution: Any, decoder: Any, opened: Any, stepped: Any
 ) -> None:

@@ -40,7 +40,8 @@ def gradient_bytes(experiment: jaxtrain.Experiment, name: str) -> int:
     return sum(4 * leaf.size for k, leaf in params.items() if name in k)
 
 
-@pytest.mark.parametrize("microbatches", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [2, 1])
 def test_each_microbatch_sends_what_the_end_sends_once(
     decoder: jaxtrain.Experiment, microbatches: int
 ) -> None:

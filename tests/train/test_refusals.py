@@ -55,6 +55,7 @@ def test_a_rule_for_an_axis_nobody_has_is_refused(decoder):
         assemble(experiment, jaxtrain.mesh_from_axes(fsdp=2))
 
 
+@pytest.mark.slow
 def test_blocks_of_different_head_dim_rotate_by_their_own_tables(decoder):
     """Each of two blocks, alone in a model, must turn by tables of its own head_dim."""
 
