@@ -342,8 +342,8 @@ class CheckpointManager:
 
         from jaxtrain.checkpoint.handler import ChunkSave
 
-        logging.getLogger("absl").addFilter(_told_by_us)
         if self._orbax is None:
+            logging.getLogger("absl").addFilter(_told_by_us)
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
                 cleanup_tmp_directories=True,  # what a killed run left half written

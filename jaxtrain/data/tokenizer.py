@@ -233,18 +233,18 @@ class HuggingFaceVocabulary:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def _without_and_with(self) -> tuple[list[int], list[int]]:
+        """A text's ids without, and with, what its post-processor puts around it."""
+        return self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+
     def begins_with(self) -> int | None:
         """The special token that its post-processor puts before a text, if any."""
-        plain, whole = (
-            self._tokenizer.encode("a", add_special_tokens=s).ids for s in (False, True)
-        )
+        plain, whole = self._without_and_with()
         return whole[0] if whole[:1] != plain[:1] else None
 
     def bare(self) -> HuggingFaceVocabulary:
         """The same, without a post-processor that puts special tokens around a text."""
-        plain, whole = (
-            self._tokenizer.encode("a", add_special_tokens=s).ids for s in (False, True)
-        )
+        plain, whole = self._without_and_with()
         if plain == whole:
             return self
         content = json.dumps({**json.loads(self.json), "post_processor": None}, ensure_ascii=False)
