@@ -1,14 +1,16 @@
 """`bench pipeline`: seconds a step of every schedule, beside what their tables predict.
 
 In lock-step a masked tick works too, so a step lasts as long as its table costs
-(`pipeline.analysis.cost`) and what is done once. The costs of F, B, W and the head are measured
-each by itself (`pipeline_costs`). They and the steps take turns in one process, one program at a
-time, so that whatever else the machine does hits all alike. On simulated devices, which share the
-machine's cores.
+(`pipeline.analysis.cost`) and what each schedule does once: buffers between ticks, the sum of
+gradients, the optimizer's update. Each of these is measured by itself (`pipeline_costs`), and no
+prediction uses a step's time. In neither is what a first tick pays for the memory it works in.
+Costs and steps take turns in one process, one program at a time, so that whatever else the machine
+does hits all alike. On simulated devices, which share the machine's cores.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,10 +34,10 @@ from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
-from jaxtrain.train.pipeline_costs import runs_of, ticks_of
+from jaxtrain.train.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step
+from jaxtrain.train.step import LocalSumsOf, compile_step
 
 PIPELINES = (
     Pipeline("one_f_one_b"),
@@ -44,12 +46,16 @@ PIPELINES = (
     Pipeline("zero_bubble"),
 )
 MEASURED_AT = 8
-"""Microbatches at which costs are measured, and of the 1F1B step that tells what is done once."""
+"""Microbatches at which costs are measured, and what is done once."""
 PREDICTED = (2, 32)
 ROUNDS = 5
+WINDOW = 2.0
+"""Seconds for which a program runs, again and again, in its turn. Of single runs the quickest is a
+short program's luckiest moment but a long one's mean of many: sums of the former fall short of the
+latter."""
 BOUND = 0.15
 """An error of a prediction that is larger is marked."""
-PASSES = (1, 3)
+PASSES = (1, 4)
 """How often a program of costs follows its tables: what the longer takes beyond the shorter is
 ticks alone, and nothing that is done once."""
 
@@ -57,6 +63,7 @@ Arrays = dict[str, Any]
 Program = Callable[[], Any]
 Key = tuple[Pipeline, int]
 """A step: its schedule and its microbatches."""
+ONCE = "once"
 
 
 def benchmark(stages: int) -> Experiment:
@@ -100,14 +107,13 @@ class _Machine:
         e = replace(e, execution=execution, microbatches=microbatches, batch=batch)
         return assemble(e, self.spec, self.fields)
 
-    def step(self, assembly: Assembly) -> Program:
-        """The train step as `train` runs it."""
-        chunks = assembly.on_stages.layout.chunks
+    def step(self, assembly: Assembly, local: LocalSumsOf | None = None) -> Program:
+        """The train step as `train` runs it, or with `local`."""
         where = shardings(assembly.abstract, assembly.splits, self.mesh)
-        program = compile_step(assembly, self.mesh, where)
+        program = compile_step(assembly, self.mesh, where, local=local)
+        chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
         if chunks not in self.states:
             self.states[chunks] = jax.block_until_ready(initialise(assembly, where))
-        batch = self._batch(assembly)
 
         def run() -> Any:
             self.states[chunks], metrics = program(self.states[chunks], batch)
@@ -138,7 +144,8 @@ class _Machine:
 @dataclass(frozen=True)
 class Row:
     """A schedule at a number of microbatches. cost: in forward passes of a stage, head included.
-    measured_s: the quickest of the rounds; spread: between their fastest and slowest, over it."""
+    once_s: what is done once, as measured with `PipelineReport.measured_at`. measured_s: the
+    quickest round's mean; spread: between the rounds' fastest and slowest, over it."""
 
     schedule: str
     chunks: int
@@ -146,6 +153,7 @@ class Row:
     ticks: int
     cost: float
     bubble: float
+    once_s: float
     predicted_s: float
     measured_s: float
     spread: float
@@ -159,23 +167,21 @@ class Row:
         mark = " !" if abs(self.error) > BOUND else ""
         return (
             f"{self.schedule:<12} {self.microbatches:>3} {self.ticks:>5} {self.cost:>9.2f} "
-            f"{self.bubble:>7.1%} {self.predicted_s:>11.3f} {self.measured_s:>10.3f} "
+            f"{self.bubble:>7.1%} {self.once_s:>6.3f} {self.predicted_s:>11.3f} "
+            f"{self.measured_s:>10.3f} "
             f"{self.spread:>7.1%} {self.error:>+7.1%}{mark}"
         )
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """costs: seconds of a stage's work on one microbatch, `whole` the B of schedules without W.
-    once_s: of the 1F1B step at `measured_at` microbatches, what its table does not cost. at: the
-    row of that step, whose error is none by definition."""
+    """costs: seconds of a stage's work on one microbatch, `whole` the B of schedules without W, as
+    measured in programs of `measured_at` microbatches."""
 
     what: str
     stages: int
     measured_at: int
     costs: Costs
-    once_s: float
-    at: Row
     rows: tuple[Row, ...]
 
     @property
@@ -186,15 +192,15 @@ class PipelineReport:
         costs = {f"{name}_s": seconds for name, seconds in vars(self.costs).items()}
         return {
             **{"stages": self.stages, "measured_at": self.measured_at, **costs},
-            **{"once_s": self.once_s, "bound": BOUND, "worst_error": self.worst},
-            "rows": [{**vars(row), "error": row.error} for row in (self.at, *self.rows)],
+            **{"bound": BOUND, "worst_error": self.worst},
+            "rows": [{**vars(row), "error": row.error} for row in self.rows],
         }
 
     def table(self) -> str:
         c, ms = self.costs, 1e3
         head = (
             f"{'schedule':<12} {'M':>3} {'ticks':>5} {'cost in F':>9} {'bubble':>7} "
-            f"{'predicted s':>11} {'measured s':>10} {'spread':>7} {'error':>7}"
+            f"{'once s':>6} {'predicted s':>11} {'measured s':>10} {'spread':>7} {'error':>7}"
         )
         assert c.whole is not None, "it was measured"
         within = sum(abs(row.error) <= BOUND for row in self.rows)
@@ -203,10 +209,8 @@ class PipelineReport:
                 self.what,
                 f"measured at M={self.measured_at}, ms a stage and microbatch: F "
                 f"{c.forward * ms:.2f}, B {c.whole * ms:.2f}; split: B {c.backward * ms:.2f}, W "
-                f"{c.weight * ms:.2f}; head, with embedding, {c.head * ms:.2f}; once a step "
-                f"{self.once_s * ms:.2f}",
+                f"{c.weight * ms:.2f}; head, with embedding, {c.head * ms:.2f}",
                 head,
-                f"{self.at.line()}  (gives what is done once)",
                 *(row.line() for row in self.rows),
                 f"{within} of {len(self.rows)} predictions within {BOUND:.0%}, the worst off by "
                 f"{self.worst:.1%}",
@@ -221,42 +225,45 @@ def bench_pipeline(
     measured_at: int = MEASURED_AT,
     predicted: tuple[int, ...] = PREDICTED,
     rounds: int = ROUNDS,
+    window: float = WINDOW,
     progress: Callable[[str], None] = lambda text: None,
 ) -> PipelineReport:
     """Predict and time the step of all of PIPELINES on `stages` simulated devices.
 
     experiment: with one microbatch for its batch; None: `benchmark`. measured_at: microbatches at
     which costs are measured; predicted: those of the steps. rounds: in each of which every program
-    runs once. progress: told what is being done, in lines.
+    has its turn: one run, and as many as fill `window` seconds, which are timed. progress: told
+    what is being done, in lines.
 
-    Raises ValueError for fewer than 2 stages, an experiment that does not fit them, or a process
-    with fewer devices.
+    Raises ValueError for fewer than 2 stages, nothing to predict, an experiment that does not fit
+    them, or a process with fewer devices.
     """
-    refuse("bench pipeline", [] if stages > 1 else [f"stages={stages}; a pipeline has 2 or more"])
+    found = [] if stages > 1 else [f"stages={stages}; a pipeline has 2 or more"]
+    found += [] if predicted else ["predicted is empty; name numbers of microbatches, such as 2"]
+    refuse("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
 
     def told(text: str) -> None:
         progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
 
-    one, split = PIPELINES[0], PIPELINES[-1]
-    at = (one, measured_at)
-    steps = {at: machine.assembled(*at)}
-    steps |= {(p, m): machine.assembled(p, m) for m in predicted for p in PIPELINES}
-    of_one, of_split = steps[at], machine.assembled(split, measured_at)
+    steps = {(p, m): machine.assembled(p, m) for m in predicted for p in PIPELINES}
+    at = {p: machine.assembled(p, measured_at) for p in PIPELINES}
+    of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
     works = {
         **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
         **{"backward": (of_split, "B"), "weight": (of_split, "W")},
     }
-    seconds = take_turns(_compiled(machine, steps, works, told), rounds, told)
+    programs = _compiled(machine, steps, at, works, told)
+    seconds = take_turns(programs, rounds, window, told)
     return report_of(
-        _described(e, rounds),
+        _described(e, rounds, window),
         {
             name: runs_of(assembly.on_stages.schedule, kind)
             for name, (assembly, kind) in works.items()
         },
         {key: assembly.on_stages.schedule for key, assembly in steps.items()},
-        at,
+        measured_at,
         seconds,
     )
 
@@ -264,6 +271,7 @@ def bench_pipeline(
 def _compiled(
     machine: _Machine,
     steps: Mapping[Key, Assembly],
+    at: Mapping[Pipeline, Assembly],
     works: Mapping[str, tuple[Assembly, str]],
     told: Callable[[str], None],
 ) -> dict[Any, Program]:
@@ -272,6 +280,9 @@ def _compiled(
     for (pipeline, microbatches), assembly in steps.items():
         told(f"compiling the step of {pipeline.schedule}, M={microbatches}")
         programs[pipeline, microbatches] = machine.step(assembly)
+    for pipeline, assembly in at.items():
+        told(f"compiling what a step of {pipeline.schedule} does once")
+        programs[pipeline, ONCE] = machine.step(assembly, without_ticks)
     for name, (assembly, kind) in works.items():
         told(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
         found = machine.ticks(assembly, kind)
@@ -279,58 +290,69 @@ def _compiled(
     return programs
 
 
-def _described(e: Experiment, rounds: int) -> str:
+def _described(e: Experiment, rounds: int, window: float) -> str:
     model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
         f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "
-        f"{e.data.seq} tokens a microbatch; quickest of {rounds} rounds; {os.cpu_count()} cores, "
-        f"load at the end {load:.1f}"
+        f"{e.data.seq} tokens a microbatch; quickest of {rounds} rounds of {window:g} s a program; "
+        f"{os.cpu_count()} cores, load at the end {load:.1f}"
     )
 
 
 def take_turns(
-    programs: Mapping[Any, Program], rounds: int, told: Callable[[str], None]
+    programs: Mapping[Any, Program], rounds: int, window: float, told: Callable[[str], None]
 ) -> dict[Any, list[float]]:
-    """Seconds of each program in each round, after one that is not timed. One at a time: programs
-    side by side wait for each other's collectives forever. Who begins changes."""
+    """Seconds of each program in each round: the mean of as many runs as fill `window` seconds. One
+    program at a time: side by side they wait for each other's collectives forever. Who begins
+    changes."""
     names, seconds = list(programs), {name: list[float]() for name in programs}
-    for turn in range(rounds + 1):
-        told(f"round {turn} of {rounds}" if turn else f"{len(names)} programs, once untimed")
-        first = turn * len(names) // (rounds + 1)
+    for turn in range(rounds):
+        told(f"round {turn + 1} of {rounds}: {len(names)} programs")
+        first = turn * len(names) // rounds
         for name in [*names[first:], *names[:first]]:
-            began = time.perf_counter()
-            jax.block_until_ready(programs[name]())
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(_mean_seconds(programs[name], window))
     return seconds
+
+
+def _mean_seconds(program: Program, window: float) -> float:
+    """Of the runs that fill a window, after one that finds what memory another program has left."""
+
+    def seconds(runs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(runs):
+            jax.block_until_ready(program())
+        return time.perf_counter() - began
+
+    runs = max(1, math.ceil(window / seconds(1)))
+    return seconds(runs) / runs
 
 
 def report_of(
     what: str,
     counts: Mapping[str, int],
     schedules: Mapping[Key, Schedule],
-    at: Key,
+    measured_at: int,
     seconds: Mapping[Any, list[float]],
 ) -> PipelineReport:
     """The report of times: of steps by `schedules`' keys, of costs by (field of `Costs`, passes),
-    `counts` of each in a pass. `at`: the step that tells what is done once."""
+    `counts` of each in a pass, and of steps without ticks."""
+    took = {name: min(rounds) for name, rounds in seconds.items()}
     few, many = PASSES
     measured = {}
     for name, count in counts.items():
-        longer = min(seconds[name, many]) - min(seconds[name, few])
+        longer = took[name, many] - took[name, few]
         # What is next to nothing may come out below it, beside other people's work.
         measured[name] = max(1e-9, longer / (many - few) / count)
     costs = Costs(**measured)
-    once = min(seconds[at]) - cost(schedules[at], costs)
 
     def row(key: Key) -> Row:
-        pipeline, schedule, found = key[0], schedules[key], min(seconds[key])
-        table = cost(schedule, costs)
+        (pipeline, microbatches), schedule = key, schedules[key]
+        table, once = cost(schedule, costs), took[pipeline, ONCE]
         return Row(
-            pipeline.schedule, pipeline.chunks, key[1], schedule.ticks,
-            table / costs.forward, bubble(schedule, costs),
-            table + once, found, (max(seconds[key]) - min(seconds[key])) / found,
+            pipeline.schedule, pipeline.chunks, microbatches, schedule.ticks,
+            table / costs.forward, bubble(schedule, costs), once,
+            table + once, took[key], (max(seconds[key]) - min(seconds[key])) / took[key],
         )  # fmt: skip
 
-    others = tuple(row(key) for key in schedules if key != at)
-    return PipelineReport(what, schedules[at].stages, at[1], costs, once, row(at), others)
+    stages = next(iter(schedules.values())).stages
+    return PipelineReport(what, stages, measured_at, costs, tuple(map(row, schedules)))

@@ -2,7 +2,7 @@
 
 The step's own executor follows the step's own tables, from which everything else is taken: in a
 tick of F there is no B, no embedding and no head. The head is what a step does on stages without
-layers.
+layers; what is done once, the step with ticks that do not run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jax import lax
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import STAGE, partition_spec
+from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import Rows, training
-from jaxtrain.pipeline.tick import At
+from jaxtrain.pipeline.tick import At, Carry, Stage, Trees
 from jaxtrain.train.assembly import Assembly
-from jaxtrain.train.pipelined import DecoderStage, executor_of, on_device
+from jaxtrain.train.gradients import LocalSums, Reduction
+from jaxtrain.train.pipelined import DecoderStage, executor_of, on_device, pipeline_sums
 from jaxtrain.train.step import explicit_communicator, make_reduction
 
 FILL = 1.0
@@ -51,10 +53,14 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
     """(params, batch, passes) -> an element of everything that was made, [stages, leaves].
 
     kind: F, B or W of the assembly's schedule: its ticks with that work alone, followed `passes`
-    times; or `head`: the whole schedule, on stages without layers.
+    times; or `head`: the whole schedule, on stages without layers that send nothing.
     """
     rows, buffers = training(assembly.on_stages.schedule, keep_residuals=False)
-    run = executor_of(assembly, rows if kind == "head" else only(rows, kind), buffers, FILL)
+    if kind == "head":
+        rows = without(rows, "receive_input", "receive_cotangent")  # F's and B's
+    else:
+        rows = only(rows, kind)
+    run = executor_of(assembly, rows, buffers, FILL)
     reduction = make_reduction(assembly)
     comm = explicit_communicator(assembly, reduction)
     axes = tuple(assembly.sizes)
@@ -88,13 +94,45 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
     return assembly.with_matmul_precision(program)
 
 
+class _Still(Executor):
+    """Has ticks and runs none, which a compiler cannot know: it makes every buffer that goes from
+    tick to tick."""
+
+    def follow(
+        self,
+        carry: Carry,
+        trees: Trees,
+        stage: Stage,
+        blocks: Arrays,
+        outside: Arrays,
+        scale: jax.Array,
+    ) -> Carry:
+        def ticks(_: Any, carry: Carry) -> Carry:
+            return super(_Still, self).follow(carry, trees, stage, blocks, outside, scale)
+
+        weight = jax.tree.leaves(blocks)[0]
+        nan = jnp.isnan(weight[(0,) * weight.ndim]).astype(jnp.int32)
+        # All devices would run them or none: there are collectives in them.
+        return lax.fori_loop(0, lax.pmin(nan, self.axes), ticks, carry)
+
+
+def without_ticks(assembly: Assembly, reduction: Reduction) -> LocalSums:
+    """Of a train step (`local` of `compile_step`) whose ticks are in the program and do not run: it
+    makes what goes from tick to tick, reduces gradients (zeros) and updates the state."""
+    comm = explicit_communicator(assembly, reduction)
+    return pipeline_sums(assembly, comm, reduction, executor=_Still)
+
+
 def only(rows: Rows, kind: str) -> Rows:
     """The ticks that have a work of the kind F, B or W, and of them nothing else."""
     mine = WORK[kind]
     ticks = np.any(getattr(rows, mine) >= 0, axis=1)
     found = Rows(*(table[ticks] for table in rows))
-    others = [name for name in (*WORK.values(), "enter", "leave", "exit") if name != mine]
-    return found._replace(**{name: np.full_like(getattr(found, name), -1) for name in others})
+    return without(found, *({*WORK.values(), "enter", "leave", "exit"} - {mine}))
+
+
+def without(rows: Rows, *names: str) -> Rows:
+    return rows._replace(**{name: np.full_like(getattr(rows, name), -1) for name in names})
 
 
 def runs_of(schedule: Schedule, kind: str) -> int:

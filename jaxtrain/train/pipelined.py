@@ -142,12 +142,18 @@ class DecoderStage:
 
 
 def pipeline_sums(
-    assembly: Assembly, comm: Explicit, reduction: Reduction, *, fill: float = 0.0
+    assembly: Assembly,
+    comm: Explicit,
+    reduction: Reduction,
+    *,
+    fill: float = 0.0,
+    executor: type[Executor] = Executor,
 ) -> LocalSums:
-    """The shares of a step's sums that a device makes, all microbatches on their way at once."""
+    """The shares of a step's sums that a device makes, all microbatches on their way at once. fill,
+    executor: as `executor_of` has them."""
     keep = assembly.experiment.execution.pipeline.keeps_residuals
     rows, buffers = training(assembly.on_stages.schedule, keep_residuals=keep)
-    run = executor_of(assembly, rows, buffers, fill)
+    run = executor_of(assembly, rows, buffers, fill, executor)
     wide = _wide(assembly, comm)
 
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
@@ -237,13 +243,16 @@ def pipeline_loss(assembly: Assembly, comm: Explicit) -> Callable[[Arrays, Array
     return loss
 
 
-def executor_of(assembly: Assembly, rows: Any, buffers: Any, fill: float) -> Executor:
-    """The executor of these tables; fill: what its buffers hold before anything else."""
+def executor_of(
+    assembly: Assembly, rows: Any, buffers: Any, fill: float, executor: type[Executor] = Executor
+) -> Executor:
+    """The executor of these tables; fill: what its buffers hold before anything else; executor: the
+    class that follows them."""
     tied = assembly.experiment.model.tied
     outside = [k for k in assembly.places if not k.startswith(PERIOD)]
     entering = tuple(k for k in outside if k.startswith(("embedding", "positions", "prefix.")))
     leaving = tuple(k for k in outside if k not in entering)
-    return Executor(
+    return executor(
         rows=rows,
         buffers=buffers,
         chunks=assembly.on_stages.layout.chunks,

@@ -43,6 +43,7 @@ from jaxtrain.train.state import TrainState
 Arrays = dict[str, Any]
 Metrics = dict[str, jax.Array]
 StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
+LocalSumsOf = Callable[[Assembly, Reduction], LocalSums]
 
 
 def make_train_step(
@@ -51,17 +52,18 @@ def make_train_step(
     *,
     keep_gradients: bool = False,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
 ) -> StepFunction:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    choice: how gradients are summed by a compressed reducer.
+    choice: how a compressed reducer sums. local: what an explicit step has for `local_sums`.
 
     metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
     update_norm, learning_rate, loss_scale, skipped (so far), all fp32 scalars; those of
     `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
     e, transform = assembly.experiment, assembly.transform_on(mesh)
-    sums = make_gradients(assembly, mesh, choice)
+    sums = make_gradients(assembly, mesh, choice, local or local_sums)
     watch = make_watch(assembly, mesh, choice)
     norm = partial(norms, assembly=assembly, mesh=mesh)
     rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
@@ -88,9 +90,8 @@ def make_train_step(
         params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
         whole = {**state.params, **params}
         update_norm, param_norm = *norm((updates,), "optimizer"), *norm((whole,), "params")
-        ema = averages(state, params, e.ema_decay)
         kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
-        moved = (params, optimizer, g.rest, ema, g.residuals)
+        moved = (params, optimizer, g.rest, averages(state, params, e.ema_decay), g.residuals)
         params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
         after = TrainState(
             state.step + 1, {**state.params, **params}, optimizer, rest, ema,
@@ -129,16 +130,17 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., An
 
 
 def make_gradients(
-    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice
+    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice, local: LocalSumsOf
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
+    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode, of which
+    the explicit one makes what `local` says."""
     if assembly.explicit:
         reducer, reduction = assembly.experiment.execution.reducer, make_reduction(assembly)
         splits = assembly.splits.residuals
         specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
         compressed = isinstance(reducer, Compressed)
         sums = explicit(
-            local_sums(assembly, reduction),
+            local(assembly, reduction),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
@@ -287,9 +289,11 @@ def compile_step(
     shardings: TrainState,
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
 ) -> Any:
-    """The compiled step for the shapes of `batch` (arrays or ShapeDtypeStructs), state donated."""
-    traced = trace_step(assembly, mesh, shardings, batch, choice)
+    """The compiled `make_train_step` for the shapes of `batch` (arrays or ShapeDtypeStructs), state
+    donated."""
+    traced = trace_step(assembly, mesh, shardings, batch, choice, local)
     return traced.lower().compile(compiler_options=assembly.compiler_options or None)
 
 
@@ -299,10 +303,11 @@ def trace_step(
     shardings: TrainState,
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
 ) -> Any:
     """What `compile_step` compiles, with its jaxpr."""
     return jax.jit(
-        make_train_step(assembly, mesh, choice=choice),
+        make_train_step(assembly, mesh, choice=choice, local=local),
         donate_argnums=0,
         in_shardings=(shardings, assembly.batch_shardings(mesh)),
         out_shardings=(shardings, named_sharding(mesh, ())),
