@@ -26,7 +26,7 @@ from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, named_key, normal
 from jaxtrain.nn.remat import rematerialised
 from jaxtrain.nn.rotary import Rope, tables
-from jaxtrain.nn.stack import Body, LayerLoop, run_layers
+from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
 
 Batch = dict[str, jax.Array]
@@ -247,16 +247,14 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """All layers of the period."""
         stacked, body = self.stack(comm)
-        return run_layers(
+        layers = Layers(
             body,
-            stacked,
-            x,
-            context,
             fetch=lambda p: comm.fetch(p, "period."),
             scatter=lambda g: comm.scatter(g, "period."),
             loop=loop,
             frozen=comm.frozen_of(stacked, "period."),
         )
+        return layers(stacked, x, context)
 
     def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:
         """The period's parameters, named without `period.`, and what one turn of it does."""

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxtrain.nn.communicator import Communicator, Pair
 from jaxtrain.nn.remat import rematerialised
-from jaxtrain.nn.stack import Body, LayerLoop, Saved, packed, pinned_slice
+from jaxtrain.nn.stack import Body, Layers, Saved, depth, packed, pinned_slice
 
 Arrays = dict[str, Any]
 
@@ -72,16 +72,13 @@ class Tapped:
 
 @dataclass(frozen=True, eq=False)
 class SplitLayers:
-    """A stack of layers whose backward pass is split. body_of: the body that asks the given
-    communicator; fetch, scatter, loop, frozen: as `stack.run_layers` has them (`prefetch` says
-    nothing here, and weights are fetched again for the backward pass)."""
+    """`layers` with a split backward pass. comm: the communicator that their body asks; body_of:
+    the same body asking another. Their loop's `prefetch` says nothing here, and weights are fetched
+    again for the backward pass."""
 
+    layers: Layers
     body_of: Callable[[Any], Body]
     comm: Communicator
-    fetch: Callable[[Arrays], Arrays]
-    scatter: Callable[[Arrays], Arrays]
-    loop: LayerLoop
-    frozen: frozenset[str] = frozenset()
     vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
     """Types a zero as the values of the program are."""
 
@@ -91,9 +88,9 @@ class SplitLayers:
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             shards, x = pinned_slice(params, layer, x)
-            return self._linearise(self.fetch(shards), x, extras, layer)
+            return self._linearise(self.layers.fetch(shards), x, extras, layer)
 
-        return self._over_layers(step, x, _layers(params))
+        return self._over_layers(step, x, depth(params))
 
     def pulled_back(
         self, saved: Any, params: Arrays, dy: jax.Array, extras: Any
@@ -103,12 +100,12 @@ class SplitLayers:
         def step(dx: jax.Array, layer: Any, one: tuple[Saved, Any]) -> tuple[jax.Array, Any]:
             kept, inputs = one
             shards, dx = pinned_slice(params, layer, dx)
-            others, dys, dx, _ = kept.unpacked((self.fetch(shards), extras))(dx)
+            others, dys, dx, _ = kept.unpacked((self.layers.fetch(shards), extras))(dx)
             stash = {product: (x, dys[product]) for product, x in inputs.items()}
-            return dx, (_like(self.scatter(others), params), stash)
+            return dx, (_like(self.layers.scatter(others), params), stash)
 
-        dx, made = self._over_layers(step, dy, _layers(params), saved, reverse=True)
-        if not self.loop.unroll:
+        dx, made = self._over_layers(step, dy, depth(params), saved, reverse=True)
+        if not self.layers.loop.unroll:
             return made[0], dx, made[1]
         grads, stash = zip(*made, strict=True)
         return _stacked(grads), dx, list(stash)
@@ -121,15 +118,15 @@ class SplitLayers:
             for (way, names), (x, dys) in one.items():
                 made = getattr(self.comm, f"{way}_gradients")(x, *dys)
                 grads |= dict(zip(names, made, strict=True))
-            return carry, _like(self.scatter(grads), params)
+            return carry, _like(self.layers.scatter(grads), params)
 
-        grads = self._over_layers(step, (), _layers(params), stash)[1]
-        return _stacked(grads) if self.loop.unroll else grads
+        grads = self._over_layers(step, (), depth(params), stash)[1]
+        return _stacked(grads) if self.layers.loop.unroll else grads
 
     def _linearise(self, weights: Arrays, x: jax.Array, extras: Any, layer: Any) -> Any:
         names = self._names(weights)
         taps = self._zeros(weights, x, extras)
-        apart = {name for product in taps for name in product.weights} | self.frozen
+        apart = {name for product in taps for name in product.weights} | self.layers.frozen
         others = {k: w for k, w in weights.items() if k not in apart}
 
         def run(others: Arrays, taps: Any, x: jax.Array, extras: Any) -> Any:
@@ -137,7 +134,7 @@ class SplitLayers:
             y = self.body_of(comm)({**weights, **others}, x, extras, layer)
             return y, comm.inputs
 
-        body = rematerialised(run, self.loop.remat)
+        body = rematerialised(run, self.layers.loop.remat)
         y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
         return y, (packed(vjp, (weights, extras)), inputs)
 
@@ -161,27 +158,23 @@ class SplitLayers:
 
     def _names(self, weights: Arrays) -> dict[int, str]:
         """Of the matrices that W may take."""
-        return {id(w): name for name, w in weights.items() if name not in self.frozen}
+        return {id(w): name for name, w in weights.items() if name not in self.layers.frozen}
 
     def _over_layers(
-        self, step: Any, carry: Any, layers: int, *each: Any, reverse: bool = False
+        self, step: Any, carry: Any, count: int, *each: Any, reverse: bool = False
     ) -> tuple[Any, Any]:
         """`step(carry, layer, *each[layer])` over all layers. Its results, and `each`, are lists
         where the loop is unrolled, and stacked where it is not."""
-        if not self.loop.unroll:
+        if not self.layers.loop.unroll:
 
             def turn(carry: Any, at: Any) -> tuple[Any, Any]:
                 return step(carry, *at)
 
-            return lax.scan(turn, carry, (jnp.arange(layers), *each), reverse=reverse)
-        out: list[Any] = [None] * layers
-        for layer in reversed(range(layers)) if reverse else range(layers):
+            return lax.scan(turn, carry, (jnp.arange(count), *each), reverse=reverse)
+        out: list[Any] = [None] * count
+        for layer in reversed(range(count)) if reverse else range(count):
             carry, out[layer] = step(carry, layer, *(one[layer] for one in each))
         return carry, out
-
-
-def _layers(params: Arrays) -> int:
-    return len(jax.tree.leaves(params)[0])
 
 
 def _stacked(each: Any) -> Arrays:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,74 +42,44 @@ class LayerLoop:
     reshard_after_forward: bool = True
 
 
-class _Static(NamedTuple):
+@dataclass(frozen=True)
+class Layers:
+    """A stack of layers: x [tokens, embed] -> x.
+
+    body: what a layer does. fetch turns one layer's parameters into what `body` uses, and scatter
+    is its adjoint. frozen: names of parameters that are not differentiated.
+
+    Leaves of `params` are stacked on dim 0, as they rest; `extras` (positions, segment ids, keys)
+    are not differentiated.
+    """
+
     body: Body
     fetch: Callable[[Params], Params]
     scatter: Callable[[Params], Params]
     loop: LayerLoop
-    layers: int
-    frozen: frozenset[str]
+    frozen: frozenset[str] = frozenset()
+
+    def __call__(self, params: Params, x: jax.Array, extras: Any) -> jax.Array:
+        """x after all layers."""
+        return _run(self, params, x, extras)
+
+    def linearised(self, params: Params, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
+        """x after all layers, and what `pulled_back` needs beside `params` and `extras`, a tree of
+        arrays."""
+        y, (_, _, saved) = _forward(self, params, x, extras)
+        return y, saved
+
+    def pulled_back(
+        self, saved: Any, params: Params, dy: jax.Array, extras: Any
+    ) -> tuple[Params, jax.Array]:
+        """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
+        grads, dx, _ = _backward(self, (params, extras, saved), dy)
+        return grads, dx
 
 
-def run_layers(
-    body: Body,
-    params: Params,
-    x: jax.Array,
-    extras: Any,
-    *,
-    fetch: Callable[[Params], Params],
-    scatter: Callable[[Params], Params],
-    loop: LayerLoop,
-    frozen: frozenset[str] = frozenset(),
-) -> jax.Array:
-    """x after all layers; `params` leaves are stacked on dim 0, as they rest.
-
-    `fetch` turns one layer's parameters into what `body` uses and `scatter` is its adjoint.
-    `extras` (positions, segment ids, keys) are not differentiated, nor are `frozen` parameters.
-    """
-    layers = len(jax.tree.leaves(params)[0])
-    return _run(_Static(body, fetch, scatter, loop, layers, frozen), params, x, extras)
-
-
-def linearised(
-    body: Body,
-    params: Params,
-    x: jax.Array,
-    extras: Any,
-    *,
-    fetch: Callable[[Params], Params],
-    scatter: Callable[[Params], Params],
-    loop: LayerLoop,
-    frozen: frozenset[str] = frozenset(),
-) -> tuple[jax.Array, Any]:
-    """As `run_layers`: x after all layers, and what `pulled_back` needs beside `params` and
-    `extras`, a tree of arrays."""
-    layers = len(jax.tree.leaves(params)[0])
-    static = _Static(body, fetch, scatter, loop, layers, frozen)
-    y, (_, _, saved) = _forward(static, params, x, extras)
-    return y, saved
-
-
-def pulled_back(
-    saved: Any,
-    params: Params,
-    dy: jax.Array,
-    extras: Any,
-    *,
-    fetch: Callable[[Params], Params],
-    scatter: Callable[[Params], Params],
-    loop: LayerLoop,
-    frozen: frozenset[str] = frozenset(),
-) -> tuple[Params, jax.Array]:
-    """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
-    layers = len(jax.tree.leaves(params)[0])
-    static = _Static(_nothing, fetch, scatter, loop, layers, frozen)
-    grads, dx, _ = _backward(static, (params, extras, saved), dy)
-    return grads, dx
-
-
-def _nothing(params: Params, x: jax.Array, extras: Any, layer: Any) -> jax.Array:
-    raise AssertionError("a backward pass runs no body: it has what the forward pass saved")
+def depth(params: Params) -> int:
+    """Layers of stacked parameters."""
+    return len(jax.tree.leaves(params)[0])
 
 
 def _slice(params: Params, layer: Any) -> Params:
@@ -124,30 +94,30 @@ def pinned_slice(params: Params, layer: Any, x: jax.Array) -> tuple[Params, jax.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static: _Static, params: Params, x: jax.Array, extras: Any) -> jax.Array:
+def _run(stack: Layers, params: Params, x: jax.Array, extras: Any) -> jax.Array:
     """Without a derivative: nothing is saved."""
 
     def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         shards, x = pinned_slice(params, layer, x)
-        return static.body(static.fetch(shards), x, extras, layer), None
+        return stack.body(stack.fetch(shards), x, extras, layer), None
 
-    if static.loop.unroll:
-        for layer in range(static.layers):
+    if stack.loop.unroll:
+        for layer in range(depth(params)):
             x, _ = step(x, layer)
         return x
-    return lax.scan(step, x, jnp.arange(static.layers))[0]
+    return lax.scan(step, x, jnp.arange(depth(params)))[0]
 
 
-def _linearise(static: _Static, weights: Params, x: jax.Array, extras: Any, layer: Any) -> Any:
+def _linearise(stack: Layers, weights: Params, x: jax.Array, extras: Any, layer: Any) -> Any:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
-    held = {k: weights[k] for k in static.frozen}
+    held = {k: weights[k] for k in stack.frozen}
     moved = {k: w for k, w in weights.items() if k not in held}
 
     def run(moved: Params, x: jax.Array, extras: Any) -> jax.Array:
-        return static.body({**moved, **held}, x, extras, layer)
+        return stack.body({**moved, **held}, x, extras, layer)
 
-    y, vjp = jax.vjp(rematerialised(run, static.loop.remat), moved, x, extras)
+    y, vjp = jax.vjp(rematerialised(run, stack.loop.remat), moved, x, extras)
     return y, packed(vjp, (weights, extras))
 
 
@@ -185,17 +155,17 @@ class Saved:
         return dw, dx
 
 
-def _forward(static: _Static, params: Params, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
-    loop, layers = static.loop, static.layers
+def _forward(stack: Layers, params: Params, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
+    loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
     def layer_step(x: jax.Array, weights: Params, layer: Any) -> tuple[jax.Array, Any]:
-        y, saved = _linearise(static, weights, x, extras, layer)
+        y, saved = _linearise(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
     def fetched(layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
         shards, x = pinned_slice(params, layer, x)
-        return static.fetch(shards), x
+        return stack.fetch(shards), x
 
     if loop.unroll:
         out = []
@@ -225,54 +195,54 @@ def _forward(static: _Static, params: Params, x: jax.Array, extras: Any) -> tupl
     return x, (params, extras, (out, saved))
 
 
-def _backward(static: _Static, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
-    if static.loop.unroll:
-        return _backward_unrolled(static, residuals, dy)
-    if static.loop.prefetch:
-        return _backward_prefetched(static, residuals, dy)
+def _backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
+    if stack.loop.unroll:
+        return _backward_unrolled(stack, residuals, dy)
+    if stack.loop.prefetch:
+        return _backward_prefetched(stack, residuals, dy)
     params, extras, out = residuals
 
     def step(dx: jax.Array, at: Any) -> tuple[jax.Array, Params]:
         layer, (saved, weights) = at
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
-            weights = static.fetch(shards)
+            weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        return dx, _like(static.scatter(dw), params)
+        return dx, _like(stack.scatter(dw), params)
 
-    dx, grads = lax.scan(step, dy, (jnp.arange(static.layers), out), reverse=True)
+    dx, grads = lax.scan(step, dy, (jnp.arange(depth(params)), out), reverse=True)
     return grads, dx, None
 
 
-def _backward_unrolled(static: _Static, residuals: Any, dx: jax.Array) -> Any:
+def _backward_unrolled(stack: Layers, residuals: Any, dx: jax.Array) -> Any:
     params, extras, out = residuals
     grads = []
-    for layer in reversed(range(static.layers)):
+    for layer in reversed(range(depth(params))):
         saved, weights = out[layer]
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
-            weights = static.fetch(shards)
+            weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        grads.append(_like(static.scatter(dw), params))
+        grads.append(_like(stack.scatter(dw), params))
     return jax.tree.map(lambda *g: jnp.stack(g), *reversed(grads)), dx, None
 
 
-def _backward_prefetched(static: _Static, residuals: Any, dy: jax.Array) -> Any:
+def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)) = residuals
-    layers = static.layers
+    layers = depth(params)
     if weights is None:
         shards, dy = pinned_slice(params, layers - 1, dy)
-        weights = static.fetch(shards)
+        weights = stack.fetch(shards)
 
     def fetched(layer: Any, dx: jax.Array) -> tuple[Params, jax.Array]:
         shards, dx = pinned_slice(params, layer, dx)
-        return static.fetch(shards), dx
+        return stack.fetch(shards), dx
 
     def step(carry: Any, at: Any) -> tuple[Any, Params]:
         dx, weights, pending = carry
         layer, (saved, kept) = at
-        done = _like(static.scatter(pending), params)
+        done = _like(stack.scatter(pending), params)
         if kept is None:
             following, dx = fetched(jnp.maximum(layer - 1, 0), dx)
         else:
@@ -282,14 +252,14 @@ def _backward_prefetched(static: _Static, residuals: Any, dy: jax.Array) -> Any:
 
     if layers == 1:
         dw, dx = saved.pull_back(weights, extras, dy)
-        return jax.tree.map(lambda g: g[None], _like(static.scatter(dw), params)), dx, None
+        return jax.tree.map(lambda g: g[None], _like(stack.scatter(dw), params)), dx, None
     following: Any = ()
     if out[1] is None:
         following, dy = fetched(layers - 2, dy)
     pending, dx = saved.pull_back(weights, extras, dy)
     carry = (dx, following, pending)
     (dx, _, pending), grads = lax.scan(step, carry, (jnp.arange(layers - 1), out), reverse=True)
-    first = _like(static.scatter(pending), params)
+    first = _like(stack.scatter(pending), params)
     grads = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grads)
     return grads, dx, None
 
@@ -298,8 +268,8 @@ def _like(grads: Params, params: Params) -> Params:
     return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 
 
-def _run_backward(static: _Static, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
-    grads, dx, _ = _backward(static, residuals, dy)
+def _run_backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
+    grads, dx, _ = _backward(stack, residuals, dy)
     return {k: grads.get(k) for k in residuals[0]}, dx, None
 
 

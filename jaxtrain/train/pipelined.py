@@ -22,7 +22,7 @@ from jaxtrain.models.block import Context
 from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
-from jaxtrain.nn.stack import Body, LayerLoop, linearised, pulled_back, run_layers
+from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.pipeline.slots import forward_only, training
@@ -63,12 +63,11 @@ class DecoderStage:
         return model.leave(model.embedding[...], y, batch, context, self.wide, self.loop)
 
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
-        return run_layers(self._body(self.inner), chunk, x, self._extras(at), **self._layers)
+        return self._layers(chunk, x, self._extras(at))
 
     def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
-        if self._split is not None:
-            return self._split.linearised(chunk, x, self._extras(at))
-        return linearised(self._body(self.inner), chunk, x, self._extras(at), **self._layers)
+        layers = self._layers if self._split is None else self._split
+        return layers.linearised(chunk, x, self._extras(at))
 
     def pulled_back(
         self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
@@ -76,7 +75,7 @@ class DecoderStage:
         if self._split is not None:
             grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
             return self._settled(grads), dx, stash
-        grads, dx = pulled_back(saved, chunk, dy, self._extras(at), **self._layers)
+        grads, dx = self._layers.pulled_back(saved, chunk, dy, self._extras(at))
         return self._settled(grads), dx, ()
 
     def weight_gradients(self, stash: Any, chunk: Arrays) -> Arrays:
@@ -89,11 +88,12 @@ class DecoderStage:
             return None
         axes = tuple(self.assembly.sizes)
         zero = partial(vary, axes=axes)
-        return SplitLayers(self._body, self.inner, **self._layers, vary=zero)
+        return SplitLayers(self._layers, self._body, self.inner, vary=zero)
 
-    @property
-    def _layers(self) -> dict[str, Any]:
-        return dict(
+    @cached_property
+    def _layers(self) -> Layers:
+        return Layers(
+            self._body(self.inner),
             fetch=lambda p: self.inner.fetch(p, PERIOD),
             scatter=lambda g: self.inner.scatter(g, PERIOD),
             loop=self.loop,

@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.split import SplitLayers
-from jaxtrain.nn.stack import LayerLoop, run_layers
+from jaxtrain.nn.stack import LayerLoop, Layers
 
 TOKENS, EMBED, HIDDEN, LAYERS = 6, 8, 12, 3
 SHAPES = {
@@ -45,7 +45,8 @@ def problem() -> tuple[Any, jax.Array, jax.Array, jax.Array]:
 
 
 def layers(loop: LayerLoop) -> SplitLayers:
-    return SplitLayers(body_of, Local(), lambda p: p, lambda g: g, loop)
+    whole = Layers(body_of(Local()), lambda p: p, lambda g: g, loop)
+    return SplitLayers(whole, body_of, Local())
 
 
 QUICK = ((True, "full"), (False, "none"), (False, "dots"))
@@ -98,9 +99,7 @@ def test_b_and_w_do_each_product_once() -> None:
     _, _, stash = backward(leaves, params, dy)
     of_b = matmuls(backward, leaves, params, dy)
     of_w = matmuls(split.weight_gradients, stash, params)
-    forward = lambda p, x: run_layers(  # noqa: E731
-        body_of(Local()), p, x, extras, fetch=lambda p: p, scatter=lambda g: g, loop=loop
-    )
+    forward = lambda p, x: split.layers(p, x, extras)  # noqa: E731
     of_all = matmuls(lambda p, x, dy: jax.vjp(forward, p, x)[1](dy), params, x, dy)
     of_forward = matmuls(forward, params, x)
     assert of_w == LAYERS * len(MATRICES)

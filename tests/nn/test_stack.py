@@ -17,7 +17,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.remat import REMAT, rematerialised
-from jaxtrain.nn.stack import LayerLoop, run_layers
+from jaxtrain.nn.stack import LayerLoop, Layers
 
 TOKENS, EMBED, HIDDEN, WAYS = 6, 8, 24, 4
 
@@ -84,7 +84,7 @@ def scatter(g):
 
 
 def ours(params, x, loop):
-    return run_layers(body, params, x, extras(), fetch=fetch, scatter=scatter, loop=loop)
+    return Layers(body, fetch, scatter, loop)(params, x, extras())
 
 
 def plain(params, x, extras=extras, fetch=fetch):
@@ -215,9 +215,7 @@ def on_mesh(loop, *, check_vma=True):
         params, x, dy, extras = jax.tree.map(lambda a: vary(a, ("fsdp",)), (params, x, dy, extras))
 
         def loss(params, x):
-            y = run_layers(
-                body, params, x, extras, fetch=fsdp_fetch, scatter=fsdp_scatter, loop=loop
-            )
+            y = Layers(body, fsdp_fetch, fsdp_scatter, loop)(params, x, extras)
             return jnp.sum(y * dy), y
 
         (_, y), (grads, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
