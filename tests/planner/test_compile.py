@@ -56,7 +56,7 @@ def test_gspmd_tells_what_xla_chose(small):
 def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatch):
     """With and without types in the program that is compiled."""
 
-    def step(assembly, mesh, *, choice):
+    def step(assembly, mesh, **given):
         def on_device(x):
             here = jax.lax.axis_index("data") == 0
             swap = [(0, 1), (1, 0)]
