@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxtrain.nn.communicator import Communicator, Pair
 from jaxtrain.nn.remat import rematerialised
-from jaxtrain.nn.stack import Body, Layers, Saved, depth, packed, pinned_slice
+from jaxtrain.nn.stack import Body, Layers, Saved, depth, like, packed, pinned_slice
 
 Arrays = dict[str, Any]
 
@@ -102,7 +102,7 @@ class SplitLayers:
             shards, dx = pinned_slice(params, layer, dx)
             others, dys, dx, _ = kept.unpacked((self.layers.fetch(shards), extras))(dx)
             stash = {product: (x, dys[product]) for product, x in inputs.items()}
-            return dx, (_like(self.layers.scatter(others), params), stash)
+            return dx, (like(self.layers.scatter(others), params), stash)
 
         dx, made = self._over_layers(step, dy, depth(params), saved, reverse=True)
         if not self.layers.loop.unroll:
@@ -118,7 +118,7 @@ class SplitLayers:
             for (way, names), (x, dys) in one.items():
                 made = getattr(self.comm, f"{way}_gradients")(x, *dys)
                 grads |= dict(zip(names, made, strict=True))
-            return carry, _like(self.layers.scatter(grads), params)
+            return carry, like(self.layers.scatter(grads), params)
 
         grads = self._over_layers(step, (), depth(params), stash)[1]
         return _stacked(grads) if self.layers.loop.unroll else grads
@@ -179,7 +179,3 @@ class SplitLayers:
 
 def _stacked(each: Any) -> Arrays:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-
-def _like(grads: Arrays, params: Arrays) -> Arrays:
-    return {k: g.astype(params[k].dtype) for k, g in grads.items()}

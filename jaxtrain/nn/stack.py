@@ -208,7 +208,7 @@ def _backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax
             shards, dx = pinned_slice(params, layer, dx)
             weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        return dx, _like(stack.scatter(dw), params)
+        return dx, like(stack.scatter(dw), params)
 
     dx, grads = lax.scan(step, dy, (jnp.arange(depth(params)), out), reverse=True)
     return grads, dx, None
@@ -223,7 +223,7 @@ def _backward_unrolled(stack: Layers, residuals: Any, dx: jax.Array) -> Any:
             shards, dx = pinned_slice(params, layer, dx)
             weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        grads.append(_like(stack.scatter(dw), params))
+        grads.append(like(stack.scatter(dw), params))
     return jax.tree.map(lambda *g: jnp.stack(g), *reversed(grads)), dx, None
 
 
@@ -242,7 +242,7 @@ def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
     def step(carry: Any, at: Any) -> tuple[Any, Params]:
         dx, weights, pending = carry
         layer, (saved, kept) = at
-        done = _like(stack.scatter(pending), params)
+        done = like(stack.scatter(pending), params)
         if kept is None:
             following, dx = fetched(jnp.maximum(layer - 1, 0), dx)
         else:
@@ -252,19 +252,20 @@ def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
 
     if layers == 1:
         dw, dx = saved.pull_back(weights, extras, dy)
-        return jax.tree.map(lambda g: g[None], _like(stack.scatter(dw), params)), dx, None
+        return jax.tree.map(lambda g: g[None], like(stack.scatter(dw), params)), dx, None
     following: Any = ()
     if out[1] is None:
         following, dy = fetched(layers - 2, dy)
     pending, dx = saved.pull_back(weights, extras, dy)
     carry = (dx, following, pending)
     (dx, _, pending), grads = lax.scan(step, carry, (jnp.arange(layers - 1), out), reverse=True)
-    first = _like(stack.scatter(pending), params)
+    first = like(stack.scatter(pending), params)
     grads = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grads)
     return grads, dx, None
 
 
-def _like(grads: Params, params: Params) -> Params:
+def like(grads: Params, params: Params) -> Params:
+    """Gradients in the dtypes of their parameters."""
     return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 
 
