@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.pipeline.slots import Rows
-from jaxtrain.pipeline.tick import Arrays, At, Carry, Stage, Tables, Tick, Trees, chunk_of
+from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
 
 
 class Sums(NamedTuple):
@@ -40,37 +40,27 @@ class Executor(Tables):
 
     fill: float = 0.0
 
-    def __call__(
-        self, stage: Stage, blocks: Arrays, outside: Arrays, scale: jax.Array, x: Any
-    ) -> Sums:
-        """blocks: [V, layers of a position, ...]; x: shape and dtype of an activation. Where the
-        tables have no B there are no gradients."""
-        carry, trees = self.start(stage, blocks, outside, x)
-        carry = self.follow(carry, trees, stage, blocks, outside, scale)
+    def __call__(self, given: OnDevice) -> Sums:
+        """Where the tables have no B there are no gradients."""
+        carry, trees = self.start(given)
+        carry = self.follow(carry, trees, given)
         return Sums(carry.total[0], carry.total[1], carry.blocks, carry.outside)
 
-    def follow(
-        self,
-        carry: Carry,
-        trees: Trees,
-        stage: Stage,
-        blocks: Arrays,
-        outside: Arrays,
-        scale: jax.Array,
-    ) -> Carry:
+    def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
         """What the ticks of the tables make of what `start` gives."""
         sent = self.rows.receive_input
         arrived = np.concatenate([np.full_like(sent[:1], -1), sent[:-1]])
         for number, span in enumerate(self.rows.spans):
             ticks = slice(span.start, span.stop)
             rows, came = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
-            tick = Tick(self, stage, span.kinds, rows, came, blocks, outside, scale, trees)
+            tick = Tick(self, given, trees, span.kinds, rows, came)
             with jax.named_scope(f"ticks{number}"):
                 carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, (rows, came)))
         return carry
 
-    def start(self, stage: Stage, blocks: Arrays, outside: Arrays, x: Any) -> tuple[Carry, Trees]:
+    def start(self, given: OnDevice) -> tuple[Carry, Trees]:
         """Empty buffers and sums, and what the leaves in buffers are of."""
+        stage, x = given.stage, given.x
         typed = lambda value: vary(value, self.axes)  # noqa: E731
 
         def room(count: int, leaf: Any) -> jax.Array:
@@ -90,7 +80,7 @@ class Executor(Tables):
                 grads = {**grads, **stage.weight_gradients(stash, chunk)}
             return saved, stash, grads
 
-        saved, stash, grads = jax.eval_shape(every, chunk_of(blocks, 0), zero)
+        saved, stash, grads = jax.eval_shape(every, chunk_of(given.blocks, 0), zero)
         shapes = {k: (self.chunks, *g.shape) for k, g in grads.items()}
 
         def rooms(count: int, tree: Any) -> list[jax.Array]:
@@ -103,7 +93,7 @@ class Executor(Tables):
             blocks={k: typed(jnp.zeros(shapes[k], g.dtype)) for k, g in grads.items()},
             outside={
                 k: typed(jnp.zeros(p.shape, jnp.float32))
-                for k, p in outside.items()
+                for k, p in given.outside.items()
                 if k not in self.frozen
             },
         )

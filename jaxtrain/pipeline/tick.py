@@ -57,6 +57,18 @@ class At(NamedTuple):
     microbatch: Any
 
 
+class OnDevice(NamedTuple):
+    """A device's part of what ticks read. blocks: [V, layers of a position, ...]; outside: the
+    parameters outside the pipeline; both as they are used. x: shape and dtype of an activation.
+    scale: of the loss whose gradients are made."""
+
+    stage: Stage
+    blocks: Arrays
+    outside: Arrays
+    x: jax.ShapeDtypeStruct
+    scale: jax.Array
+
+
 class Carry(NamedTuple):
     """What goes from tick to tick. Buffers have a leading dim of their number; `kept` are the
     leaves of what F saves for B, `stash` of what B leaves to W."""
@@ -109,15 +121,12 @@ class Tick:
     """The body of one scan: ticks in which the same `kinds` of work are done."""
 
     run: Tables
-    stage: Stage
+    given: OnDevice
+    trees: Trees
     kinds: str
     rows: Rows
     arrived: np.ndarray
     """`Rows.receive_input` of the ticks before. Both of all ticks, as constants."""
-    blocks: Arrays
-    outside: Arrays
-    scale: jax.Array
-    trees: Trees
 
     def __call__(self, carry: Carry, at: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
         row, arrived = at
@@ -145,28 +154,28 @@ class Tick:
     def _forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
         first = lax.axis_index(self.run.stage) == 0
         slot = self._mine(row.forward_input)
-        x = self._sometimes(
-            "enter", lambda m, _: self.stage.enter(self.outside, m), carry.inputs[0], row
-        )
+        stage, outside = self.given.stage, self.given.outside
+        x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), carry.inputs[0], row)
         entering = first & (row.enter >= 0)
         inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
         carry = carry._replace(inputs=inputs)
         at = self._at(row.forward)
-        chunk, x = chunk_of(self.blocks, at.chunk), _take(inputs, slot)
+        chunk, x = chunk_of(self.given.blocks, at.chunk), _take(inputs, slot)
         with jax.named_scope("F"):
             if not carry.kept:
-                return carry, self.stage.forward(chunk, x, at)
-            y, saved = self.stage.linearised(chunk, x, at)
+                return carry, stage.forward(chunk, x, at)
+            y, saved = stage.linearised(chunk, x, at)
         return carry._replace(kept=_put_all(carry.kept, self._mine(row.forward_kept), saved)), y
 
     def _left(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
         """The head and the loss of the microbatch that has run through, and its gradient."""
         last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
         y = jnp.where(last & (row.leave >= 0), y, jnp.zeros((), y.dtype))
+        stage, outside = self.given.stage, self.given.outside
         if not self.run.training:
             total = self._sometimes(
                 "leave",
-                lambda m, total: total + jnp.stack(self.stage.leave(self.outside, y, m)),
+                lambda m, total: total + jnp.stack(stage.leave(outside, y, m)),
                 carry.total,
                 row,
             )
@@ -178,10 +187,10 @@ class Tick:
             total, sums, _ = before
 
             def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-                loss, count = self.stage.leave({**self.outside, **used}, y, m)
-                return loss * self.scale, jnp.stack([loss, count])
+                loss, count = stage.leave({**outside, **used}, y, m)
+                return loss * self.given.scale, jnp.stack([loss, count])
 
-            used = {k: self.outside[k] for k in names}
+            used = {k: outside[k] for k in names}
             (grads, dy), more = jax.grad(scaled, argnums=(0, 1), has_aux=True)(used, y)
             return total + more, _added(sums, grads), dy
 
@@ -201,18 +210,18 @@ class Tick:
             # input lies there in other ticks.
             x, cotangents = lax.optimization_barrier((x, carry.cotangents))
             carry = carry._replace(cotangents=cotangents)
-        chunk = chunk_of(self.blocks, at.chunk)
+        chunk = chunk_of(self.given.blocks, at.chunk)
         with jax.named_scope("B"):
             if carry.kept:
                 saved = _take_all(carry.kept, self._mine(row.backward_kept), self.trees.kept)
             else:
-                y, saved = self.stage.linearised(chunk, x, at)
+                y, saved = self.given.stage.linearised(chunk, x, at)
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"
             carry = self._left(carry, row, y)
         dy = _take(carry.cotangents, self._mine(row.backward_cotangent))
         with jax.named_scope("B"):
-            grads, dx, stash = self.stage.pulled_back(saved, chunk, dy, at)
+            grads, dx, stash = self.given.stage.pulled_back(saved, chunk, dy, at)
         carry = self._accumulated(carry, row.backward, grads)
         if carry.stash:
             slot = self._mine(row.backward_stash)
@@ -220,10 +229,10 @@ class Tick:
         return carry, dx
 
     def _weighed(self, carry: Carry, row: Rows) -> Carry:
-        chunk = chunk_of(self.blocks, self._at(row.weight).chunk)
+        chunk = chunk_of(self.given.blocks, self._at(row.weight).chunk)
         stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
         with jax.named_scope("W"):
-            grads = self.stage.weight_gradients(stash, chunk)
+            grads = self.given.stage.weight_gradients(stash, chunk)
         return self._accumulated(carry, row.weight, grads)
 
     def _accumulated(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:
@@ -245,9 +254,9 @@ class Tick:
 
         def backward(m: Any, sums: Arrays) -> Arrays:
             def entered(used: Arrays) -> jax.Array:
-                return self.stage.enter({**self.outside, **used}, m)
+                return self.given.stage.enter({**self.given.outside, **used}, m)
 
-            _, pull_back = jax.vjp(entered, {k: self.outside[k] for k in names})
+            _, pull_back = jax.vjp(entered, {k: self.given.outside[k] for k in names})
             return _added(sums, pull_back(dx)[0])
 
         sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf
+from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.schedule import make_schedule
@@ -88,7 +88,9 @@ class CheckReport:
             return None
         schedule, layout = self.assembly.pipeline
         e = self.assembly.experiment
-        share = activation_share(self.assembly, self.assembly.abstract_batch()["tokens"].shape[1:])
+        rows, seq = self.assembly.abstract_batch()["tokens"].shape[1:]
+        rows //= ways(self.assembly.batch_splits["tokens"][1], self.assembly.sizes)
+        share = activation_share(self.assembly, rows, seq)
         return {
             "schedule": schedule.kind,
             "stages": schedule.stages,

@@ -21,7 +21,7 @@ from jaxtrain.mesh.sharding import STAGE, partition_spec
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import Rows, training
-from jaxtrain.pipeline.tick import At, Carry, Stage, Trees
+from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.gradients import LocalSums, Reduction
 from jaxtrain.train.pipelined import DecoderStage, executor_of, on_device, pipeline_sums
@@ -69,15 +69,16 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         params, batch, scale = jax.tree.map(
             lambda x: vary(x, axes), (params, batch, jnp.float32(1.0))
         )
-        stage, blocks, outside, x = on_device(assembly, comm, reduction, params, batch, None)
+        given = on_device(assembly, comm, params, batch, None, scale, reduction)
         if kind == "head":
-            stage, blocks = _Empty(*(getattr(stage, f.name) for f in fields(stage))), {}
-        carry, trees = run.start(stage, blocks, outside, x)
+            parts = (getattr(given.stage, f.name) for f in fields(DecoderStage))
+            given = given._replace(stage=_Empty(*parts), blocks={})
+        carry, trees = run.start(given)
         # XLA knows what a product with ones is, and would not make it.
         carry = lax.optimization_barrier(carry)
 
         def again(_: Any, carry: Any) -> Any:
-            return run.follow(carry, trees, stage, blocks, outside, scale)
+            return run.follow(carry, trees, given)
 
         leaves = jax.tree.leaves(lax.fori_loop(0, passes, again, carry))
         # What nobody reads XLA would not make.
@@ -98,19 +99,11 @@ class _Still(Executor):
     """Has ticks and runs none, which a compiler cannot know: it makes every buffer that goes from
     tick to tick."""
 
-    def follow(
-        self,
-        carry: Carry,
-        trees: Trees,
-        stage: Stage,
-        blocks: Arrays,
-        outside: Arrays,
-        scale: jax.Array,
-    ) -> Carry:
+    def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
         def ticks(_: Any, carry: Carry) -> Carry:
-            return super(_Still, self).follow(carry, trees, stage, blocks, outside, scale)
+            return super(_Still, self).follow(carry, trees, given)
 
-        weight = jax.tree.leaves(blocks)[0]
+        weight = jax.tree.leaves(given.blocks)[0]
         nan = jnp.isnan(weight[(0,) * weight.ndim]).astype(jnp.int32)
         # All devices would run them or none: there are collectives in them.
         return lax.fori_loop(0, lax.pmin(nan, self.axes), ticks, carry)

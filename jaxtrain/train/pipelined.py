@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.pipeline.slots import forward_only, training
-from jaxtrain.pipeline.tick import At
+from jaxtrain.pipeline.tick import At, OnDevice
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.gradients import Gradients, LocalSums, Reduction
 
@@ -157,8 +157,7 @@ def pipeline_sums(
     wide = _wide(assembly, comm)
 
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
-        stage, blocks, outside, x = on_device(assembly, comm, reduction, params, batch, key)
-        found = run(stage, blocks, outside, scale, x)
+        found = run(on_device(assembly, comm, params, batch, key, scale, reduction))
         layout = assembly.on_stages.layout
         grads = {PERIOD + k: layout.from_chunks(g) for k, g in found.blocks.items()}
         rest = found.outside
@@ -183,34 +182,34 @@ def without_padding(assembly: Assembly, grads: Arrays) -> Arrays:
     return {k: masked(g) if k.startswith(PERIOD) else g for k, g in grads.items()}
 
 
-class OnDevice(NamedTuple):
-    """What an `Executor` is given: blocks [V, layers of a position, ...] and the parameters outside
-    the pipeline, as used; x: an activation's shape."""
-
-    stage: DecoderStage
-    blocks: Arrays
-    outside: Arrays
-    x: jax.ShapeDtypeStruct
-
-
 def on_device(
     assembly: Assembly,
     comm: Explicit,
-    reduction: Reduction,
     params: Arrays,
     batch: Arrays,
-    key: Any,
+    key: Any = None,
+    scale: Any = 1.0,
+    reduction: Reduction | None = None,
 ) -> OnDevice:
-    """This device's part of a training step."""
-    keep = assembly.experiment.execution.pipeline.keeps_residuals
-    loop = replace(assembly.loop, reshard_after_forward=True) if keep else assembly.loop
-    inner, wide = comm if reduction.sharded else comm.whole(), _wide(assembly, comm)
+    """reduction: of a training step; without it nothing is differentiated."""
     blocks, outside = _parted(params)
-    outside = wide.fetch(outside, "")
-    if not reduction.sharded:
-        blocks = comm.fetch(blocks, "")
-    stage = DecoderStage(assembly, inner, wide.whole(), params, batch, key, loop, reduction.settle)
-    return OnDevice(stage, _by_chunk(assembly, blocks), outside, _activation(assembly, comm, batch))
+    wide, inner, loop = _wide(assembly, comm), comm, assembly.loop
+    if reduction is not None:
+        if assembly.experiment.execution.pipeline.keeps_residuals:
+            loop = replace(loop, reshard_after_forward=True)
+        if not reduction.sharded:
+            inner, blocks = comm.whole(), comm.fetch(blocks, "")
+    settle = (lambda g: g) if reduction is None else reduction.settle
+    # Of the rows that are here: a batch ramp has more than one number of them.
+    shape = activation_share(assembly, *batch["tokens"].shape[1:])
+    layout = assembly.on_stages.layout
+    return OnDevice(
+        DecoderStage(assembly, inner, wide.whole(), params, batch, key, loop, settle),
+        {k.removeprefix(PERIOD): layout.by_chunk(p) for k, p in blocks.items()},
+        wide.fetch(outside, ""),
+        jax.ShapeDtypeStruct(shape, comm.compute_dtype),
+        jnp.float32(scale),
+    )
 
 
 def evaluated_at_once(assembly: Assembly) -> int:
@@ -226,18 +225,9 @@ def pipeline_loss(assembly: Assembly, comm: Explicit) -> Callable[[Arrays, Array
     batches = evaluated_at_once(assembly)
     schedule = make_schedule(kind, layout.stages, batches, layout.chunks)
     run = executor_of(assembly, *forward_only(schedule), 0.0)
-    wide = _wide(assembly, comm)
 
     def loss(params: Arrays, _: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        blocks, outside = _parted(params)
-        outside = wide.fetch(outside, "")
-        stage = DecoderStage(
-            assembly, comm, wide.whole(), params, batch, None, assembly.loop, lambda g: g
-        )
-        one = jnp.float32(1.0)
-        found = run(
-            stage, _by_chunk(assembly, blocks), outside, one, _activation(assembly, comm, batch)
-        )
+        found = run(on_device(assembly, comm, params, batch))
         return found.loss, found.count
 
     return loss
@@ -282,22 +272,7 @@ def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
     return blocks, {k: p for k, p in params.items() if k not in blocks}
 
 
-def activation_share(assembly: Assembly, batch: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the residual stream of a microbatch [rows, seq] on one device of a stage."""
-    rows, seq = batch
-    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
+def activation_share(assembly: Assembly, rows: int, seq: int) -> tuple[int, int]:
+    """Shape of the residual stream on a device of a stage whose part of a microbatch is [rows, seq]
+    tokens."""
     return rows * seq // ways(assembly.tensor, assembly.sizes), assembly.experiment.model.embed
-
-
-def _activation(assembly: Assembly, comm: Explicit, batch: Arrays) -> jax.ShapeDtypeStruct:
-    """As `activation_share`, of this device's rows [microbatches, rows, seq]: a batch ramp has more
-    than one number of them."""
-    _, rows, seq = batch["tokens"].shape
-    tokens = rows * seq // ways(assembly.tensor, assembly.sizes)
-    return jax.ShapeDtypeStruct((tokens, assembly.experiment.model.embed), comm.compute_dtype)
-
-
-def _by_chunk(assembly: Assembly, blocks: Arrays) -> Arrays:
-    """[V, layers of a position, ...], named without `period.`."""
-    layout = assembly.on_stages.layout
-    return {k.removeprefix(PERIOD): layout.by_chunk(p) for k, p in blocks.items()}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import process_group
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,8 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import DamagedCheckpoint, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
-
-ROOT = Path(__file__).parents[2]
 
 
 def state(step: int, devices: int = 8) -> dict[str, jax.Array]:
@@ -271,29 +267,14 @@ Path(f"{folder}/{do}{index}.json").write_text(json.dumps(found))
 
 def run(folder: Path, processes: int, do: str) -> list[Any]:
     (folder / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     for old in folder.glob(f"{do}*.json"):
         old.unlink()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "worker.py", str(processes), str(i), str(port), str(folder), do],
-            cwd=folder,
-            env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(processes)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    process_group.run(
+        folder,
+        processes,
+        lambda index, port: ["worker.py", processes, index, port, folder, do],
+        seconds=120,
+    )
     return [json.loads((folder / f"{do}{i}.json").read_text()) for i in range(processes)]
 
 

@@ -23,7 +23,7 @@ from jaxtrain.pipeline.executor import Executor, Sums
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import forward_only, training
-from jaxtrain.pipeline.tick import At
+from jaxtrain.pipeline.tick import At, OnDevice
 
 EMBED, VOCAB = 8, 16
 STAGE = "stage"
@@ -215,7 +215,7 @@ class Problem:
             if layout.chunks == 1:
                 blocks = {k: leaf[None] for k, leaf in blocks.items()}
             x = jax.ShapeDtypeStruct((self.tokens, EMBED), jnp.float32)
-            found = run(Layers(batch, stages, later, **more), blocks, outside, scale, x)
+            found = run(OnDevice(Layers(batch, stages, later, **more), blocks, outside, x, scale))
             if layout.chunks == 1:
                 found = found._replace(blocks={k: leaf[0] for k, leaf in found.blocks.items()})
             total = lax.psum((found.loss, found.count), STAGE)

@@ -1,6 +1,6 @@
 """One process of `test_elastic`: takes runs from mesh to mesh, and tells what it held on the way.
 
-    python -c "from elastic_worker import main; main()" FOLDER GROUP INDEX
+    python -c "from elastic_worker import main; main()" FOLDER GROUP INDEX PORT
 
 FOLDER/GROUP.json says what the processes of a group do, FOLDER/GROUP.INDEX.pickle what this one
 held: its own devices' parts only, so that nothing has to be compiled to tell it. (Not run as a
@@ -176,7 +176,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", task["devices"] // processes)
     jax.config.update("jax_disable_most_optimizations", True)
     if processes > 1:
-        address = f"127.0.0.1:{task['port']}"
+        address = f"127.0.0.1:{sys.argv[4]}"
         jax.distributed.initialize(address, num_processes=processes, process_id=index)
     found = [
         trained(kind, axes, jaxtrain.Pipeline(*pipeline), folder / run, steps=steps)

@@ -12,9 +12,6 @@ import json
 import math
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby, pairwise
@@ -23,6 +20,7 @@ from typing import Any, NamedTuple
 
 import elastic_worker
 import numpy as np
+import process_group
 import pytest
 from elastic_worker import BATCHES, KINDS, Held, Piece, Pieces, trained
 
@@ -30,7 +28,6 @@ from jaxtrain import Pipeline
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.train.certify import BOUNDS
 
-ROOT = Path(__file__).parents[2]
 BOUND = BOUNDS["float32"]
 slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
 Arrays = dict[str, np.ndarray]
@@ -97,32 +94,17 @@ def spawned(folder: Path, processes: int, runs: list[Any]) -> list[list[Held]]:
     """As `ran`, by new processes."""
     group = f"group{len(list(folder.glob('*.json')))}"
     (devices,) = {hop.devices for _, _, hop, _ in runs}  # a mesh has those of every process
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     given = [(run, kind, dict(hop.axes), hop.pipeline, steps) for run, kind, hop, steps in runs]
-    task = {"processes": processes, "devices": devices, "port": port, "runs": given}
+    task = {"processes": processes, "devices": devices, "runs": given}
     (folder / f"{group}.json").write_text(json.dumps(task))
-    here = Path(elastic_worker.__file__).parent
-    command = [sys.executable, "-c", "from elastic_worker import main; main()", str(folder), group]
-    started = [
-        subprocess.Popen(
-            [*command, str(index)],
-            cwd=folder,
-            env={"PYTHONPATH": f"{ROOT}:{here}", "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(processes)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:  # one that waits for a dead peer would wait for ever
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    main = "from elastic_worker import main; main()"
+    process_group.run(
+        folder,
+        processes,
+        lambda index, port: ["-c", main, folder, group, index, port],
+        modules=Path(elastic_worker.__file__).parent,
+        seconds=300,
+    )
     told = [
         pickle.loads((folder / f"{group}.{index}.pickle").read_bytes())
         for index in range(processes)

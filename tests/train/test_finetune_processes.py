@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import process_group
 import pytest
-
-ROOT = Path(__file__).parents[2]
 
 WORKER = """
 import json, sys
@@ -71,28 +67,12 @@ Path(out).write_text(json.dumps(found))
 def run(folder: Path, name: str, *, processes: int, start: str) -> list[dict[str, Any]]:
     """What each process reports of a run in the directory `name`."""
     (folder / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     outs = [folder / f"{name}-{index}.json" for index in range(processes)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "worker.py", *map(str, (processes, index, port)), start, name, out],
-            cwd=folder,
-            env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index, out in enumerate(outs)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:  # one that waits for a dead peer would wait for ever
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    process_group.run(
+        folder,
+        processes,
+        lambda index, port: ["worker.py", processes, index, port, start, name, outs[index]],
+    )
     return [json.loads(out.read_text()) for out in outs]
 
 

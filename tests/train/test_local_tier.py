@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import process_group
 import pytest
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 
 WORKER = """
@@ -69,20 +66,10 @@ def start(folder: Path, die_at: tuple[int, int] = (0, 0)) -> tuple[list[int | No
     """Exit codes and what was said; all are killed once one has been."""
     folder.mkdir(exist_ok=True)
     (folder / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with (folder / "said").open("w") as said:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "worker.py", str(i), str(port), str(folder), str(die_at[i])],
-                cwd=folder,
-                env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
-            for i in range(2)
-        ]
+        started = process_group.start(
+            folder, 2, lambda i, port: ["worker.py", i, port, folder, die_at[i]], out=said
+        )
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             codes = [process.poll() for process in started]

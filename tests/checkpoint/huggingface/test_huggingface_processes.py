@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import process_group
 import pytest
 from safetensors.numpy import load_file
 from tiny_families import LLAMA, random_params, template
 
 from jaxtrain.checkpoint.huggingface import write_folder
-
-ROOT = Path(__file__).parents[3]
 
 WORKER = """
 import json, sys
@@ -65,28 +61,13 @@ with open(out, "w") as file:
 def test_two_processes_read_write_and_fail_as_one(tmp_path: Path) -> None:
     write_folder(tmp_path / "in", LLAMA, random_params(LLAMA, template(LLAMA)), shard_bytes=2000)
     (tmp_path / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = f"{ROOT}:{Path(__file__).parent}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "worker.py", str(index), str(port), f"{index}.json"],
-            cwd=tmp_path,
-            env={"PYTHONPATH": path, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:  # one that waits for a dead peer would wait for ever
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    process_group.run(
+        tmp_path,
+        2,
+        lambda index, port: ["worker.py", index, port, f"{index}.json"],
+        modules=Path(__file__).parent,
+        seconds=120,
+    )
     found = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
 
     # fsdp lies across the processes, and splits the columns of [out, in].

@@ -1,0 +1,54 @@
+"""Groups of processes on this machine: each runs the same script, told where they meet."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Arguments = Callable[[int, int], Sequence[object]]
+"""Of the process `index`, to Python; they meet at `port`."""
+
+
+def start(
+    folder: Path, processes: int, arguments: Arguments, *, modules: Path = ROOT, out: Any = None
+) -> list[subprocess.Popen[str]]:
+    """Begins them in `folder`; they say what they have to say to `out`, a pipe each by default.
+    modules: a folder they import from beside the package."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments(index, port))],
+            cwd=folder,
+            env={"PYTHONPATH": f"{ROOT}:{modules}", "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            stdout=subprocess.PIPE if out is None else out,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(processes)
+    ]
+
+
+def run(
+    folder: Path,
+    processes: int,
+    arguments: Arguments,
+    *,
+    modules: Path = ROOT,
+    seconds: float = 240,
+) -> None:
+    """As `start`, until all have ended well."""
+    started = start(folder, processes, arguments, modules=modules)
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in started]
+    finally:
+        for process in started:  # one that waits for a dead peer would wait for ever
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
