@@ -28,6 +28,7 @@ from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.rotary import Rope
+from jaxtrain.optim.fields import at_least, count
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
@@ -130,8 +131,8 @@ class _Machine:
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
 
         def following(passes: int) -> Program:
-            count = jnp.int32(passes)
-            return lambda: compiled(self.states[chunks].params, batch, count)
+            followed = jnp.int32(passes)
+            return lambda: compiled(self.states[chunks].params, batch, followed)
 
         return {passes: following(passes) for passes in PASSES}
 
@@ -235,10 +236,12 @@ def bench_pipeline(
     has its turn: one run, and as many as fill `window` seconds, which are timed. progress: told
     what is being done, in lines.
 
-    Raises ValueError for fewer than 2 stages, nothing to predict, an experiment that does not fit
-    them, or a process with fewer devices.
+    Raises ValueError before anything is compiled: for fewer than 2 stages, nothing to predict,
+    numbers that cannot be, an experiment that does not fit, or a process with fewer devices.
     """
-    found = [] if stages > 1 else [f"stages={stages}; a pipeline has 2 or more"]
+    found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
+    found += count("rounds", rounds, 1) + at_least("window", window, 0)
+    found += [wrong for m in predicted for wrong in count("predicted", m, 1)]
     found += [] if predicted else ["predicted is empty; name numbers of microbatches, such as 2"]
     refuse("bench pipeline", found)
     e = experiment or benchmark(stages)
@@ -339,10 +342,10 @@ def report_of(
     took = {name: min(rounds) for name, rounds in seconds.items()}
     few, many = PASSES
     measured = {}
-    for name, count in counts.items():
+    for name, works in counts.items():
         longer = took[name, many] - took[name, few]
         # What is next to nothing may come out below it, beside other people's work.
-        measured[name] = max(1e-9, longer / (many - few) / count)
+        measured[name] = max(1e-9, longer / (many - few) / works)
     costs = Costs(**measured)
 
     def row(key: Key) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -235,10 +236,17 @@ def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.Mon
     json.dumps(found.as_json(), allow_nan=False)
 
 
-def test_one_stage_and_nothing_to_predict_are_refused() -> None:
-    with pytest.raises(ValueError, match="stages=1; a pipeline has 2 or more") as raised:
-        bench_pipeline(1, predicted=())
-    assert "predicted is empty" in str(raised.value)
+def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match="bench pipeline: 5 problems") as raised:
+        bench_pipeline(
+            1, measured_at=0, predicted=(2, -4), rounds=0, window=math.nan, progress=told.append
+        )
+    for wrong in ("stages=1", "measured_at=0", "predicted=-4", "rounds=0", "window=nan"):
+        assert f"- {wrong} must be" in str(raised.value)
+    with pytest.raises(ValueError, match="predicted is empty"):
+        bench_pipeline(2, predicted=(), progress=told.append)
+    assert not told
 
 
 def test_the_command_prints_the_report(
