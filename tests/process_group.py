@@ -15,7 +15,12 @@ Arguments = Callable[[int, int], Sequence[object]]
 
 
 def start(
-    folder: Path, processes: int, arguments: Arguments, *, modules: Path = ROOT, out: Any = None
+    folder: Path,
+    processes: int,
+    arguments: Arguments,
+    *,
+    modules: Path = ROOT,
+    out: Any = subprocess.PIPE,
 ) -> list[subprocess.Popen[str]]:
     """Begins them in `folder`; they say what they have to say to `out`, a pipe each by default.
     modules: a folder they import from beside the package."""
@@ -27,7 +32,7 @@ def start(
             [sys.executable, *map(str, arguments(index, port))],
             cwd=folder,
             env={"PYTHONPATH": f"{ROOT}:{modules}", "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-            stdout=subprocess.PIPE if out is None else out,
+            stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
         )

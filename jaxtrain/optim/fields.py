@@ -24,7 +24,7 @@ def at_least(name: str, value: float, least: float) -> list[str]:
     """`value` must be a finite number of at least `least`."""
     if _is_number(value) and value >= least and math.isfinite(value):
         return []
-    return [f"{name}={value!r} must be a finite number; use {name}={least} or more"]
+    return [f"{name}={value!r} must be a finite number of {least} or more"]
 
 
 def fraction(name: str, value: float) -> list[str]:
@@ -38,7 +38,7 @@ def count(name: str, value: int, least: int) -> list[str]:
     """`value` must be an integer of at least `least`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return []
-    return [f"{name}={value!r} must be an integer; use {name}={least} or more"]
+    return [f"{name}={value!r} must be an integer of {least} or more"]
 
 
 def _is_number(value: object) -> bool:

@@ -58,9 +58,9 @@ class At(NamedTuple):
 
 
 class OnDevice(NamedTuple):
-    """A device's part of what ticks read. blocks: [V, layers of a position, ...]; outside: the
-    parameters outside the pipeline; both as they are used. x: shape and dtype of an activation.
-    scale: of the loss whose gradients are made."""
+    """A device's part of what ticks read. blocks: [V, layers of a position, ...], as `stage` takes
+    them; outside: the parameters outside the pipeline, as they are used; x: shape and dtype of an
+    activation; scale: of the loss whose gradients are made."""
 
     stage: Stage
     blocks: Arrays

@@ -131,8 +131,8 @@ class _Machine:
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
 
         def following(passes: int) -> Program:
-            followed = jnp.int32(passes)
-            return lambda: compiled(self.states[chunks].params, batch, followed)
+            times = jnp.int32(passes)
+            return lambda: compiled(self.states[chunks].params, batch, times)
 
         return {passes: following(passes) for passes in PASSES}
 
@@ -241,8 +241,10 @@ def bench_pipeline(
     """
     found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
     found += count("rounds", rounds, 1) + at_least("window", window, 0)
-    found += [wrong for m in predicted for wrong in count("predicted", m, 1)]
+    found += [wrong for i, m in enumerate(predicted) for wrong in count(f"predicted[{i}]", m, 1)]
     found += [] if predicted else ["predicted is empty; name numbers of microbatches, such as 2"]
+    if experiment is not None and not isinstance(experiment.batch, int):
+        found += [f"batch={experiment.batch!r} must be one number, the rows of a microbatch"]
     refuse("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
@@ -342,10 +344,10 @@ def report_of(
     took = {name: min(rounds) for name, rounds in seconds.items()}
     few, many = PASSES
     measured = {}
-    for name, works in counts.items():
+    for name, times in counts.items():
         longer = took[name, many] - took[name, few]
         # What is next to nothing may come out below it, beside other people's work.
-        measured[name] = max(1e-9, longer / (many - few) / works)
+        measured[name] = max(1e-9, longer / (many - few) / times)
     costs = Costs(**measured)
 
     def row(key: Key) -> Row:

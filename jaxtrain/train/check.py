@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import floordiv
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,9 @@ class CheckReport:
             return None
         schedule, layout = self.assembly.pipeline
         e = self.assembly.experiment
-        rows, seq = self.assembly.abstract_batch()["tokens"].shape[1:]
-        rows //= ways(self.assembly.batch_splits["tokens"][1], self.assembly.sizes)
+        tokens, splits = self.assembly.abstract_batch()["tokens"], self.assembly.batch_splits
+        parts = (ways(axes, self.assembly.sizes) for axes in splits["tokens"])
+        _, rows, seq = map(floordiv, tokens.shape, parts)
         share = activation_share(self.assembly, rows, seq)
         return {
             "schedule": schedule.kind,

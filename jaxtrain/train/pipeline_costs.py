@@ -71,7 +71,8 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         )
         given = on_device(assembly, comm, params, batch, None, scale, reduction)
         if kind == "head":
-            parts = (getattr(given.stage, f.name) for f in fields(DecoderStage))
+            assert isinstance(given.stage, DecoderStage)
+            parts = (getattr(given.stage, f.name) for f in fields(given.stage))
             given = given._replace(stage=_Empty(*parts), blocks={})
         carry, trees = run.start(given)
         # XLA knows what a product with ones is, and would not make it.

@@ -187,11 +187,12 @@ def on_device(
     comm: Explicit,
     params: Arrays,
     batch: Arrays,
-    key: Any = None,
-    scale: Any = 1.0,
-    reduction: Reduction | None = None,
+    key: Any,
+    scale: jax.Array,
+    reduction: Reduction | None,
 ) -> OnDevice:
-    """reduction: of a training step; without it nothing is differentiated."""
+    """This device's part of a step. Names of its blocks are without `period.`. reduction: of
+    training; None where the tables have no B."""
     blocks, outside = _parted(params)
     wide, inner, loop = _wide(assembly, comm), comm, assembly.loop
     if reduction is not None:
@@ -208,7 +209,7 @@ def on_device(
         {k.removeprefix(PERIOD): layout.by_chunk(p) for k, p in blocks.items()},
         wide.fetch(outside, ""),
         jax.ShapeDtypeStruct(shape, comm.compute_dtype),
-        jnp.float32(scale),
+        scale,
     )
 
 
@@ -227,7 +228,7 @@ def pipeline_loss(assembly: Assembly, comm: Explicit) -> Callable[[Arrays, Array
     run = executor_of(assembly, *forward_only(schedule), 0.0)
 
     def loss(params: Arrays, _: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        found = run(on_device(assembly, comm, params, batch))
+        found = run(on_device(assembly, comm, params, batch, None, jnp.float32(1.0), None))
         return found.loss, found.count
 
     return loss

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain
 from jaxtrain import cli
 from jaxtrain.experiment import Experiment
 from jaxtrain.pipeline.analysis import cost
@@ -238,12 +239,21 @@ def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.Mon
 
 def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
     told: list[str] = []
-    with pytest.raises(ValueError, match="bench pipeline: 5 problems") as raised:
+    ramp = replace(bench.benchmark(2), batch=jaxtrain.BatchRamp(2, 4, 2, 10))
+    with pytest.raises(ValueError, match="bench pipeline: 6 problems") as raised:
         bench_pipeline(
-            1, measured_at=0, predicted=(2, -4), rounds=0, window=math.nan, progress=told.append
-        )
-    for wrong in ("stages=1", "measured_at=0", "predicted=-4", "rounds=0", "window=nan"):
-        assert f"- {wrong} must be" in str(raised.value)
+            *(1,), experiment=ramp, measured_at=0, predicted=(2, -4), rounds=0, window=math.nan,
+            progress=told.append,
+        )  # fmt: skip
+    for wrong in (
+        "stages=1 must be an integer of 2 or more",
+        "measured_at=0 must be an integer of 1 or more",
+        "predicted[1]=-4 must be an integer of 1 or more",
+        "rounds=0 must be an integer of 1 or more",
+        "window=nan must be a finite number of 0 or more",
+        "must be one number, the rows of a microbatch",
+    ):
+        assert wrong in str(raised.value)
     with pytest.raises(ValueError, match="predicted is empty"):
         bench_pipeline(2, predicted=(), progress=told.append)
     assert not told

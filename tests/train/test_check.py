@@ -62,6 +62,24 @@ def held_by(device: Any, tree: Any) -> int:
 
 
 @pytest.mark.parametrize(
+    ("axes", "precision", "wanted"),
+    [
+        ({"stage": 2}, jaxtrain.fp32, 4 * 16 * 32 * 4),
+        ({"data": 2, "stage": 2, "tensor": 2}, jaxtrain.fp32, 4 * 16 * 32 * 4 // 4),
+        ({"fsdp": 4, "stage": 2}, jaxtrain.bf16, 4 * 16 * 32 * 2 // 4),
+    ],
+    ids=str,
+)
+def test_a_stage_has_its_share_of_a_microbatch(
+    axes: dict[str, int], precision: jaxtrain.Precision, wanted: int
+) -> None:
+    """Rows by tokens by embed by bytes: rows go over data and fsdp, tokens over tensor."""
+    given = experiment(microbatches=4, precision=precision)
+    found = jaxtrain.check(given, jaxtrain.mesh_from_axes(**axes)).as_json()["pipeline"]
+    assert found["activation_bytes"] == wanted
+
+
+@pytest.mark.parametrize(
     ("axes", "rules", "precision"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, "fsdp", jaxtrain.fp32),
