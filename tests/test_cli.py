@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -349,6 +350,26 @@ def test_a_signal_saves_the_step_and_exits_with_75(
     assert cli.main(train) == 0
     said = capsys.readouterr().out
     assert "resuming at step 2" in said and "done: 4 steps" in said
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_compiles_is_no_crash() -> None:
+    """The interpreter's own way out would be one of XLA's, most times."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "compiling the step of one_f_one_b, M=2" in line:
+            time.sleep(5)
+            process.send_signal(signal.SIGINT)
+            break
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
 
 
 def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:

@@ -39,6 +39,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None
+    code = _exit_code(options)
+    if options.own_process and code == INTERRUPTED:
+        # The interpreter's own way out crashes in XLA where a compilation was interrupted.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _exit_code(options: Any) -> int:
     try:
         return options.run(options)
     except ValueError as error:
@@ -164,7 +174,8 @@ def _check(options: Any) -> int:
 def _certify(options: Any) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
-    set_simulation_flags(options, mesh_from_axes(data=options.devices))
+    # What is no count of devices `certify` refuses, which says it best.
+    set_simulation_flags(options, mesh_from_axes(data=max(options.devices, 1)))
     from jaxtrain.train.certify import certify
 
     certificate = None
@@ -172,7 +183,8 @@ def _certify(options: Any) -> int:
         options.experiment, devices=options.devices, which=options.layouts, full=options.full
     ):
         certificate = found
-        print(difference, flush=True, file=told(options))
+        done = f"{len(found.differences):>3}/{found.closed_count}"
+        print(done, difference, flush=True, file=told(options))
     assert certificate is not None
     answer(options, certificate, certificate.summary())
     return FAILED if certificate.failed else 0

@@ -35,10 +35,19 @@ def add_bench(commands: Any) -> None:
     for sub in (step, collectives):
         sub.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
 
-    text = "a step of every pipeline schedule beside what its table predicts, on fake CPU devices"
+    text = (
+        "a step of each of four pipeline schedules beside what its table predicts, on fake CPU "
+        "devices; ten minutes on two cores"
+    )
     pipeline = kinds.add_parser("pipeline", help=text, description=text)
     pipeline.set_defaults(run=_bench_pipeline)
-    pipeline.add_argument("--stages", type=int, default=2, choices=range(2, 17), metavar="N")
+    for name, text in (
+        ("stages", "2 or more, a fake device each, which share the machine's cores; default 2"),
+        ("rounds", "in each of which every program runs for two seconds; 2 or more, default 5"),
+    ):
+        pipeline.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    text = "of the steps that are predicted and timed; default 2,32"
+    pipeline.add_argument("--microbatches", metavar="A,B", help=text)
 
     text = "saves and restores beside plain Orbax and numpy.save, on fake CPU devices"
     checkpoint = kinds.add_parser("checkpoint", help=text, description=text)
@@ -82,10 +91,22 @@ def _bench_collectives(options: Any) -> int:
 def _bench_pipeline(options: Any) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
-    set_simulation_flags(options, mesh_from_axes(stage=options.stages))
+    # What is no count of stages `bench_pipeline` refuses, which says it best.
+    stages = 2 if options.stages is None else options.stages
+    set_simulation_flags(options, mesh_from_axes(stage=max(stages, 1)))
     from jaxtrain.train.bench_pipeline import bench_pipeline
 
-    found = bench_pipeline(options.stages, progress=progress(options))
+    chosen: dict[str, Any] = {}
+    if options.rounds is not None:
+        chosen["rounds"] = options.rounds
+    if options.microbatches is not None:
+        words = [word.strip() for word in options.microbatches.split(",")]
+        if not all(word.isdecimal() for word in words):
+            raise ValueError(
+                f"--microbatches {options.microbatches!r}: write numbers, such as 2,32"
+            )
+        chosen["microbatches"] = tuple(map(int, words))
+    found = bench_pipeline(stages, **chosen, progress=progress(options))
     return answer(options, found, found.table())
 
 

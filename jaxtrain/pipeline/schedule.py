@@ -113,7 +113,8 @@ def _violations(kind: str, stages: int, microbatches: int, chunks: int) -> list[
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
     if kind not in KINDS:
-        found.append(f"kind={kind!r} is no schedule{did_you_mean(kind, KINDS)}")
+        spelt = kind.replace("1", "one_")  # 1F1B, as papers have it
+        found.append(f"kind={kind!r} is no schedule{did_you_mean(spelt, KINDS)}")
     if kind in ("gpipe", "one_f_one_b") and isinstance(chunks, int) and chunks > 1:
         found.append(f"{kind} has no chunks, and chunks={chunks}; use interleaved or zero_bubble")
     if kind == "interleaved" and chunks == 1:

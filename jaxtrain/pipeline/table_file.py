@@ -15,6 +15,7 @@ W, B makes the weights' gradients too.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +45,14 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
-    stages = max((len(cells) for _, cells in rows), default=0)
+    widths = Counter(len(cells) for _, cells in rows)
+    stages = max(widths, key=lambda width: (widths[width], width), default=0)
     problems = [] if rows else ["no tick is in it; write a line for each, such as: F0, F1 B0"]
     found: list[tuple[int, int, str, int, int]] = []
     for tick, (number, cells) in enumerate(rows):
         if len(cells) != stages:
             problems.append(f"line {number} has {len(cells)} cells and others {stages}")
-        for stage, cell in enumerate(cells):
+        for stage, cell in enumerate(cells[:stages]):
             works = [(word, _WORK.fullmatch(word)) for word in cell.split()]
             for word, match in works:
                 if match is None:

@@ -15,13 +15,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.data import BigramChain
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
@@ -56,6 +57,11 @@ short program's luckiest moment but a long one's mean of many: sums of the forme
 latter."""
 BOUND = 0.15
 """An error of a prediction that is larger is marked."""
+LEGEND = f"""\
+M: microbatches. Cost: of the table's ticks, in units of F; bubble: its share that stages idle.
+Once: what a step does once: buffers, the sum of gradients, the update. Spread: of the slowest round
+over the quickest; schedules that are no further apart are not told apart. Error: below 0 a step is
+slower than predicted; !: off by more than {BOUND:.0%}."""
 PASSES = (1, 4)
 """How often a program of costs follows its tables: what the longer takes beyond the shorter is
 ticks alone, and nothing that is done once."""
@@ -192,7 +198,7 @@ class PipelineReport:
     def as_json(self) -> dict[str, Any]:
         costs = {f"{name}_s": seconds for name, seconds in vars(self.costs).items()}
         return {
-            **{"stages": self.stages, "measured_at": self.measured_at, **costs},
+            **{"what": self.what, "stages": self.stages, "measured_at": self.measured_at, **costs},
             **{"bound": BOUND, "worst_error": self.worst},
             "rows": [{**vars(row), "error": row.error} for row in self.rows],
         }
@@ -214,7 +220,8 @@ class PipelineReport:
                 head,
                 *(row.line() for row in self.rows),
                 f"{within} of {len(self.rows)} predictions within {BOUND:.0%}, the worst off by "
-                f"{self.worst:.1%}",
+                f"{self.worst:.2%}",
+                LEGEND,
             ]
         )
 
@@ -222,9 +229,9 @@ class PipelineReport:
 def bench_pipeline(
     stages: int = 2,
     *,
-    experiment: Experiment | None = None,
+    experiment: Experiment | str | Path | None = None,
     measured_at: int = MEASURED_AT,
-    predicted: tuple[int, ...] = PREDICTED,
+    microbatches: tuple[int, ...] = PREDICTED,
     rounds: int = ROUNDS,
     window: float = WINDOW,
     progress: Callable[[str], None] = lambda text: None,
@@ -232,19 +239,26 @@ def bench_pipeline(
     """Predict and time the step of all of PIPELINES on `stages` simulated devices.
 
     experiment: with one microbatch for its batch; None: `benchmark`. measured_at: microbatches at
-    which costs are measured; predicted: those of the steps. rounds: in each of which every program
-    has its turn: one run, and as many as fill `window` seconds, which are timed. progress: told
-    what is being done, in lines.
+    which costs are measured; microbatches: those of the steps. rounds: in each of them every
+    program has its turn: one run, and as many as fill `window` seconds, which are timed. progress:
+    told what is being done, in lines.
 
     Raises ValueError before anything is compiled: for fewer than 2 stages, nothing to predict,
     numbers that cannot be, an experiment that does not fit, or a process with fewer devices.
     """
     found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
-    found += count("rounds", rounds, 1) + at_least("window", window, 0)
-    found += [wrong for i, m in enumerate(predicted) for wrong in count(f"predicted[{i}]", m, 1)]
-    found += [] if predicted else ["predicted is empty; name numbers of microbatches, such as 2"]
-    if experiment is not None and not isinstance(experiment.batch, int):
-        found += [f"batch={experiment.batch!r} must be one number, the rows of a microbatch"]
+    found += count("rounds", rounds, 2) + at_least("window", window, 0)
+    found += [
+        wrong for i, m in enumerate(microbatches) for wrong in count(f"microbatches[{i}]", m, 1)
+    ]
+    found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
+    if isinstance(experiment, str | Path):
+        experiment = load_experiment(experiment)
+    if experiment is not None and (experiment.microbatches, type(experiment.batch)) != (1, int):
+        found += [
+            f"batch={experiment.batch!r} in microbatches={experiment.microbatches} must be the "
+            "rows of one microbatch, a number, in microbatches=1"
+        ]
     refuse("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
@@ -252,7 +266,7 @@ def bench_pipeline(
     def told(text: str) -> None:
         progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
 
-    steps = {(p, m): machine.assembled(p, m) for m in predicted for p in PIPELINES}
+    steps = {(p, m): machine.assembled(p, m) for m in microbatches for p in PIPELINES}
     at = {p: machine.assembled(p, measured_at) for p in PIPELINES}
     of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
     works = {

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.optim.fields import count, refuse
 from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.layouts import PRECISIONS, Layout, arranged, layouts
@@ -107,17 +108,19 @@ def certify(
 ) -> Iterator[tuple[Difference, Certificate]]:
     """Each layout's difference as it is found, and the certificate so far.
 
-    Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for a model
-    that is not built in: layouts of others are GSPMD's, whose arithmetic is XLA's to keep.
+    Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for no
+    devices, and for a model that is not built in: layouts of others are GSPMD's, whose arithmetic
+    is XLA's to keep.
     """
+    refuse(count("devices", devices, 1))
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     if not isinstance(experiment.model, DecoderConfig):
         raise ValueError("certify compares layouts of built-in models; this experiment has its own")
     if not full:
         experiment = shrink(experiment, devices=devices)
-    due, count = layouts(devices, which)
-    certificate, references = Certificate(count), {}
+    due, closed_count = layouts(devices, which)
+    certificate, references = Certificate(closed_count), {}
     for layout in due:
         reference = layout.reference()
         if reference not in references:
@@ -127,7 +130,7 @@ def certify(
         yield difference, certificate
         if stop_at_failure and not difference.passed:
             return
-    assert len(certificate.differences) == count, "a layout was skipped"
+    assert len(certificate.differences) == closed_count, "a layout was skipped"
 
 
 class _Outcome(NamedTuple):

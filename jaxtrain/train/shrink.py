@@ -43,13 +43,19 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
         model=small,
         data=BigramChain(vocab=VOCAB, seq=SEQ, isolate_documents=True),
         optimizer=optimizer if rate is None else replace(optimizer, learning_rate=1e-3),
-        batch=2 * devices,
+        batch=_batch(devices),
         steps=1000,
         evaluation=None,
         checkpoints=None,
         logging=Logging(),
         fine_tuning=_tuning(experiment.fine_tuning),
     )
+
+
+def _batch(devices: int) -> int:
+    """Rows that every layout can cut: 2 microbatches over all devices, and 4 over those that a mesh
+    with stages leaves, half of a power of two and at most all of another number."""
+    return (2 if devices & (devices - 1) == 0 else 4) * devices
 
 
 def _tuning(tuning: FineTuning | None) -> FineTuning | None:

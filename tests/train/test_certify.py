@@ -208,14 +208,19 @@ def test_a_users_own_model_is_refused(own: jaxtrain.Experiment) -> None:
         next(certify.certify(own))
 
 
-@pytest.mark.parametrize("devices", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [0, -2])
+def test_no_devices_are_refused(devices: int) -> None:
+    with pytest.raises(ValueError, match=f"devices={devices} must be an integer of 1 or more"):
+        next(certify.certify(EXPERIMENT, devices=devices))
+
+
+@pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
 def test_every_layout_of_any_count_of_devices_is_accepted(devices: int) -> None:
     small = shrink(load_experiment(EXPERIMENT), devices=devices)
     every, count = layouts(devices, "all")
     assert len(every) == count
-    for axes, sharding in dict.fromkeys((layout.axes, layout.sharding) for layout in every):
-        experiment = arranged(small, Layout(axes, sharding=sharding))
-        assemble(experiment, mesh_from_axes(**dict(axes)))
+    for layout in dict.fromkeys([*every, *(layout.reference() for layout in every)]):
+        assemble(arranged(small, layout), mesh_from_axes(**dict(layout.axes)))
 
 
 def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment) -> None:

@@ -164,7 +164,7 @@ def test_every_violation_is_told_at_once() -> None:
     message = str(caught.value)
     for part in (
         "steps=0",
-        "batch=6 is not a multiple of microbatches=4; use batch=4",
+        "batch=6 is not a multiple of microbatches=4; use microbatches=3, or batch=4",
         "clip_norm=-1.0",
         "kv_heads=2 does not split over tensor=4",
         "embed=36 does not split over fsdp=8",
