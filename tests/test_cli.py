@@ -357,18 +357,21 @@ def test_ctrl_c_while_it_compiles_is_no_crash() -> None:
     """The interpreter's own way out would be one of XLA's, most times."""
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if "compiling the step of one_f_one_b, M=2" in line:
-            time.sleep(5)
-            process.send_signal(signal.SIGINT)
-            break
-    said, _ = process.communicate(timeout=120)
+    try:
+        for line in process.stdout:
+            if "compiling the step of one_f_one_b, M=2" in line:
+                time.sleep(5)
+                process.send_signal(signal.SIGINT)
+                break
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130, said
 
 

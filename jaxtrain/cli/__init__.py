@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None
+    options.interrupted = False
     code = _exit_code(options)
-    if options.own_process and code == INTERRUPTED:
+    if options.own_process and options.interrupted:
         # The interpreter's own way out crashes in XLA where a compilation was interrupted.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, KeyboardInterrupt):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code
 
@@ -58,6 +60,7 @@ def _exit_code(options: Any) -> int:
         print(f"jaxtrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
+        options.interrupted = True
         return INTERRUPTED
 
 
@@ -148,6 +151,7 @@ def _train(options: Any) -> int:
             should_stop=lambda: bool(asked),
         )
     except KeyboardInterrupt:
+        options.interrupted = True
         return PREEMPTED if committed_steps(run_dir / "checkpoints") else INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -174,7 +178,7 @@ def _check(options: Any) -> int:
 def _certify(options: Any) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
-    # What is no count of devices `certify` refuses, which says it best.
+    # A count below 1 makes no mesh; `certify` refuses it.
     set_simulation_flags(options, mesh_from_axes(data=max(options.devices, 1)))
     from jaxtrain.train.certify import certify
 

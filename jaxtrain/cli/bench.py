@@ -41,11 +41,10 @@ def add_bench(commands: Any) -> None:
     )
     pipeline = kinds.add_parser("pipeline", help=text, description=text)
     pipeline.set_defaults(run=_bench_pipeline)
-    for name, text in (
-        ("stages", "2 or more, a fake device each, which share the machine's cores; default 2"),
-        ("rounds", "in each of which every program runs for two seconds; 2 or more, default 5"),
-    ):
-        pipeline.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    text = "2 or more, a fake device each, which share the machine's cores; default 2"
+    pipeline.add_argument("--stages", type=int, default=2, metavar="N", help=text)
+    text = "in each of which every program runs for two seconds; 2 or more, default 5"
+    pipeline.add_argument("--rounds", type=int, metavar="N", help=text)
     text = "of the steps that are predicted and timed; default 2,32"
     pipeline.add_argument("--microbatches", metavar="A,B", help=text)
 
@@ -91,9 +90,8 @@ def _bench_collectives(options: Any) -> int:
 def _bench_pipeline(options: Any) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
-    # What is no count of stages `bench_pipeline` refuses, which says it best.
-    stages = 2 if options.stages is None else options.stages
-    set_simulation_flags(options, mesh_from_axes(stage=max(stages, 1)))
+    # A count below 1 makes no mesh; `bench_pipeline` refuses it.
+    set_simulation_flags(options, mesh_from_axes(stage=max(options.stages, 1)))
     from jaxtrain.train.bench_pipeline import bench_pipeline
 
     chosen: dict[str, Any] = {}
@@ -103,10 +101,10 @@ def _bench_pipeline(options: Any) -> int:
         words = [word.strip() for word in options.microbatches.split(",")]
         if not all(word.isdecimal() for word in words):
             raise ValueError(
-                f"--microbatches {options.microbatches!r}: write numbers, such as 2,32"
+                f"--microbatches {options.microbatches!r}: write whole numbers, such as 2,32"
             )
         chosen["microbatches"] = tuple(map(int, words))
-    found = bench_pipeline(stages, **chosen, progress=progress(options))
+    found = bench_pipeline(options.stages, **chosen, progress=progress(options))
     return answer(options, found, found.table())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtrain.mesh.hardware import did_you_mean, refuse
-from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule, nearest_kind
 from jaxtrain.pipeline.table_file import read_schedule
 
 SAVES = ("inputs", "residuals")
@@ -32,7 +32,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         found = []
         if not isinstance(self.schedule, str) or not (self.of_file or self.schedule in KINDS):
-            near = did_you_mean(str(self.schedule), KINDS)
+            near = nearest_kind(self.schedule)
             found.append(
                 f"schedule={self.schedule!r} is neither a schedule nor a .csv or .txt file{near}"
             )

@@ -106,6 +106,11 @@ def _table(ticks: np.ndarray, length: int) -> np.ndarray:
     return table
 
 
+def nearest_kind(word: object) -> str:
+    """As `did_you_mean`, for 1F1B as papers have it too."""
+    return did_you_mean(str(word).replace("1", "one_"), KINDS)
+
+
 def _violations(kind: str, stages: int, microbatches: int, chunks: int) -> list[str]:
     found = [
         f"{name}={value!r} must be a whole number of at least 1"
@@ -113,8 +118,7 @@ def _violations(kind: str, stages: int, microbatches: int, chunks: int) -> list[
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
     if kind not in KINDS:
-        spelt = kind.replace("1", "one_")  # 1F1B, as papers have it
-        found.append(f"kind={kind!r} is no schedule{did_you_mean(spelt, KINDS)}")
+        found.append(f"kind={kind!r} is no schedule{nearest_kind(kind)}")
     if kind in ("gpipe", "one_f_one_b") and isinstance(chunks, int) and chunks > 1:
         found.append(f"{kind} has no chunks, and chunks={chunks}; use interleaved or zero_bubble")
     if kind == "interleaved" and chunks == 1:

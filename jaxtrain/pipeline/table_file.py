@@ -15,8 +15,8 @@ W, B makes the weights' gradients too.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
+from statistics import median_low
 
 import numpy as np
 
@@ -45,14 +45,13 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
-    widths = Counter(len(cells) for _, cells in rows)
-    stages = max(widths, key=lambda width: (widths[width], width), default=0)
+    stages = _width([len(cells) for _, cells in rows])
     problems = [] if rows else ["no tick is in it; write a line for each, such as: F0, F1 B0"]
     found: list[tuple[int, int, str, int, int]] = []
     for tick, (number, cells) in enumerate(rows):
         if len(cells) != stages:
-            problems.append(f"line {number} has {len(cells)} cells and others {stages}")
-        for stage, cell in enumerate(cells[:stages]):
+            problems.append(f"line {number} has {len(cells)} cells, and the table {stages} stages")
+        for stage, cell in enumerate(cells):
             works = [(word, _WORK.fullmatch(word)) for word in cell.split()]
             for word, match in works:
                 if match is None:
@@ -66,12 +65,19 @@ def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, lis
     microbatches = 1 + max((m for *_, m, _ in found), default=0)
     tables = {letter: np.full((len(rows), stages), -1) for letter in "FBW"}
     for tick, stage, letter, microbatch, chunk in found:
-        tables[letter][tick, stage] = microbatch * chunks + chunk
+        if stage < stages:
+            tables[letter][tick, stage] = microbatch * chunks + chunk
     weight = tables["W"] if (tables["W"] >= 0).any() else None
     return (
         Schedule(kind, stages, microbatches, chunks, tables["F"], tables["B"], weight),
         problems,
     )
+
+
+def _width(widths: list[int]) -> int:
+    """What more than half of the lines have, else the most that one has."""
+    usual = median_low(widths) if widths else 0
+    return usual if 2 * widths.count(usual) > len(widths) else max(widths, default=0)
 
 
 def cell(schedule: Schedule, tick: int, stage: int) -> str:

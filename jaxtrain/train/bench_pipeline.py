@@ -15,14 +15,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.data import BigramChain
-from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
@@ -58,10 +57,10 @@ latter."""
 BOUND = 0.15
 """An error of a prediction that is larger is marked."""
 LEGEND = f"""\
-M: microbatches. Cost: of the table's ticks, in units of F; bubble: its share that stages idle.
-Once: what a step does once: buffers, the sum of gradients, the update. Spread: of the slowest round
-over the quickest; schedules that are no further apart are not told apart. Error: below 0 a step is
-slower than predicted; !: off by more than {BOUND:.0%}."""
+M: microbatches. Cost: of the table's ticks and M heads, in units of F; bubble: its share that is
+idle. Once: buffers, the sum of gradients, the update. Predicted: cost and once. Spread: by how much
+the slowest round exceeds the quickest; schedules that are no further apart are not told apart.
+Error: below 0 a step is slower than predicted; !: off by more than {BOUND:.0%}."""
 PASSES = (1, 4)
 """How often a program of costs follows its tables: what the longer takes beyond the shorter is
 ticks alone, and nothing that is done once."""
@@ -229,7 +228,7 @@ class PipelineReport:
 def bench_pipeline(
     stages: int = 2,
     *,
-    experiment: Experiment | str | Path | None = None,
+    experiment: Experiment | None = None,
     measured_at: int = MEASURED_AT,
     microbatches: tuple[int, ...] = PREDICTED,
     rounds: int = ROUNDS,
@@ -243,8 +242,9 @@ def bench_pipeline(
     program has its turn: one run, and as many as fill `window` seconds, which are timed. progress:
     told what is being done, in lines.
 
-    Raises ValueError before anything is compiled: for fewer than 2 stages, nothing to predict,
-    numbers that cannot be, an experiment that does not fit, or a process with fewer devices.
+    Raises ValueError before anything is compiled: for fewer than 2 stages or rounds (a spread is
+    between two), nothing to predict, numbers that cannot be, an experiment that does not fit, or a
+    process with fewer devices.
     """
     found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
     found += count("rounds", rounds, 2) + at_least("window", window, 0)
@@ -252,13 +252,7 @@ def bench_pipeline(
         wrong for i, m in enumerate(microbatches) for wrong in count(f"microbatches[{i}]", m, 1)
     ]
     found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
-    if isinstance(experiment, str | Path):
-        experiment = load_experiment(experiment)
-    if experiment is not None and (experiment.microbatches, type(experiment.batch)) != (1, int):
-        found += [
-            f"batch={experiment.batch!r} in microbatches={experiment.microbatches} must be the "
-            "rows of one microbatch, a number, in microbatches=1"
-        ]
+    found += _experiment_violations(experiment) if experiment is not None else []
     refuse("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
@@ -285,6 +279,15 @@ def bench_pipeline(
         measured_at,
         seconds,
     )
+
+
+def _experiment_violations(e: Experiment) -> list[str]:
+    found = []
+    if not isinstance(e.batch, int):
+        found.append(f"experiment.batch={e.batch!r} must be a number, the rows of a microbatch")
+    if e.microbatches != 1:
+        found.append(f"experiment.microbatches={e.microbatches} must be 1; steps have more of them")
+    return found
 
 
 def _compiled(

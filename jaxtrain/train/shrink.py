@@ -53,8 +53,8 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
 
 
 def _batch(devices: int) -> int:
-    """Rows that every layout can cut: 2 microbatches over all devices, and 4 over those that a mesh
-    with stages leaves, half of a power of two and at most all of another number."""
+    """Rows that every layout can cut: 2 microbatches over all devices, and 4 over what stages leave
+    of them, n / s. For every s that divides half of n only where n is a power of two."""
     return (2 if devices & (devices - 1) == 0 else 4) * devices
 
 

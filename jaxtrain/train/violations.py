@@ -102,9 +102,11 @@ def _warmup_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def _nearest_divisor(batch: int, microbatches: int) -> int:
-    divisors = (n for n in range(1, batch + 1) if batch % n == 0)
-    return min(divisors, key=lambda n: abs(n - microbatches))
+def _fitting_microbatches(experiment: Experiment) -> int:
+    """The number nearest to the experiment's that divides every size of its batch."""
+    whole = math.gcd(*batch_sizes(experiment.batch))
+    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
+    return min(divisors, key=lambda n: abs(n - experiment.microbatches))
 
 
 def field_violations(experiment: Experiment) -> list[str]:
@@ -125,10 +127,9 @@ def field_violations(experiment: Experiment) -> list[str]:
         if batch < 1:
             found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
         elif e.microbatches >= 1 and batch % e.microbatches:
-            near = _nearest_divisor(batch, e.microbatches)
             found.append(
                 f"batch={batch} is not a multiple of microbatches={e.microbatches}; use "
-                f"microbatches={near}, or "
+                f"microbatches={_fitting_microbatches(e)}, or "
                 f"batch={max(batch // e.microbatches, 1) * e.microbatches}"
             )
     if hasattr(e.optimizer, "violations"):

@@ -20,6 +20,7 @@ from jaxtrain.pipeline.table_file import written
             ("'one_f_oneb' is neither a schedule nor a .csv or .txt file", "one_f_one_b"),
         ),
         ({"schedule": "zero-bubble"}, ("did you mean", "zero_bubble")),
+        ({"schedule": "1F1B"}, ("did you mean 'one_f_one_b'?",)),
         ({"schedule": 4}, ("schedule=4 is neither",)),
         ({"schedule": None}, ("schedule=None is neither",)),
         ({"schedule": "mine.toml"}, ("'mine.toml' is neither",)),

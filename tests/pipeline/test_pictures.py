@@ -42,8 +42,9 @@ def test_a_table_by_hand_with_comments(tmp_path) -> None:
     ("text", "words"),
     [
         ("", ("no tick",)),
-        ("F0,\nB0\n", ("line 2 has 1 cells and others 2",)),
-        ("F0,\n,F0 B0,\nB0,\n", ("bad.csv: line 2 has 3 cells and others 2",)),
+        ("F0,\nB0\n", ("line 2 has 1 cells, and the table 2 stages",)),
+        ("F0,\n,F0 B0,\nB0,\n", ("bad.csv: line 2 has 3 cells, and the table 2 stages",)),
+        ("F0\n,F0\n,,Q\n,B0\nB0\n", ("line 1 has 1 cells, and the table 3 stages", "line 3: 'Q'")),
         ("F0 Q\nB0 F1.x\n", ("line 1: 'Q'", "line 2: 'F1.x'")),
         ("F0 F1\nB0\nB1\n", ("twice in a tick",)),
         ("F0\nF1\nB0\n", ("B on stage 0: microbatch 1, chunk 0 runs 0 times",)),

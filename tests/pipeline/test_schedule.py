@@ -186,7 +186,7 @@ def test_lifetimes_end_where_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("1f1b", 2, 4), ("'1f1b' is no schedule",)),
+        (("1F1B", 2, 4), ("'1F1B' is no schedule; did you mean 'one_f_one_b'?",)),
         (("gpipe", 0, True), ("stages=0", "microbatches=True")),
         (("one_f_one_b", 2, 4, 2), ("has no chunks", "use interleaved")),
         (("interleaved", 2, 4), ("one_f_one_b",)),

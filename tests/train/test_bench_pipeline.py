@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -240,8 +242,8 @@ def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.Mon
 
 def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
     told: list[str] = []
-    ramp = replace(bench.benchmark(2), batch=jaxtrain.BatchRamp(2, 4, 2, 10))
-    with pytest.raises(ValueError, match="bench pipeline: 6 problems") as raised:
+    ramp = replace(bench.benchmark(2), batch=jaxtrain.BatchRamp(2, 4, 2, 10), microbatches=2)
+    with pytest.raises(ValueError, match="bench pipeline: 7 problems") as raised:
         bench_pipeline(
             *(1,), experiment=ramp, measured_at=0, microbatches=(2, -4), rounds=1, window=math.nan,
             progress=told.append,
@@ -251,8 +253,9 @@ def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
         "measured_at=0 must be an integer of 1 or more",
         "microbatches[1]=-4 must be an integer of 1 or more",
         "rounds=1 must be an integer of 2 or more",
+        "experiment.microbatches=2 must be 1",
         "window=nan must be a finite number of 0 or more",
-        "in microbatches=1 must be the rows of one microbatch",
+        "must be a number, the rows of a microbatch",
     ):
         assert wrong in str(raised.value)
     with pytest.raises(ValueError, match="microbatches is empty"):
@@ -280,3 +283,11 @@ def test_the_command_prints_the_report(
     assert cli.main(["bench", "pipeline", "--rounds", "3", "--microbatches", "4,8"]) == 0
     assert "within 15%" in capsys.readouterr().out
     assert asked == [(4, {}), (2, {"rounds": 3, "microbatches": (4, 8)})]
+    assert cli.main(["bench", "pipeline", "--microbatches", "2,x"]) == 2
+    assert "write whole numbers, such as 2,32" in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline", "--stages", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "stages=0 must be an integer of 2 or more" in done.stderr

@@ -154,6 +154,12 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary() -> None:
     assert f"{report.parameters:,} parameters on data1 (one device, explicit)" in report.summary()
 
 
+def test_microbatches_that_fit_every_size_of_a_ramp_are_named() -> None:
+    ramp = jaxtrain.BatchRamp(start=4, end=10, increment=6, steps=2)
+    found = field_violations(experiment(batch=ramp, microbatches=5))
+    assert found == ["batch=4 is not a multiple of microbatches=5; use microbatches=2, or batch=5"]
+
+
 def test_every_violation_is_told_at_once() -> None:
     """Fields, data, model against mesh and parameters against mesh, in one message."""
     settings = ["steps=0", "batch=6", "microbatches=4", "clip_norm=-1.0", "model.embed=36"]
