@@ -100,7 +100,7 @@ CASES = [
         sharding="fsdp, reduced once",
         tied=False,
     ),
-    case(CUBE, ZERO_BUBBLE, slow=False, layers=3, loop=LayerLoop(prefetch=False)),
+    case(CUBE, ZERO_BUBBLE, layers=3, loop=LayerLoop(prefetch=False)),
     case(CUBE, GPIPE, slow=False),
     case(SPLIT, GPIPE, layers=2, loop=LayerLoop(True, "full")),
     case(CUBE, ONE_F_ONE_B, microbatches=1, slow=None),

@@ -47,8 +47,7 @@ def experiment(*, ends: bool = False) -> jaxtrain.Experiment:
 @pytest.mark.parametrize(
     "layout",
     [
-        LAYOUTS[1],
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (LAYOUTS[0], LAYOUTS[2])),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[:3]),
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS[3:]),
     ],
     ids=str,
