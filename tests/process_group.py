@@ -19,7 +19,7 @@ def start(
     processes: int,
     arguments: Arguments,
     *,
-    modules: Path = ROOT,
+    modules: Path | None = None,
     out: Any = subprocess.PIPE,
 ) -> list[subprocess.Popen[str]]:
     """Begins them in `folder`; they say what they have to say to `out`, a pipe each by default.
@@ -27,11 +27,12 @@ def start(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    path = str(ROOT) if modules is None else f"{ROOT}:{modules}"
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments(index, port))],
             cwd=folder,
-            env={"PYTHONPATH": f"{ROOT}:{modules}", "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            env={"PYTHONPATH": path, "HOME": str(folder), "PATH": "/usr/bin:/bin"},
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
@@ -45,7 +46,7 @@ def run(
     processes: int,
     arguments: Arguments,
     *,
-    modules: Path = ROOT,
+    modules: Path | None = None,
     seconds: float = 240,
 ) -> None:
     """As `start`, until all have ended well."""

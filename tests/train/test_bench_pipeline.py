@@ -287,7 +287,7 @@ def test_the_command_prints_the_report(
     assert "write whole numbers, such as 2,32" in capsys.readouterr().err
 
 
-def test_the_command_refuses_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_the_function_does() -> None:
     command = [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline", "--stages", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "stages=0 must be an integer of 2 or more" in done.stderr
