@@ -270,17 +270,20 @@ def _restore(content: str, eos: str) -> HuggingFaceVocabulary:
 
 
 def _token_bytes(content: dict[str, Any], ids: dict[str, int], size: int) -> np.ndarray:
-    """Byte-level vocabularies write a byte as one character, all others write text.
+    """Byte-level vocabularies write a byte as one character, all others write text; so do tokens
+    that were added to either, which are looked for in the text before it is taken to bytes.
 
-    In those, SentencePiece's U+2581 is a space and `<0x41>` a byte.
+    In text, SentencePiece's U+2581 is a space and `<0x41>` a byte.
     """
-    special = {entry["content"] for entry in content.get("added_tokens", ()) if entry["special"]}
+    added = {entry["content"]: entry["special"] for entry in content.get("added_tokens", ())}
     byte_level = '"ByteLevel"' in json.dumps(content.get("decoder"))
     lengths = np.zeros(size, dtype=np.int32)
     for token, index in ids.items():
-        if token in special:
+        if added.get(token):  # special
             continue
-        if byte_level:
+        if token in added:
+            lengths[index] = len(token.encode("utf-8"))
+        elif byte_level:
             lengths[index] = len(token)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             lengths[index] = 1

@@ -146,7 +146,7 @@ def multiplied(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Ar
         return (), block @ _matrix(weights, owner)
 
     out = lax.scan(step, (), (_blocks(rows, owners), owners))[1]
-    return out.reshape(len(rows), -1)
+    return out.reshape(len(rows), weights.shape[-1])
 
 
 def _multiplied_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, Any, None]:
@@ -172,7 +172,8 @@ multiplied.defvjp(
 
 
 def _blocks(rows: jax.Array, owners: jax.Array) -> jax.Array:
-    return rows.reshape(len(owners), -1, rows.shape[-1])
+    block = len(rows) // max(len(owners), 1)  # without a token there is no block
+    return rows.reshape(len(owners), block, rows.shape[-1])
 
 
 def _matrix(weights: jax.Array, owner: jax.Array) -> jax.Array:

@@ -109,6 +109,21 @@ def test_bytes_of_a_sentencepiece_style_vocabulary() -> None:
     assert found.token_bytes.tolist() == [1, 4, 2, 0]
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_bytes_of_tokens_that_were_added_add_up(kind: str, tmp_path: Path) -> None:
+    """They are text in a byte-level vocabulary too: a letter of several bytes is one character."""
+    from tokenizers import Tokenizer
+
+    plain = ByteTokenizer().published() if kind == "bytes" else build(BpeTokenizer(300), tmp_path)
+    tokenizer, words = Tokenizer.from_str(plain.json), ["caf\u00e9", "\u4f60\u597d", "<tool>"]
+    tokenizer.add_tokens(words)
+    found = HuggingFaceVocabulary(tokenizer.to_str(), eos=plain.eos_token)
+    for text in ("a caf\u00e9 na\u00efve \u4f60\u597d\u4f60 <tool>x", *words):
+        ids = found.encode(text)
+        assert any(found.id_of(word) in ids for word in words)
+        assert found.token_bytes[ids].sum() == len(text.encode())
+
+
 def test_a_bare_vocabulary_puts_nothing_around_a_text_and_is_the_same_else(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, processors
 

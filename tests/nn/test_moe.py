@@ -87,8 +87,8 @@ def compared(x: jax.Array, router: jax.Array, weights: Weights, k: int, activati
     return grads
 
 
-# (tokens, experts, k): tokens that no number of experts divides, one token, all experts chosen.
-TABLE = [(13, 2, 1), (13, 3, 2), (1, 4, 2), (37, 8, 4), (5, 8, 1), (64, 4, 4), (7, 1, 1)]
+# (tokens, experts, k): tokens that no number of experts divides, one or none, all experts.
+TABLE = [(13, 2, 1), (13, 3, 2), (1, 4, 2), (37, 8, 4), (5, 8, 1), (64, 4, 4), (7, 1, 1), (0, 4, 2)]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), TABLE)
