@@ -21,6 +21,9 @@ from jaxtrain.collectives.compression import flag, refuse
 from jaxtrain.collectives.vary import Axes, vary
 
 RIGHT, LEFT = 1, -1
+INT32_MAX = 2**31 - 1
+"""JAX counts elements in int32: beyond it an offset along a dim would wrap."""
+
 Chain = tuple[int, int]
 """(RIGHT or LEFT, hops)."""
 
@@ -191,12 +194,22 @@ def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array
 def take(x: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
     """Tile `at` (modulo n) of n along `dim`."""
     size = x.shape[dim] // n
-    return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
+    if x.shape[dim] <= INT32_MAX:
+        return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
+    return lax.dynamic_index_in_dim(_tiles(x, n, dim), at % n, dim, keepdims=False)
 
 
 def put(out: jax.Array, tile: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
     """`out` with `tile` as its tile `at` (modulo n) of n along `dim`."""
-    return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
+    if out.shape[dim] <= INT32_MAX:
+        return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
+    tiles = lax.dynamic_update_index_in_dim(_tiles(out, n, dim), tile, at % n, dim)
+    return tiles.reshape(out.shape)
+
+
+def _tiles(x: jax.Array, n: int, dim: int) -> jax.Array:
+    """`dim` as [n tiles, size of a tile]: a tile's number fits where its offset does not."""
+    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
 def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:

@@ -131,7 +131,7 @@ def _loop(step: Any, carry: Any, parts: Any) -> Any:
 
 def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
     comm, n, dtype = static.comm, static.chunks, head.dtype
-    lift = _lift(dtype)
+    lift = _lift(dtype, weights, static.config)
     x = comm.all_tokens(x)
 
     def step(carry: Any, at: Any) -> tuple[Any, jax.Array]:
@@ -152,21 +152,27 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
     (total, dhead), dx = _loop(step, start, parts)
     dx = comm.scatter_head_gradient(comm.unchunk(dx, rows=static.rows))
     # Shape-free stand-ins carry what the cotangents of ids and weights need.
-    return total / comm.vocab_ways(), (dx, dhead, head[:0], weights)
+    return total / comm.vocab_ways(), (dx, dhead, head[:0], weights, lift)
 
 
 def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
-    dx, dhead, like, weights = residuals
-    g = g / _lift(like.dtype)
+    dx, dhead, like, weights, lift = residuals
+    g = g / lift
     if dhead is not None:
         dhead = (dhead * g).astype(like.dtype)
     return (dx * g).astype(dx.dtype), dhead, None, weights * 0.0
 
 
-def _lift(dtype: Any) -> float:
-    """Logit gradients are probabilities, most of them below fp16's smallest number: in fp16 they
-    are kept this much larger until the loss scale is known."""
-    return 1024.0 if dtype == jnp.float16 else 1.0
+def _lift(dtype: Any, weights: jax.Array, config: HeadConfig) -> Any:
+    """Logit gradients are weights times probabilities, most of them below fp16's smallest number:
+    in fp16 they are kept this much larger until the loss scale is known. 1024 where no weight
+    reaches 2, less where one does, so that none overflows. A power of two: it changes no digit;
+    and the same on every slice of the vocabulary, for each has the weights of all its tokens."""
+    if dtype != jnp.float16:
+        return 1.0
+    largest = jnp.max(jnp.abs(weights), initial=1.0) * max(abs(config.scale), 1.0)
+    _, exponent = jnp.frexp(largest)  # of 1 it is 1
+    return jnp.ldexp(jnp.float32(1024.0), 1 - exponent)
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtrain.collectives.compressed import Compressed, ErrorState, compressed_all_reduce
 from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
+from jaxtrain.collectives.ring import put, take
 from jaxtrain.collectives.vary import same, vary
 from jaxtrain.nn.param import named_key
 from jaxtrain.train.residuals import Part, Residuals
@@ -140,10 +141,10 @@ def summed_with_one_error(
     owner = vary(jnp.zeros(tile, jnp.float32), tuple(jax.typeof(x).manual_axis_type.varying))
     total, after = compressed_all_reduce(x, ErrorState(error, owner), axes, codec, key, by)
     assert after is not None
-    start = lax.axis_index(axes) * tile
-    padded = jnp.pad(after.worker, (0, lax.axis_size(axes) * tile - x.size))
-    mine = lax.dynamic_slice_in_dim(padded, start, tile) + after.owner
-    return total, lax.dynamic_update_slice_in_dim(padded, mine, start, 0)[: x.size]
+    me, n = lax.axis_index(axes), lax.axis_size(axes)
+    padded = jnp.pad(after.worker, (0, n * tile - x.size))
+    mine = take(padded, me, n, 0) + after.owner
+    return total, put(padded, mine, me, n, 0)[: x.size]
 
 
 def flushed(grads: Arrays, residuals: Residuals, unit: jax.Array) -> tuple[Arrays, Residuals]:

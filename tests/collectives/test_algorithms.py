@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives import algorithm as collective
+from jaxtrain.collectives import ring
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
@@ -325,3 +326,30 @@ def test_chains_reach_every_other_device_once(n, directions):
     reached = [way * h % n for way, hops in chains for h in range(1, hops + 1)]
     assert sorted(reached) == list(range(1, n))
     assert max((hops for _, hops in chains), default=0) == -(-(n - 1) // directions)
+
+
+@pytest.mark.parametrize("limit", [ring.INT32_MAX, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_tiles_are_taken_and_put_by_their_number_modulo_n(limit, dim, monkeypatch):
+    """Also as along a dim whose offsets do not fit an int32."""
+    monkeypatch.setattr(ring, "INT32_MAX", limit)
+    n, x = 3, np.arange(6 * 12 * 9).reshape(6, 12, 9)
+    tiles = np.split(x, n, dim)
+    for at in range(-n, 2 * n):
+        found = ring.take(jnp.asarray(x), jnp.int32(at), n, dim)
+        np.testing.assert_array_equal(found, tiles[at % n])
+        wanted = [t * 0 for t in tiles]
+        wanted[at % n] = tiles[at % n]
+        placed = ring.put(jnp.zeros_like(x), found, jnp.int32(at), n, dim)
+        np.testing.assert_array_equal(placed, np.concatenate(wanted, dim))
+
+
+def test_no_offset_is_beyond_int32():
+    """Of an array too large for a test: a slice begins at the number of a tile, which is not
+    multiplied by a tile's size."""
+    x = jax.ShapeDtypeStruct((2, 2**32), jnp.int8)
+    tile, at = jax.ShapeDtypeStruct((2, 2**30), jnp.int8), jax.ShapeDtypeStruct((), jnp.int32)
+    took = jax.make_jaxpr(lambda x, at: ring.take(x, at, 4, 1))(x, at)
+    placed = jax.make_jaxpr(lambda x, tile, at: ring.put(x, tile, at, 4, 1))(x, tile, at)
+    for traced in map(str, (took, placed)):
+        assert " = mul " not in traced and "i8[2,4,1073741824]" in traced

@@ -4,6 +4,7 @@ and memory."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -222,3 +223,33 @@ def test_memory_does_not_grow_with_batch_x_seq_x_vocab():
     logits_of_the_difference = (4 * 128 - 2 * 64) * vocab * 4
     assert small >= chunk_tokens * vocab * 4, "the analysis does not see the chunk of logits"
     assert large - small < 16 * 4 * 128 * embed * 4 < logits_of_the_difference / 100
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("largest", [1.0, 60.0, 70.0, 1e4, 1e30])
+def test_fp16_gradients_do_not_overflow_whatever_the_weights(largest, scale):
+    """Known up to the loss scale, here one that makes them as large as those of weights of 1."""
+    config = HeadConfig(25, scale=scale, chunk_tokens=12)
+    x, head, targets, weights = inputs(jnp.float16, vocab=25, loud=0.1)
+    weights = weights.at[0].set(1.0) * largest
+
+    def scaled(f, x, head):
+        return f(x, head, targets, weights, config) / (largest * scale)
+
+    found, oracle = (jax.grad(partial(scaled, f), (0, 1))(x, head) for f in (chunked, dense))
+    for g, o in zip(found, oracle, strict=True):
+        g, o = np.float32(g), np.float32(o)
+        assert np.abs(g - o).max() < 2**-8 * np.abs(o).max()
+
+
+def test_fp16_keeps_gradients_below_its_smallest_number_until_the_loss_scale_is_known():
+    config = HeadConfig(PADDED)
+    x, head, targets, weights = inputs(jnp.float16, loud=4.0)
+    unlikely = 2.0**-20 * weights
+
+    def scaled(f, x, head):
+        return 2.0**20 * f(x, head, targets, unlikely, config)
+
+    found, oracle = (jax.grad(partial(scaled, f), (0, 1))(x, head) for f in (chunked, dense))
+    for g, o in zip(found, oracle, strict=True):
+        assert np.abs(np.float32(g) - np.float32(o)).max() < 0.05 * np.abs(np.float32(o)).max()
