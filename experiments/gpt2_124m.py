@@ -66,8 +66,8 @@ def experiment() -> Experiment:
         precision=bf16,
         evaluation=Evaluation(
             every=250,
-            batches=160,
-            final_batches=160,
+            batches=20,
+            final_batches=20,
             sample=Sample("The meaning of life is", tokens=100, temperature=0.8),
         ),
         checkpoints=SavePolicy(every=1000),

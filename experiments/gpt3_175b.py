@@ -71,6 +71,6 @@ def experiment() -> Experiment:
         # Weights are gathered once a step (5.4 GB of bf16 a chip), and gradients scattered once.
         sharding=(fsdp() | tensor()).whole_until_update(),
         execution=Execution(pipeline=Pipeline("interleaved", chunks=2)),
-        evaluation=Evaluation(every=1000, batches=96, final_batches=96),
+        evaluation=Evaluation(every=1000, batches=1, final_batches=1),
         checkpoints=SavePolicy(every=500),
     )

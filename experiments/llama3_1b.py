@@ -63,6 +63,6 @@ def experiment() -> Experiment:
         batch=512,
         microbatches=32,
         precision=bf16,
-        evaluation=Evaluation(every=500, batches=64, final_batches=64),
+        evaluation=Evaluation(every=500, batches=2, final_batches=2),
         checkpoints=SavePolicy(every=1000),
     )

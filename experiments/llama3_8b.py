@@ -61,6 +61,6 @@ def experiment() -> Experiment:
         # Only attention's output is kept beside each block's input: of two rows of 8192 tokens
         # about 4 GB on each H100 of h100_64.toml.
         execution=Execution(loop=LayerLoop(unroll=False, remat="attention")),
-        evaluation=Evaluation(every=1000, batches=64, final_batches=64),
+        evaluation=Evaluation(every=1000, batches=8, final_batches=8),
         checkpoints=SavePolicy(every=1000),
     )

@@ -77,6 +77,6 @@ def experiment() -> Experiment:
         microbatches=12,
         precision=bf16,
         execution=Execution(pipeline=Pipeline("interleaved", chunks=3)),
-        evaluation=Evaluation(every=1000, batches=12, final_batches=12),
+        evaluation=Evaluation(every=1000, batches=1, final_batches=1),
         checkpoints=SavePolicy(every=500),
     )

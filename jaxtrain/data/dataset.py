@@ -17,7 +17,8 @@ Batch = dict[str, np.ndarray]
                         stays within equal segments, so all are 1 when documents are not isolated
     positions  int32    restart in each document, or 0 .. seq-1 when documents are not isolated
     weights    float32  of the loss at each position: 0 on padding, on prompt tokens, and on a
-                        target of another document when documents are isolated
+                        target of another document when documents are isolated; may be left out
+                        where all are 1
 """
 
 SPLITS = ("train", "held_out")

@@ -81,7 +81,8 @@ class Sample:
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
-    over `final_batches` after the last step. None: the whole of it. sample: a continuation to end
+    over `final_batches` after the last step. None: the whole of it. A batch is the experiment's (of
+    a `BatchRamp` the largest), whatever `microbatches` cuts it into. sample: a continuation to end
     with.
     """
 

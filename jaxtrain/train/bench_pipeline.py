@@ -36,6 +36,7 @@ from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.pipeline_costs import runs_of, ticks_of, without_ticks
+from jaxtrain.train.rows import open_split
 from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.state import shardings
 from jaxtrain.train.step import LocalSumsOf, compile_step
@@ -101,7 +102,7 @@ class _Machine:
 
     def __post_init__(self) -> None:
         e, self.spec = self.experiment, mesh_from_axes(stage=self.stages)
-        self.dataset = e.data.open("train", seed=e.seed, cache_dir=CACHE_DIR.expanduser())
+        self.dataset = open_split(e, "train", CACHE_DIR.expanduser())
         self.fields = fields_of(self.dataset, e.data)
         self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
 

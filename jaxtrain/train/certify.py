@@ -26,6 +26,7 @@ from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.layouts import PRECISIONS, Layout, arranged, layouts
 from jaxtrain.train.natural import in_order
+from jaxtrain.train.rows import open_split
 from jaxtrain.train.session import CACHE_DIR, initialise
 from jaxtrain.train.shrink import shrink
 from jaxtrain.train.state import shardings
@@ -174,7 +175,7 @@ def _run(experiment: Experiment, layout: Layout) -> _Outcome:
     """STEPS steps on the layout. Gradients are those of the first; of leaves where that is zero (A
     of an adapter: its B begins so) those of the second."""
     e = arranged(experiment, layout)
-    dataset = e.data.open("train", seed=e.seed, cache_dir=CACHE_DIR.expanduser())
+    dataset = open_split(e, "train", CACHE_DIR.expanduser())
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
     count = int(np.prod([n for _, n in layout.axes]))
     mesh = jax.sharding.Mesh(

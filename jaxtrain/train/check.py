@@ -8,7 +8,6 @@ from operator import floordiv
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.experiment import Experiment, load_experiment
@@ -21,10 +20,11 @@ from jaxtrain.train.assembly import Assembly, assemble
 from jaxtrain.train.batches import fields_of
 from jaxtrain.train.natural import natural_form
 from jaxtrain.train.pipelined import activation_share
+from jaxtrain.train.rows import open_split
 from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import bytes_per_device
-from jaxtrain.train.step import make_loss
+from jaxtrain.train.step import trace_loss
 
 MUCH = 0.4
 """A bubble of which `check` says what would make it smaller."""
@@ -150,12 +150,12 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
         experiment = load_experiment(experiment)
     spec, data, fields = load_mesh(mesh), experiment.data, None
     if not (hasattr(data, "seq") and hasattr(data, "isolate_documents")):
-        opened = data.open("train", seed=experiment.seed, cache_dir=CACHE_DIR.expanduser())
+        opened = open_split(experiment, "train", CACHE_DIR.expanduser())
         fields = fields_of(opened, data)
     assembly = assemble(experiment, spec, fields)
     settled_start(assembly)
     if not assembly.built_in:
-        _trace_loss(assembly)
+        trace_loss(assembly)
     state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes
 
     def weigh(*names: str) -> int:
@@ -174,18 +174,6 @@ def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> C
     counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     return CheckReport(assembly, sum(counts.values()), trained, weights)
-
-
-def _trace_loss(assembly: Assembly) -> None:
-    """A user's own loss, traced on one microbatch: what is wrong with its answer is told here."""
-    batch = {
-        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        for name, leaf in assembly.abstract_batch().items()
-    }
-    params, rest = assembly.abstract.params, assembly.abstract.rest
-    loss = assembly.with_matmul_precision(make_loss(assembly, None))
-    jax.eval_shape(loss, params, rest, batch, jax.eval_shape(lambda: jax.random.key(0)))
-    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
 
 
 def _count(shape: tuple[int, ...], leaf: Leaf, vocab: int | None) -> int:

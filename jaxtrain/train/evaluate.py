@@ -14,6 +14,7 @@ import numpy as np
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.batches import PlacedRows
 from jaxtrain.train.pipelined import evaluated_at_once
+from jaxtrain.train.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
 from jaxtrain.train.state import TrainState, averaged
 from jaxtrain.train.step import make_evaluation_step
 
@@ -36,16 +37,16 @@ class Evaluator:
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
         """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
 
-        batches: from the start of the split; None for all of it, each row once.
+        batches: of the experiment's (largest) batch, from the start of the split; None for all of
+        it, each row once.
         """
         self.open()
-        whole = -(-len(self._data) // self._size)
-        chosen = range(min(whole, batches or whole))
+        chosen = range(self._pieces(batches, self._data))
         params = averaged(state)
         parts: list[Any] = []
         for first in chosen[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)
-            # Batches behind the last are rows of weight 0.
+            # Pieces behind the last are rows of weight 0.
             rows = self._placed.rows(
                 np.where(numbers < len(chosen) * self._size, numbers, len(self._data))
             )
@@ -65,18 +66,23 @@ class Evaluator:
         self._dispatcher.submit(int).result()
 
     def open(self) -> None:
-        """Open the held-out data. Raises ValueError when there is none; later calls do nothing."""
+        """Open the held-out data. Raises ValueError when there is none, and where it does not have
+        what evaluations read; later calls do nothing."""
         if self._data is not None:
             return
         e = self._assembly.experiment
-        data = e.data.open("held_out", seed=e.seed, cache_dir=self._cache_dir)
+        data = open_split(e, "held_out", self._cache_dir)
         if len(data) == 0:
             raise ValueError(
                 "the held-out split has no rows; use a shorter seq, more held-out text, or "
                 "evaluation=None"
             )
-        self._data = _Ended(data)
+        refuse_other_fields(data, e, self._assembly.fields)
         self._size = self._assembly.largest_batch // e.microbatches
+        if e.evaluation is not None:
+            for batches in (e.evaluation.batches, e.evaluation.final_batches):
+                self._pieces(batches, data)
+        self._data = Ended(data)
         where = self._assembly.batch_shardings(self._mesh)
         self._placed = PlacedRows(self._data, where, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
@@ -86,32 +92,23 @@ class Evaluator:
         and simulated devices have no thread for each of each: their collectives hang."""
         return jax.block_until_ready(self._step(*arguments))
 
-    def _numbers(self, batch: int, batches: int = 1) -> np.ndarray:
-        return np.arange(batch * self._size, (batch + batches) * self._size)
+    def _pieces(self, batches: int | None, data: Any) -> int:
+        """How many pieces of a microbatch's rows hold so many batches: they take its memory, and
+        the rows are the same whatever a step cuts its batch into."""
+        rows, micro = len(data), self._assembly.experiment.microbatches
+        whole = -(-rows // self._size)
+        pieces = whole if batches is None else min(whole, batches * micro)
+        if pieces * self._size > rows:
+            refuse_cut_off(rows, self._size, self._assembly.largest_batch, self._assembly.fields)
+        return pieces
 
-    def _bytes_of(self, batch: int) -> float:
-        """Bytes of text that the batch's weighted targets stand for."""
+    def _numbers(self, piece: int, pieces: int = 1) -> np.ndarray:
+        return np.arange(piece * self._size, (piece + pieces) * self._size)
+
+    def _bytes_of(self, piece: int) -> float:
+        """Bytes of text that the piece's targets stand for, weighted as their losses are."""
         table = getattr(self._data.dataset, "token_bytes", None)
-        if table is None:
+        if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
             return 0.0
-        rows = self._data.rows(self._numbers(batch))
-        return float(np.sum(table[rows["targets"]] * (rows["weights"] > 0)))
-
-
-class _Ended:
-    """A dataset whose rows after its last are its first one with weights 0: full batches to the
-    end."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        within = indices < len(self)
-        rows = self.dataset.rows(np.where(within, indices, 0))
-        if within.all():
-            return rows
-        weights = rows["weights"]
-        return {**rows, "weights": weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
+        rows = self._data.rows(self._numbers(piece))
+        return float(np.sum(table[rows["targets"]] * rows[WEIGHTS]))

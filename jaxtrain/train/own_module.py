@@ -21,8 +21,8 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
     key=None (held-out data) it is a copy after `eval()`, so that BatchNorm reads its running
     averages and Dropout drops nothing. Law: the loss is a function of the four arguments.
 
-    Raises ValueError for a loss that is not two scalars, and for state that appears, vanishes or
-    changes its shape.
+    Raises ValueError for a field that the loss reads and a batch does not have, for a loss that is
+    not two scalars, and for state that appears, vanishes or changes its shape.
     """
 
     def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
@@ -30,12 +30,27 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
         model = put_together(static, {**used, **rest})
         if key is None:
             model.eval()
-        total, count = _sums(model, model.loss(batch, key=key))
+        try:
+            found = model.loss(batch, key=key)
+        except KeyError as error:
+            _refuse_lacking(model, error, batch)
+            raise
+        total, count = _sums(model, found)
         after = take_apart(model).rest
         _refuse_other_state(rest, after)
         return total, count, after
 
     return loss
+
+
+def _refuse_lacking(model: Any, error: KeyError, batch: Arrays) -> None:
+    """Raises ValueError where the missing key may be a field of the batch."""
+    name = error.args[0] if error.args else None
+    if isinstance(name, str) and name not in batch:
+        raise ValueError(
+            f"{type(model).__name__}.loss reads {name!r}, and a batch of this data has "
+            f"{', '.join(batch)}; give the rows of the data that field, or do without it in loss()"
+        ) from error
 
 
 def _sums(model: Any, found: Any) -> tuple[jax.Array, jax.Array]:

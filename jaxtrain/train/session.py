@@ -25,9 +25,10 @@ from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.restore import restored
+from jaxtrain.train.rows import open_split
 from jaxtrain.train.start import Start, settled_start, starting_params
 from jaxtrain.train.state import TrainState, shardings
-from jaxtrain.train.step import compile_step
+from jaxtrain.train.step import compile_step, trace_loss
 
 CACHE_DIR = Path("~/.cache/jaxtrain")
 """Where tokenised corpora and packing indexes are kept; may be deleted at any time."""
@@ -124,11 +125,13 @@ def open_session(
     where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
-    dataset = experiment.data.open("train", seed=experiment.seed, cache_dir=cache_dir)
+    dataset = open_split(experiment, "train", cache_dir)
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
+    if not assembly.built_in:
+        trace_loss(assembly)
     natural = NaturalOrder(assembly, mesh)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     if held_out and experiment.evaluation is not None:

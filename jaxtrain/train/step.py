@@ -129,6 +129,19 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., An
     return loss
 
 
+def trace_loss(assembly: Assembly) -> None:
+    """A user's own loss, traced on one microbatch as a step and an evaluation call it. Raises
+    ValueError for fields that it reads and the batch does not have, and for its answer."""
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for name, leaf in assembly.abstract_batch().items()
+    }
+    params, rest = assembly.abstract.params, assembly.abstract.rest
+    loss = assembly.with_matmul_precision(make_loss(assembly, None))
+    jax.eval_shape(loss, params, rest, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
+
+
 def make_gradients(
     assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice, local: LocalSumsOf
 ) -> Callable[..., Gradients]:

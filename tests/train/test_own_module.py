@@ -140,7 +140,7 @@ def test_resumed_is_equal_to_the_bit(tmp_path: Path) -> None:
 
 def test_held_out_loss_is_that_of_the_module_after_eval(tmp_path: Path) -> None:
     """Against the plain module: running averages, nothing dropped, no state moved."""
-    given = experiment(evaluation=jaxtrain.Evaluation(every=3, final_batches=2))
+    given = experiment(evaluation=jaxtrain.Evaluation(every=3, final_batches=1))
     result = run(given, 3, tmp_path, data=8)
     state = result.session.state
     assert rest_of(result)["dropout.rngs.count"] == 6, "evaluation draws no key"

@@ -1,0 +1,188 @@
+"""Held-out loss is that of the rows that were asked for, whatever they are cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxtrain
+from jaxtrain.data import BatchRamp, BigramChain
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.train import session
+from jaxtrain.train.assembly import assemble
+from jaxtrain.train.batches import fields_of
+from jaxtrain.train.evaluate import Evaluator
+from jaxtrain.train.rows import open_split
+from jaxtrain.train.session import initialise
+from jaxtrain.train.state import TrainState, shardings
+
+HELD_OUT = 1024
+"""Rows of a bigram chain's held-out split."""
+
+Evaluate = Callable[..., dict[str, float]]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., tuple[Evaluator, TrainState]]:
+    """An experiment's evaluator, opened, and its initial state on mesh axes; nothing is trained."""
+
+    def of(experiment: jaxtrain.Experiment, **axes: int) -> tuple[Evaluator, TrainState]:
+        spec = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
+        train = open_split(experiment, "train", tmp_path)
+        assembly = assemble(experiment, spec, fields_of(train, experiment.data))
+        mesh = make_mesh(spec)
+        evaluator = Evaluator(assembly, mesh, cache_dir=tmp_path)
+        evaluator.open()
+        state = initialise(assembly, shardings(assembly.abstract, assembly.splits, mesh))
+        return evaluator, state
+
+    return of
+
+
+def by_hand(experiment: jaxtrain.Experiment, state: TrainState, rows: int) -> float:
+    """Mean loss of the `Table` model over the first held-out rows, in numpy."""
+    data = experiment.data.open("held_out", seed=experiment.seed, cache_dir=Path())
+    batch = data.rows(np.arange(rows))
+    inward, outward = (np.asarray(state.params[k], np.float64) for k in ("inward", "outward"))
+    logits = inward[batch["tokens"]] @ outward
+    chosen = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    nats = np.log(np.exp(logits).sum(-1)) - chosen
+    return float((nats * batch["weights"]).sum() / batch["weights"].sum())
+
+
+CUTS = {
+    **{f"{n} microbatches": {"microbatches": n} for n in (1, 2, 4, 8)},
+    "a ramp by 2": {"batch": BatchRamp(start=2, end=8, increment=2, steps=3), "microbatches": 2},
+    "a ramp by 4": {"batch": BatchRamp(start=4, end=8, increment=4, steps=1), "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_held_out_loss_is_of_batches_of_the_experiment(
+    cut: str, own: jaxtrain.Experiment, made: Any
+) -> None:
+    """`batches` times the (largest) batch of rows, whatever a step cuts them into."""
+    ragged = replace(own, data=replace(own.data, isolate_documents=True), batch=8)
+    experiment = replace(ragged, **CUTS[cut])
+    evaluator, state = made(experiment)
+    for batches, rows in ((1, 8), (3, 24), (None, HELD_OUT)):
+        found = evaluator(state, batches=batches)["eval_loss"]
+        assert found == pytest.approx(by_hand(experiment, state, rows), rel=1e-6)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A bigram chain of `held_out` rows, of which only these fields are given; `image` is one of
+    its own."""
+
+    train: tuple[str, ...]
+    held: tuple[str, ...]
+    held_out: int = 24
+    vocab: int = 16
+    seq: int = 8
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        dataset = BigramChain(self.vocab, self.seq).open(split, seed=seed, cache_dir=cache_dir)
+        every, names = dataset.rows, self.train if split == "train" else self.held
+
+        def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
+            found = every(indices)
+            found["image"] = found["tokens"].astype(np.float32)
+            return {name: found[name] for name in names}
+
+        dataset.rows = rows
+        dataset._length = self.held_out if split == "held_out" else 1 << 20
+        return dataset
+
+
+class Images(nnx.Module):
+    """Reads an image [seq] and its labels, and nothing else."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.matrix = nnx.Param(jax.random.normal(rngs.params(), (8, 16)), axes=("embed", "vocab"))
+
+    def loss(self, batch: dict[str, jax.Array], *, key: Any) -> tuple[jax.Array, jax.Array]:
+        scores = jax.nn.log_softmax(batch["image"] @ self.matrix[...])
+        chosen = jnp.take_along_axis(scores, batch["targets"][:, :1], -1)
+        return -jnp.sum(chosen), jnp.float32(chosen.size)
+
+
+def images(rngs: nnx.Rngs) -> Images:
+    return Images(rngs)
+
+
+TOKENS, BARE = ("tokens", "targets", "weights"), ("tokens", "targets")
+IMAGES = ("image", "targets")
+LACKING: dict[str, tuple[str, Fields, str]] = {
+    "a decoder's targets": (
+        "decoder", Fields(("tokens", "weights"), TOKENS),
+        "train rows of Fields have tokens, weights and no targets; a decoder reads",
+    ),
+    "a decoder's tokens, held out": (
+        "decoder", Fields(TOKENS, ("targets",)), "held_out rows of Fields have targets and no tok",
+    ),
+    "weights that a module reads": (
+        "own", Fields(BARE, BARE), "Table.loss reads 'weights', and a batch of this data has",
+    ),
+    "weights, held out only": (
+        "own", Fields(TOKENS, BARE), r"weights: none for the float32\[8\] of training rows",
+    ),
+    "weights to end a split with": (
+        "images", Fields(IMAGES, IMAGES, held_out=21),
+        r"read 24 rows, in pieces of 4, .* split of 21: .*image, targets and no weights; use "
+        r"Evaluation\(batches=2, final_batches=2\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_a_field_that_is_not_there_is_told_at_the_start(
+    case: str, own: jaxtrain.Experiment, tmp_path: Path, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By its name, before anything is compiled or written."""
+    model, data, message = LACKING[case]
+    given = own if model == "images" else request.getfixturevalue(model)
+    given = replace(given, **({"model": images} if model == "images" else {}), data=data, steps=2)
+    given = replace(given, microbatches=2, evaluation=jaxtrain.Evaluation(every=1, batches=1))
+    monkeypatch.setattr(session, "compile_step", lambda *_: pytest.fail("a step was compiled"))
+    with pytest.raises(ValueError, match=message):
+        jaxtrain.train(
+            given, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path / "run", cache_dir=tmp_path
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_decoder_without_weights_counts_every_target_of_every_row_once(
+    decoder: jaxtrain.Experiment, made: Any
+) -> None:
+    """Of a held-out split that ends within a batch, as with weights of ones; rows behind the end
+    count nothing."""
+    found = []
+    for names in (TOKENS, BARE):
+        data = Fields(names, names, held_out=21)
+        evaluator, state = made(replace(decoder, data=data, microbatches=2))
+        found.append(evaluator(state, batches=None)["eval_loss"])
+    assert found[0] == found[1]
+    exact, state = made(replace(decoder, data=Fields(BARE, BARE, held_out=21), batch=21))
+    assert found[1] == pytest.approx(exact(state, batches=1)["eval_loss"], rel=1e-6)
+
+
+def test_whole_batches_need_no_weights(own: jaxtrain.Experiment, made: Any) -> None:
+    data = Fields(IMAGES, IMAGES, held_out=21)
+    evaluation = jaxtrain.Evaluation(batches=2, final_batches=2)
+    evaluator, state = made(replace(own, model=images, data=data, evaluation=evaluation))
+    rows = data.open("held_out", seed=0, cache_dir=Path()).rows(np.arange(16))
+    scores = jax.nn.log_softmax(rows["image"] @ state.params["matrix"])
+    by_hand = -np.mean(np.take_along_axis(np.asarray(scores), rows["targets"][:, :1], -1))
+    assert evaluator(state, batches=2)["eval_loss"] == pytest.approx(by_hand, rel=1e-6)
+    with pytest.raises(ValueError, match="no weights"):
+        evaluator(state, batches=None)
