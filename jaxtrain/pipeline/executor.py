@@ -77,7 +77,7 @@ class Executor(Tables):
             y, saved = stage.linearised(chunk, x, At(0, 0))
             grads, _, stash = stage.pulled_back(saved, chunk, y, At(0, 0))
             if self.buffers.stashes:
-                grads = {**grads, **stage.weight_gradients(stash, chunk)}
+                grads = {**grads, **stage.weight_gradients(stash, chunk, At(0, 0))}
             return saved, stash, grads
 
         saved, stash, grads = jax.eval_shape(every, chunk_of(given.blocks, 0), zero)

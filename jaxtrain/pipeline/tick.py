@@ -45,7 +45,7 @@ class Stage(Protocol):
         needs for those that are left to it, a tree of arrays."""
         ...
 
-    def weight_gradients(self, stash: Any, chunk: Arrays) -> Arrays:
+    def weight_gradients(self, stash: Any, chunk: Arrays, at: At) -> Arrays:
         """The gradients that `pulled_back` left, of a schedule that has W."""
         ...
 
@@ -229,10 +229,11 @@ class Tick:
         return carry, dx
 
     def _weighed(self, carry: Carry, row: Rows) -> Carry:
-        chunk = chunk_of(self.given.blocks, self._at(row.weight).chunk)
+        at = self._at(row.weight)
+        chunk = chunk_of(self.given.blocks, at.chunk)
         stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
         with jax.named_scope("W"):
-            grads = self.given.stage.weight_gradients(stash, chunk)
+            grads = self.given.stage.weight_gradients(stash, chunk, at)
         return self._accumulated(carry, row.weight, grads)
 
     def _accumulated(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:

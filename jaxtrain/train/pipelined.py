@@ -24,6 +24,7 @@ from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
 from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.pipeline.executor import Executor
+from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.pipeline.slots import forward_only, training
 from jaxtrain.pipeline.tick import At, OnDevice
@@ -74,13 +75,13 @@ class DecoderStage:
     ) -> tuple[Arrays, jax.Array, Any]:
         if self._split is not None:
             grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
-            return self._settled(grads), dx, stash
+            return self._settled(grads, at), dx, stash
         grads, dx = self._layers.pulled_back(saved, chunk, dy, self._extras(at))
-        return self._settled(grads), dx, ()
+        return self._settled(grads, at), dx, ()
 
-    def weight_gradients(self, stash: Any, chunk: Arrays) -> Arrays:
+    def weight_gradients(self, stash: Any, chunk: Arrays, at: At) -> Arrays:
         assert self._split is not None, "a schedule without W asks for none"
-        return self._settled(self._split.weight_gradients(stash, chunk))
+        return self._settled(self._split.weight_gradients(stash, chunk), at)
 
     @cached_property
     def _split(self) -> SplitLayers | None:
@@ -100,9 +101,14 @@ class DecoderStage:
             frozen=frozenset(k.removeprefix(PERIOD) for k in self.inner.frozen if _stacked(k)),
         )
 
-    def _settled(self, grads: Arrays) -> Arrays:
-        """Of one chunk, which `settle` knows as a part of the laid leaf only."""
-        many = self.assembly.on_stages.layout.chunks > 1
+    def _settled(self, grads: Arrays, at: At) -> Arrays:
+        """Of one chunk, which `settle` knows as a part of the laid leaf only; zero in slots of
+        padding, where the backward pass may have made what is no number."""
+        layout = self.assembly.on_stages.layout
+        if layout.padding:
+            layers = layers_here(layout)[at.chunk]
+            grads = {k: where_real(layers, g) for k, g in grads.items()}
+        many = layout.chunks > 1
         settled = self.settle({PERIOD + k: g[None] if many else g for k, g in grads.items()})
         return {k.removeprefix(PERIOD): g[0] if many else g for k, g in settled.items()}
 
@@ -114,17 +120,19 @@ class DecoderStage:
             turn = self._model({}).stack(comm)[1]
             if not self.assembly.on_stages.layout.padding:
                 return turn(params, x, context, layers[slot])
-            y = turn(params, x, context, jnp.maximum(layers[slot], 0))
-            return jnp.where(layers[slot] >= 0, y, x)
+            real = layers[slot] >= 0
+            # The gradient of a block of zeros may be no number, and 0 times it is none. The same x
+            # either way: forward this costs nothing, and backward it drops what padding gives.
+            into = jnp.where(real, x, lax.stop_gradient(x))
+            y = turn(params, into, context, jnp.maximum(layers[slot], 0))
+            return jnp.where(real, y, x)
 
         return body
 
     def _extras(self, at: At) -> tuple[Context, jax.Array]:
         """The microbatch's context, and which layer is in each slot of the chunk."""
         model, batch = self._model({}), self._batch(at.microbatch)
-        layout = self.assembly.on_stages.layout
-        of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
-        layers = jnp.asarray(of_stages)[at.chunk, lax.axis_index(STAGE)]
+        layers = layers_here(self.assembly.on_stages.layout)[at.chunk]
         return model.context(batch, self._key(at.microbatch), self.inner), layers
 
     def _model(self, outside: Arrays) -> Any:
@@ -169,17 +177,25 @@ def pipeline_sums(
     return sums
 
 
+def layers_here(layout: StageLayout) -> jax.Array:
+    """[chunks, depth]: which layer is in each slot of this stage, -1 of padding."""
+    of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
+    return jnp.asarray(of_stages)[:, lax.axis_index(STAGE)]
+
+
+def where_real(layers: jax.Array, leaf: jax.Array) -> jax.Array:
+    """A leaf whose first dims are those of `layers`, zero in slots of padding."""
+    real = layers.reshape(*layers.shape, *[1] * (leaf.ndim - layers.ndim)) >= 0
+    return jnp.where(real, leaf, jnp.zeros((), leaf.dtype))
+
+
 def without_padding(assembly: Assembly, grads: Arrays) -> Arrays:
     """Gradients whose slots of padding are zero: as they are, but for what a codec leaves there."""
     if assembly.pipeline is None or not assembly.pipeline.layout.padding:
         return grads
     layout = assembly.pipeline.layout
-    real = jnp.asarray(layout.layer_of >= 0 if layout.chunks > 1 else layout.layer_of[0] >= 0)
-
-    def masked(g: jax.Array) -> jax.Array:
-        return jnp.where(real.reshape(*real.shape, *[1] * (g.ndim - real.ndim)), g, 0.0)
-
-    return {k: masked(g) if k.startswith(PERIOD) else g for k, g in grads.items()}
+    layers = jnp.asarray(layout.layer_of if layout.chunks > 1 else layout.layer_of[0])
+    return {k: where_real(layers, g) if k.startswith(PERIOD) else g for k, g in grads.items()}
 
 
 def on_device(

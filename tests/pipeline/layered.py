@@ -110,7 +110,7 @@ class Layers:
             return grads, dy, stash
         return {**grads, **products(stash)}, dy, ()
 
-    def weight_gradients(self, stash: Any, chunk: Any) -> Any:
+    def weight_gradients(self, stash: Any, chunk: Any, at: At) -> Any:
         self.seen("weight_gradients")
         return products(stash)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -130,6 +131,61 @@ def test_what_idle_buffers_hold_is_read_by_nobody(
     monkeypatch.setattr(step, "pipeline_sums", poisoned)
     assert losses(opened(experiment, stage=2), stepped) == clean
     assert np.isfinite(clean).all()
+
+
+def signed_root(x: jax.Array) -> jax.Array:
+    """Its derivative at zero, where padding's activations are, is no number."""
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+
+
+UNEVEN = {
+    "1F1B": (dict(), 3, pytest.mark.slow),
+    "1F1B, residuals": (dict(save="residuals"), 3, pytest.mark.exhaustive),
+    "GPipe": (dict(schedule="gpipe"), 3, pytest.mark.exhaustive),
+    "GPipe, residuals": (dict(schedule="gpipe", save="residuals"), 3, pytest.mark.exhaustive),
+    "chunks": (dict(schedule="interleaved", chunks=2), 5, pytest.mark.slow),
+    "chunks, residuals": (
+        dict(schedule="interleaved", chunks=2, save="residuals"),
+        5,
+        pytest.mark.exhaustive,
+    ),
+    "zero bubble": (dict(schedule="zero_bubble"), 3, pytest.mark.exhaustive),
+    "zero bubble, residuals": (
+        dict(schedule="zero_bubble", save="residuals"),
+        3,
+        pytest.mark.slow,
+    ),
+    "zero bubble, chunks": (
+        dict(schedule="zero_bubble", chunks=2),
+        5,
+        pytest.mark.exhaustive,
+    ),
+    "zero bubble, chunks, residuals": (
+        dict(schedule="zero_bubble", chunks=2, save="residuals"),
+        3,
+        (),
+    ),
+}
+"""(pipeline, layers, marks): two stages, some slots of padding; 3 layers in 4 chunks leave one with
+nothing else."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=v[2]) for k, v in UNEVEN.items()])
+def test_nothing_comes_out_of_padding(
+    name: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its zeros make of an activation, and idle ticks of the NaN they begin with."""
+    pipe, layers, _ = UNEVEN[name]
+    (block,) = decoder.model.period
+    block = replace(block, mlp=replace(block.mlp, activation=signed_root))
+    experiment = replace(deep(decoder, period=(block,)), ema_decay=0.9)
+    experiment = replace(experiment, model=replace(experiment.model, layers=layers))
+    expected = losses(opened(experiment), stepped)
+    monkeypatch.setattr(step, "pipeline_sums", partial(pipeline_sums, fill=float("nan")))
+    session = opened(piped(experiment, **pipe), stage=2)
+    assert session.assembly.on_stages.layout.padding
+    np.testing.assert_allclose(losses(session, stepped), expected, rtol=1e-5)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(session.state))
 
 
 SIGN = jaxtrain.Execution(reducer=jaxtrain.Compressed(jaxtrain.Sign()), small_leaf=0)
