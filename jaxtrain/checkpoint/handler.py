@@ -61,7 +61,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         chunks, problems = take_parts(place, jax.process_count())
         try:
             if not problems:
-                write_manifest(place, saving.records, saving.metadata, chunks)
+                write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
         except OSError as error:
             if jax.process_count() == 1:
                 raise

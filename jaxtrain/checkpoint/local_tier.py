@@ -1,7 +1,8 @@
 """The fast tier: each process's part of a step on its own disk or in memory, and on a neighbour's.
 
     DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.pack   the chunks that process wrote
-    DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.json   their digests; written last: the commit
+    DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.json   their digests, and which part of which step
+                                                        they are; written last: the commit
 
 A step is whole when the parts of all processes that saved it are somewhere among those that look
 (Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints",
@@ -27,7 +28,7 @@ import numpy as np
 from jaxtrain.checkpoint.chunks import Chunk, Part, digest
 from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
-from jaxtrain.checkpoint.manifest import Manifest, refuse_gaps, text_digest
+from jaxtrain.checkpoint.manifest import Manifest, other_steps, refuse_gaps, text_digest
 from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
@@ -134,6 +135,7 @@ class LocalSteps:
         pack.touch()  # a process may have nothing to write
         body = json.dumps(
             {
+                "held": held,
                 "processes": jax.process_count(),
                 "leaves": records,
                 "metadata": metadata,
@@ -168,7 +170,7 @@ class LocalSteps:
         found = {}
         for save in sorted(whole):
             try:
-                found[save[0]] = LocalStep(_merged(bodies[save]), whole[save])
+                found[save[0]] = LocalStep(_merged(save[0], bodies[save]), whole[save])
             except ValueError as error:  # the same on every process
                 self.problems.append(f"step {save[0]}: {error}")
         return found
@@ -225,8 +227,14 @@ class LocalSteps:
         """Parts on this machine whose record is as it was written."""
         for path in sorted(self.root.glob("*/*/*.json")):
             found, _, body = path.read_text(errors="replace").partition("\n")
-            if found == text_digest(body.encode()):
-                yield _held(f"{path.parent.name}/{path.name}"), json.loads(body)
+            if found != text_digest(body.encode()):
+                continue
+            held, told = _held(f"{path.parent.name}/{path.name}"), json.loads(body)
+            if other := _told(told) - {held}:
+                where = ", ".join(f"{other.record} was written" for other in sorted(other))
+                self.problems.append(f"{held.record}: {where}, and renamed")
+                continue
+            yield held, told
 
 
 def _held(name: str) -> Held:
@@ -235,8 +243,15 @@ def _held(name: str) -> Held:
     return Held(int(step), int(process), start)
 
 
-def _merged(bodies: dict[int, Any]) -> Manifest:
-    """The manifest of a step out of its parts' records."""
+def _told(body: Any) -> set[Held]:
+    """Which part of which step a record and its chunks say they are."""
+    told = {_held(pack) for _, _, _, pack, *_ in body["chunks"]}
+    return told | ({Held(*body["held"])} if "held" in body else set())
+
+
+def _merged(step: int, bodies: dict[int, Any]) -> Manifest:
+    """The manifest of a step out of its parts' records. Raises ValueError where they are not of it,
+    or not all of it."""
     first = bodies[min(bodies)]
     leaves = records_from_json(first["leaves"])
     chunks: dict[str, list[Chunk]] = {}
@@ -244,4 +259,7 @@ def _merged(bodies: dict[int, Any]) -> Manifest:
         for chunk in map(Chunk.from_json, body["chunks"]):
             chunks.setdefault(chunk.leaf, []).append(chunk)
     refuse_gaps(leaves, chunks)
-    return Manifest(Path(), leaves, first["metadata"], chunks, {})
+    found = Manifest(step, Path(), leaves, first["metadata"], chunks, {})
+    if others := other_steps(found, step):
+        raise ValueError(" and ".join(others))
+    return found

@@ -14,7 +14,7 @@ import jax
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import owned_parts
 from jaxtrain.checkpoint.exchange import agreed, united
-from jaxtrain.checkpoint.manifest import ITEM, Manifest
+from jaxtrain.checkpoint.manifest import ITEM, Manifest, refuse_other_step
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays, verify_chunks
 from jaxtrain.checkpoint.retention import Retention
@@ -183,10 +183,12 @@ class CheckpointManager:
         """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
         Waits for the save before it, if that is still in flight. `metadata` is small JSON; it comes
-        back as JSON reads it (tuples as lists). `metadata["metrics"]` is what `Best` goes by.
+        back as JSON reads it (tuples as lists). `metadata["metrics"]` is what `Best` goes by. Where
+        the metadata has a "step", or the state an integer leaf `step`, it is this one.
 
         Raises:
-            ValueError: a leaf is not a `jax.Array`, paths collide, or the metadata is not JSON.
+            ValueError: a leaf is not a `jax.Array`, paths collide, the metadata is not JSON, or it
+                or the state is of another step.
             CheckpointError: the save before this one, or this one, failed (after a failure the
                 next call starts afresh); or `step` is not newer than every committed step.
         """
@@ -201,6 +203,7 @@ class CheckpointManager:
     def _save(self, step: int, state: Any, metadata: dict[str, Any], began: float) -> None:
         arrays, records = leaf_table.to_store(state)
         json_text(metadata, what=f"metadata of step {step}")
+        refuse_other_step(step, metadata, arrays)
         self._refuse_old(step)
         last = self.latest()
         # Bytes that this start has not read may have changed: nothing is shared with them.

@@ -1,4 +1,5 @@
-"""The manifest of a step: its leaves, its metadata, and where each chunk is with which digest.
+"""The manifest of a step: its number, leaves and metadata, and where each chunk is with which
+digest.
 
     STEP/state/manifest.json          the first line holds the digest of the rest
     STEP/state/{step}.{process}.pack  the chunks; a pack of an earlier step is a hard link to it
@@ -14,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
-from jaxtrain.checkpoint.chunks import Chunk
+from jaxtrain.checkpoint.chunks import Box, Chunk, digest
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
 
@@ -27,10 +29,15 @@ FAILED = "failed"
 """In place of a manifest: why processes could not write their parts. Such a step is removed."""
 FORMAT = 2
 HEAD = f"jaxtrain checkpoint {FORMAT}"
+STEP = "step"
+"""The leaf of a state that counts the steps done, if it has one, and the metadata's word for it."""
 
 
 class Manifest(NamedTuple):
-    """directory: where the packs are. sizes: bytes of each pack."""
+    """step: as it was saved; None in one of an older version. directory: where the packs are.
+    sizes: bytes of each pack."""
+
+    step: int | None
 
     directory: Path
     leaves: dict[str, LeafRecord]
@@ -46,6 +53,7 @@ class Manifest(NamedTuple):
 
 def write_manifest(
     directory: Path,
+    step: int,
     leaves: dict[str, LeafRecord],
     metadata: dict[str, Any],
     chunks: Iterable[Chunk],
@@ -57,6 +65,7 @@ def write_manifest(
     refuse_gaps(leaves, by_leaf)
     packs = sorted({c.pack for held in by_leaf.values() for c in held})
     body = {
+        "step": step,
         "leaves": leaves,
         "metadata": metadata,
         "chunks": {k: [[*c.box, *c[2:]] for c in held] for k, held in by_leaf.items()},
@@ -89,7 +98,39 @@ def read_manifest(step: Path) -> Manifest:
         for leaf, rows in body["chunks"].items()
     }
     refuse_gaps(leaves, chunks)
-    return Manifest(directory, leaves, body["metadata"], chunks, body["packs"])
+    return Manifest(body.get("step"), directory, leaves, body["metadata"], chunks, body["packs"])
+
+
+def other_steps(manifest: Manifest, step: int) -> list[str]:
+    """Where a manifest says that it is not of `step`, a line for each: in its own number, in the
+    metadata, and in the state's count of steps, whose digest tells it without a byte being read."""
+    told = {"its manifest": manifest.step, "its metadata": manifest.metadata.get(STEP)}
+    found = [f"{where} says step {n}" for where, n in told.items() if n is not None and n != step]
+    leaf = manifest.leaves.get(STEP)
+    if leaf is not None and _counts_steps(leaf):
+        (chunk,) = manifest.chunks[STEP]
+        if chunk.digest != digest(STEP, Box((), ()), np.asarray(step, leaf.dtype)):
+            found.append(f"its state's count of steps is not {step}")
+    return found
+
+
+def refuse_other_step(step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Raise ValueError where what is to be saved as `step` says that it is of another: it would be
+    taken for damaged."""
+    told = metadata.get(STEP, step)
+    if told != step:
+        raise ValueError(f"metadata['{STEP}'] is {told!r}, saved as step {step}; they are the same")
+    leaf = leaves.get(STEP)
+    if leaf is not None and _counts_steps(leaf) and int(leaf) != step:
+        raise ValueError(
+            f"the state's leaf '{STEP}' is {int(leaf)}, saved as step {step}; it counts the steps "
+            "done: save it as that step, or call what counts something else by another name"
+        )
+
+
+def _counts_steps(leaf: Any) -> bool:
+    """Whether a leaf named `step` can be the count of steps."""
+    return tuple(leaf.shape) == () and str(leaf.dtype) in ("int32", "int64", "uint32", "uint64")
 
 
 def refuse_gaps(leaves: Mapping[str, LeafRecord], chunks: Mapping[str, list[Chunk]]) -> None:

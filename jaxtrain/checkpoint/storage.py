@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, read_manifest
+from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, other_steps, read_manifest
 
 # A step on its way out. Removing a directory tree is not atomic, renaming it is: a kill in between
 # must not leave half a step that looks newest.
@@ -80,7 +80,8 @@ def whole_manifest(directory: Path, step: int) -> Manifest:
     verified as they are read.
 
     Raises:
-        DamagedCheckpoint: the manifest cannot be read, or packs are missing or cut.
+        DamagedCheckpoint: the manifest cannot be read, packs are missing or cut, or the directory
+            has the name of another step (renamed, or another's files put into it).
         CheckpointError: there is no such step.
     """
     steps = committed_steps(directory)
@@ -96,10 +97,20 @@ def whole_manifest(directory: Path, step: int) -> Manifest:
     except ValueError as error:
         damages = [str(error)]
     else:
-        damages = list(_cut_packs(manifest))
+        damages = _misnamed(manifest, step) + list(_cut_packs(manifest))
         if not damages:
             return manifest
     raise DamagedCheckpoint(damages, step=step, directory=directory, remedy="restore an older step")
+
+
+def _misnamed(manifest: Manifest, step: int) -> list[str]:
+    others = other_steps(manifest, step)
+    if not others:
+        return []
+    return [
+        f"the directory is named {step}, but {' and '.join(others)}: it was renamed, or holds "
+        "another step's files"
+    ]
 
 
 def _cut_packs(manifest: Manifest) -> Iterator[str]:

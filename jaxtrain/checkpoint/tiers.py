@@ -19,7 +19,7 @@ from jaxtrain.checkpoint.chunks import Chunk, owned_parts
 from jaxtrain.checkpoint.exchange import agreed, gathered
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.reader import Read, read_from
 from jaxtrain.checkpoint.storage import (
@@ -129,6 +129,7 @@ class Checkpoints:
             self._locally(lambda: self._open().wait(), step)
             began = time.perf_counter()
             arrays, records = leaf_table.to_store(state)
+            refuse_other_step(step, metadata, arrays)
             parts = owned_parts(arrays)
             self._locally(lambda: self._open().save(step, parts, records, metadata), step)
             self._clock.saved(step)
@@ -160,7 +161,7 @@ class Checkpoints:
         found, self._troubles = self._troubles, []
         if self._steps is not None:
             problems, self._steps.problems = self._steps.problems, []
-            found += [f"local tier: {problem}; another copy was read" for problem in problems]
+            found += [f"local tier: {problem}; it is passed over" for problem in problems]
         return found
 
     def _settled(self, act: Callable[[LocalSteps], None]) -> None:

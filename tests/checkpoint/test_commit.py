@@ -66,7 +66,7 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(make, small):
 def test_a_step_that_is_not_newer_is_refused_until_the_newer_are_discarded(make, small, reopen):
     manager = make(keep=9)
     for step in (1, 2, 3):
-        manager.save(step, add(small, step), {"step": step})
+        manager.save(step, add(small, step), {"mark": step})
     for step in (1, 3):
         remedy = rf"step 3 is committed.*discard_after\({step - 1}\)"
         with pytest.raises(CheckpointError, match=remedy):
@@ -77,9 +77,9 @@ def test_a_step_that_is_not_newer_is_refused_until_the_newer_are_discarded(make,
     (manager.directory / "5.discarded" / "half").mkdir(parents=True)
     assert manager.discard_after(1) == [2, 3]
     assert sorted(entry.name for entry in manager.directory.iterdir()) == ["1"]
-    manager.save(2, add(small, 20), {"step": 20})
+    manager.save(2, add(small, 20), {"mark": 20})
     found, metadata = manager.restore(2, small)
-    assert metadata == {"step": 20}
+    assert metadata == {"mark": 20}
     assert (found["w"] == small["w"] + 20).all()
 
 

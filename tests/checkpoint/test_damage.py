@@ -31,7 +31,7 @@ def placed() -> dict:
             "small": jax.device_put(jnp.arange(5.0), whole),
             "half": jax.device_put(jax.random.normal(keys[1], (8, 24), "bfloat16"), rows),
         },
-        "step": jax.device_put(jnp.int32(0), whole),
+        "step": jax.device_put(jnp.int32(1), whole),
         "key": jax.device_put(keys[2], whole),
     }
 
@@ -148,7 +148,7 @@ def test_a_damaged_step_is_in_nobodys_way(
         step = manager.newest_whole()
         manager.set_damaged_aside()
         assert manager.steps() == ([1] if name == "manifest.json" else [1, 2])
-        manager.save(3, first, {"step": 3})
+        manager.save(3, {**first, "step": first["step"] + 2}, {"step": 3})
         manager.wait()
         assert manager.steps() == [step, 3]
     assert [found.damages for found in verify(copy)] == [[], []]

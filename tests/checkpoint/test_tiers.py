@@ -20,15 +20,16 @@ from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
 
 
-def state(step: int, devices: int = 8) -> dict[str, jax.Array]:
+def state(step: int, devices: int = 8, moved: int = 0) -> dict[str, jax.Array]:
     mesh = Mesh(np.array(jax.devices()[:devices]), ("a",))
     rows = NamedSharding(mesh, P("a"))
-    w = jax.device_put(jnp.arange(64.0).reshape(16, 4) + step, rows)
+    w = jax.device_put(jnp.arange(64.0).reshape(16, 4) + step + moved, rows)
     return {"w": w, "step": jax.device_put(jnp.int32(step), NamedSharding(mesh, P()))}
 
 
-def equal(found: dict[str, jax.Array], step: int) -> bool:
-    return all((np.asarray(found[k]) == np.asarray(v)).all() for k, v in state(step).items())
+def equal(found: dict[str, jax.Array], step: int, moved: int = 0) -> bool:
+    expected = state(step, moved=moved)
+    return all((np.asarray(found[k]) == np.asarray(v)).all() for k, v in expected.items())
 
 
 def opened(folder: Path, every: int = 10, local_every: int = 1) -> Checkpoints:
@@ -132,7 +133,7 @@ def test_a_durable_copy_that_is_damaged_does_no_harm_to_later_saves(tmp_path: Pa
         assert tiers.begin_after(10) == {10: tmp_path / "run" / "checkpoints" / "10.damaged"}
         assert 10 in tiers.damaged
         tiers.save(10, good, {})
-        tiers.save(11, good, {})
+        tiers.save(11, state(11), {})
     assert not any(found.damages for found in verify(tmp_path / "run"))
 
 
@@ -163,7 +164,7 @@ def test_a_copy_of_a_run_has_a_local_tier_of_its_own(tmp_path: Path) -> None:
     with Checkpoints(checkpoints, SavePolicy(every=10, local=local)) as copy:
         assert copy.newest_whole() == 10
         copy.begin_after(10)
-        copy.save(11, state(77), {}, durable=False)
+        copy.save(11, state(11, moved=66), {}, durable=False)
     found, step = restored(tmp_path)
     assert step == 12 and equal(found, 12)
 
@@ -193,9 +194,9 @@ def test_a_history_that_is_left_is_left_in_both(tmp_path: Path) -> None:
             tiers.restore(12, state(0))
         assert tiers.newest_whole() == 11
         tiers.begin_after(11)
-        tiers.save(12, state(99), {}, durable=False)
+        tiers.save(12, state(12, moved=87), {}, durable=False)
     found, step = restored(tmp_path)
-    assert step == 12 and equal(found, 99)
+    assert step == 12 and equal(found, 12, moved=87)
 
 
 @pytest.mark.parametrize("every", [0, 1.5, True])
