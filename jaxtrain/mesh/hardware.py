@@ -27,7 +27,8 @@ class Chip:
     `fp32_flops` is for matmuls at JAX's precision `highest`: CUDA-core FMAs on GPUs (no TF32), six
     bf16 passes on TPUs. `fp8_flops` is None where fp8 is only emulated, `watts` (limit of the
     device) where the vendor publishes none. `hbm_gbytes` is what the driver reports, before what
-    the runtime keeps for itself. `device_kinds` are JAX's names for this device.
+    the runtime keeps for itself, `usable_gbytes` what it leaves to a program, where that is known:
+    a GPU's pool, what a TPU's compiler has. `device_kinds` are JAX's names for this device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Chip:
     fp8_flops: float | None = None
     fp32_flops: float
     hbm_gbytes: float
+    usable_gbytes: float | None = None
     hbm_bandwidth_gbytes: float
     watts: float | None = None
     source: str
@@ -78,7 +80,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What planning may know of a machine; None is unknown. Hours and prices are per device."""
+    """What planning may know of a machine; None is unknown. Hours and prices are per device.
+
+    usable_gbytes: in place of the chip's, where runs set XLA_CLIENT_MEM_FRACTION.
+    """
 
     nics_per_host: int | None = None
     switch_levels: int | None = None
@@ -87,6 +92,7 @@ class Facts:
     price_per_hour: float | None = None
     power_watts: float | None = None
     preemptible: bool | None = None
+    usable_gbytes: float | None = None
     source: str = ""
 
 
@@ -94,6 +100,9 @@ def _gib(gibibytes: float) -> float:
     """GiB in units of 1e9 bytes."""
     return gibibytes * 2**30 / 1e9
 
+
+POOL = 0.75
+"""Of a GPU's memory, as CUDA reports it: what JAX takes at its start (docs.jax.dev, GPU memory)."""
 
 Named = TypeVar("Named", "Chip", "Link")
 
@@ -111,6 +120,7 @@ CHIPS: dict[str, Chip] = _by_name(
             bf16_flops=312e12,
             fp32_flops=19.5e12,
             hbm_gbytes=_gib(81920 / 1024),
+            usable_gbytes=POOL * 85.100,
             hbm_bandwidth_gbytes=2039,
             watts=400,
             source="NVIDIA A100 datasheet (A100 80GB SXM, without sparsity); memory: nvidia-smi",
@@ -123,6 +133,7 @@ CHIPS: dict[str, Chip] = _by_name(
             fp8_flops=1978.9e12,
             fp32_flops=66.9e12,
             hbm_gbytes=_gib(81559 / 1024),
+            usable_gbytes=POOL * 84.943,
             hbm_bandwidth_gbytes=3350,
             watts=700,
             source="NVIDIA H100 architecture white paper (SXM5, dense); memory: nvidia-smi",
@@ -135,6 +146,7 @@ CHIPS: dict[str, Chip] = _by_name(
             fp8_flops=1978.9e12,
             fp32_flops=66.9e12,
             hbm_gbytes=_gib(143771 / 1024),
+            usable_gbytes=POOL * 151.398,
             hbm_bandwidth_gbytes=4800,
             watts=700,
             source="NVIDIA H200 datasheet (SXM; sparse numbers halved); memory: nvidia-smi",
@@ -147,6 +159,7 @@ CHIPS: dict[str, Chip] = _by_name(
             fp8_flops=4500e12,
             fp32_flops=75e12,
             hbm_gbytes=_gib(183359 / 1024),
+            usable_gbytes=POOL * 191.514,
             hbm_bandwidth_gbytes=7672,
             watts=1000,
             source="NVIDIA DGX/HGX B200 datasheets per GPU (sparse numbers halved); memory: "
@@ -170,8 +183,10 @@ CHIPS: dict[str, Chip] = _by_name(
             bf16_flops=197e12,
             fp32_flops=197e12 / 6,
             hbm_gbytes=_gib(16),
+            usable_gbytes=_gib(15.75),
             hbm_bandwidth_gbytes=819,
-            source="Google Cloud TPU v5e documentation, key chip specifications",
+            source="Google Cloud TPU v5e documentation, key chip specifications; usable: libtpu 0.0.42 "
+            'refuses more ("available HBM (15.75G)")',
         ),
         Chip(
             name="tpu_v5p",
@@ -192,8 +207,10 @@ CHIPS: dict[str, Chip] = _by_name(
             fp8_flops=918e12,
             fp32_flops=918e12 / 6,
             hbm_gbytes=_gib(32),
+            usable_gbytes=_gib(31.25),
             hbm_bandwidth_gbytes=1638,
-            source="Google Cloud TPU v6e documentation, key specifications; fp8: TPU7x page, table",
+            source="Google Cloud TPU v6e documentation, key specifications; fp8: TPU7x page, table; "
+            "usable: libtpu 0.0.42, as v5e",
         ),
         Chip(
             name="tpu7x",
@@ -204,8 +221,10 @@ CHIPS: dict[str, Chip] = _by_name(
             fp8_flops=4614e12 / 2,
             fp32_flops=2307e12 / 2 / 6,
             hbm_gbytes=_gib(192 / 2),
+            usable_gbytes=_gib(94.75),
             hbm_bandwidth_gbytes=7380 / 2,
-            source="Google Cloud TPU7x documentation, halved: two devices a chip",
+            source="Google Cloud TPU7x documentation, halved: two devices a chip; usable: libtpu "
+            "0.0.42, as v5e",
         ),
         Chip(
             name="cpu",
@@ -342,10 +361,8 @@ def lookup(
     if isinstance(value, str) and value in known:
         return known[value]
     if isinstance(value, str):
-        problems.append(
-            f"{where} = {value!r} is not known{did_you_mean(value, known)} "
-            f"(or give its fields in a table [{where}])"
-        )
+        near = did_you_mean(value, known)
+        problems.append(f"{where} = {value!r} is not known{near} (or give its table [{where}])")
     else:
         problems.append(f"{where} = {value!r} must be a name or a table")
     return None

@@ -72,6 +72,12 @@ class MeshSpec:
         """Sizes of all mesh axes: those of the file in its order, then the others with size 1."""
         return dict(self.axes) | {a: 1 for a in MESH_AXES if a not in dict(self.axes)}
 
+    @property
+    def usable_bytes(self) -> float:
+        """What a program and its arrays may take of one device."""
+        stated = self.facts.usable_gbytes or self.chip.usable_gbytes
+        return (stated or self.chip.hbm_gbytes) * 1e9
+
     def size(self, axis: str) -> int:
         """Size of one mesh axis, 1 where the file does not name it."""
         if axis not in MESH_AXES:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.mesh import absent
 from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Link, chip_of, read_table
 from jaxtrain.mesh.mesh import load_mesh
 
@@ -251,3 +252,22 @@ print(json.dumps([chip.name, list(order.shape), rows, len({{d.id for d in order.
     assert found == chip and shape[: len(axes)] == list(axes.values())
     assert rows == sorted(rows) and len(set(rows)) == slices
     assert distinct == math.prod(axes.values())
+
+
+def test_usable_memory_is_the_pool_of_a_gpu_and_within_what_the_driver_reports():
+    """JAX takes three quarters of what CUDA reports, which XLA's own table of GPUs has."""
+    for name, chip in CHIPS.items():
+        if name in absent._GPUS:
+            assert chip.usable_gbytes == pytest.approx(0.75 * absent._GPUS[name].memory / 1e9, 1e-5)
+        if chip.usable_gbytes is not None:
+            assert 0.7 * chip.hbm_gbytes < chip.usable_gbytes < chip.hbm_gbytes
+    assert {name for name, chip in CHIPS.items() if chip.usable_gbytes} >= set(absent._GPUS)
+
+
+def test_a_mesh_file_may_state_what_is_usable(tmp_path):
+    text = (ROOT / "meshes" / "h100_8.toml").read_text()
+    assert load_mesh(ROOT / "meshes" / "h100_8.toml").usable_bytes == 0.75 * 84.943e9
+    stated = tmp_path / "mesh.toml"
+    stated.write_text(text.replace("[facts]", "[facts]\nusable_gbytes = 76.4"))
+    assert load_mesh(stated).usable_bytes == 76.4e9
+    assert load_mesh(ROOT / "meshes" / "cpu_8.toml").usable_bytes == 16 * 2**30
