@@ -62,6 +62,17 @@ class Execution:
         refuse(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
 
 
+LONGEST_SAMPLE = 2**20
+"""Tokens; no model is known to read more."""
+
+
+def length_violations(tokens: int) -> list[str]:
+    """A continuation whose keys and values no device would hold."""
+    if tokens <= LONGEST_SAMPLE:
+        return []
+    return [f"tokens={tokens} is more than a sample may have; use {LONGEST_SAMPLE} or less"]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A continuation generated when training ends. temperature 0 is greedy."""

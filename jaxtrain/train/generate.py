@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.experiment.fields import length_violations
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
@@ -124,8 +125,9 @@ def generate_text(
 
 
 def sampling_violations(tokens: int, temperature: float) -> list[str]:
-    """As `Sample` has them."""
-    return count("tokens", tokens, 1) + at_least("temperature", temperature, 0)
+    """As `Sample` has them, and `check` of a sample."""
+    found = count("tokens", tokens, 1) or length_violations(tokens)
+    return found + at_least("temperature", temperature, 0)
 
 
 def _violations(

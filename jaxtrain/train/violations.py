@@ -10,6 +10,7 @@ from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.data import BatchRamp, BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.fields import length_violations
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
@@ -183,11 +184,14 @@ def _vocabulary_violations(experiment: Experiment) -> list[str]:
 
 
 def _sample_violations(experiment: Experiment) -> list[str]:
-    """A sample longer than the learned positions; a prompt whose tokens are not known before the
-    tokenizer is built counts as one."""
+    """A sample longer than any, or than the learned positions; a prompt whose tokens are not known
+    before the tokenizer is built counts as one."""
     e, positions = experiment, getattr(experiment.model, "learned_positions", None)
-    if e.sample is None or not isinstance(positions, int):
+    if e.sample is None:
         return []
+    too_long = [f"evaluation.sample: {v}" for v in length_violations(e.sample.tokens)]
+    if too_long or not isinstance(positions, int):
+        return too_long
     tokenizer, prompt = getattr(e.data, "tokenizer", None), 1
     if isinstance(tokenizer, ByteTokenizer):
         prompt = len(tokenizer.encode(e.sample.prompt))

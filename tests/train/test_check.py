@@ -238,6 +238,18 @@ def test_a_sample_past_the_learned_positions_is_refused_before_the_run(
         jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
 
 
+@pytest.mark.parametrize("positions", [None, 16])
+def test_a_sample_that_no_device_would_hold_is_refused(positions: int | None) -> None:
+    model = replace(experiment().model, learned_positions=positions)
+
+    def found(tokens: int) -> str:
+        evaluation = jaxtrain.Evaluation(sample=jaxtrain.Sample("a", tokens=tokens))
+        return "\n".join(field_violations(experiment(model=model, evaluation=evaluation)))
+
+    assert "evaluation.sample: tokens=1048577 is more than a sample may have" in found(2**20 + 1)
+    assert "more than a sample may have" not in found(2**20)
+
+
 def test_a_profile_after_the_last_step_is_refused() -> None:
     late = experiment(logging=jaxtrain.Logging(profile=jaxtrain.Steps(10, 12)))
     with pytest.raises(ValueError, match="begins after the last step, 9; use first=9 or less"):
