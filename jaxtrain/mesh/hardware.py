@@ -185,8 +185,8 @@ CHIPS: dict[str, Chip] = _by_name(
             hbm_gbytes=_gib(16),
             usable_gbytes=_gib(15.75),
             hbm_bandwidth_gbytes=819,
-            source="Google Cloud TPU v5e documentation, key chip specifications; usable: libtpu 0.0.42 "
-            'refuses more ("available HBM (15.75G)")',
+            source="Google Cloud TPU v5e documentation, key chip specifications; usable: libtpu "
+            '0.0.42 refuses more ("available HBM (15.75G)")',
         ),
         Chip(
             name="tpu_v5p",
@@ -209,8 +209,8 @@ CHIPS: dict[str, Chip] = _by_name(
             hbm_gbytes=_gib(32),
             usable_gbytes=_gib(31.25),
             hbm_bandwidth_gbytes=1638,
-            source="Google Cloud TPU v6e documentation, key specifications; fp8: TPU7x page, table; "
-            "usable: libtpu 0.0.42, as v5e",
+            source="Google Cloud TPU v6e documentation, key specifications; fp8: TPU7x page, "
+            "table; usable: libtpu 0.0.42, as v5e",
         ),
         Chip(
             name="tpu7x",
