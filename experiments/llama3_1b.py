@@ -2,7 +2,7 @@
 (Zhang et al. 2024), a model of this size whose recipe is published; that of Llama 3.2 1B is not.
 
     jaxtrain train experiments/llama3_1b.py --mesh meshes/h100_8.toml
-    jaxtrain train experiments/llama3_1b.py --mesh meshes/h200_1.toml --steps 100
+    jaxtrain train experiments/llama3_1b.py --mesh meshes/h200_1.toml --steps 100 --run-dir h200
 
 What you provide, relative to where the command runs:
     data/llama3/*.tokens           token files, written by `jaxtrain tokenize`

@@ -124,6 +124,10 @@ def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "resuming at step 2" in said and "done: 4 steps" in said and "runs/small" in said
     assert cli.main([*train, "--run-dir", "whole"]) == 0
     assert losses("runs/small") == losses("whole")
+    capsys.readouterr()
+    assert cli.main(["train", "small.py", "--mesh", mesh(), "--steps", "2"]) == 2
+    said = capsys.readouterr()
+    assert "runs/small is at step 4 already" in said.err and "done" not in said.out
 
 
 # Refusals

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_command_lines_use_options_that_exist(
     for option in (word for word in words if word.startswith("--")):
         assert re.search(rf"{option}\b", shown), f"{option} of: {line}"
     assert [w for w in words if w.endswith((".py", ".toml")) and not (ROOT / w).exists()] == []
+
+
+def test_runs_of_the_examples_do_not_meet() -> None:
+    """Each trains in a directory of its own, and what is read of a run was written above it."""
+    written: list[str] = []
+    for words in (shlex.split(line)[1:] for line in JAXTRAIN):
+        read = [word for word in words[1:2] if word.startswith("runs/")]
+        assert not read or read[0] in written, words
+        given = [after for flag, after in pairwise(words) if flag in ("--run-dir", "--out")]
+        if words[0] == "train":
+            given = given or [f"runs/{Path(words[1]).stem}"]
+        assert not set(given) & set(written), words
+        written += given
+    assert "runs/stdlib_lm" in written and len(written) > 3
 
 
 LINKS = sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README)))

@@ -37,6 +37,7 @@ from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.generate import generate
 from jaxtrain.train.loading import record_run
 from jaxtrain.train.rates import Rates
+from jaxtrain.train.run_directory import refuse_fewer_steps
 from jaxtrain.train.saving import Saving, checkpoints_of
 from jaxtrain.train.session import CACHE_DIR, Session, open_session
 
@@ -84,8 +85,8 @@ def train(
     run_dir=None keeps everything in memory.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
-    do not fit together, and later when nothing but skipped steps is left; CheckpointError when a
-    save or restore fails.
+    do not fit together or more steps are done than are asked for, and later when nothing but
+    skipped steps is left; CheckpointError when a save or restore fails.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
@@ -113,6 +114,7 @@ def train(
     with ExitStack() as stack:
         if saves is not None:
             stack.callback(saves.close)
+            refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
         session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True)
         stack.callback(session.close)
         if run is not None and process == 0:
@@ -170,14 +172,16 @@ class _Loop:
             self.failed(error)
             raise
         if not self.result.stopped:
-            if session.start >= steps:
+            if session.start == steps:
                 self.already_done()
             self.finish()
         return self.result
 
     def already_done(self) -> None:
         """The last step was saved before: tell what the run reached, and evaluate again."""
-        self.progress.message(f"all {self.session.start} steps are done")
+        done, whole = self.session.start, self.experiment.steps
+        asked = f"all {done} steps" if done == whole else f"the {done} steps asked for, of {whole},"
+        self.progress.message(f"{asked} are done")
         run_dir = self.result.run_dir
         self.result.history = read_metrics(run_dir) if run_dir is not None else []
         if self.experiment.evaluation is not None:

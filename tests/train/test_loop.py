@@ -238,13 +238,33 @@ def test_stopping_at_a_step_that_was_just_saved(
 def test_a_finished_run_started_again_trains_no_more(
     own: jaxtrain.Experiment, trained: Train, tmp_path: Path
 ) -> None:
+    part, said = trained(own, steps=4), io.StringIO()
+    again = trained(own, steps=4, stream=said)
+    assert again.steps == 4 and again.loss == part.loss and not again.stopped
+    assert "the 4 steps asked for, of 6, are done" in said.getvalue()
     first = trained(own)
-    before = lines(tmp_path / "run")
-    for steps in (None, 2):
-        again = trained(own, steps=steps)
-        assert again.steps == STEPS and again.loss == first.loss and not again.stopped
-        assert_same_state(again, first)
+    before, said = lines(tmp_path / "run"), io.StringIO()
+    again = trained(own, stream=said)
+    assert again.steps == STEPS and again.loss == first.loss and not again.stopped
+    assert "all 6 steps are done" in said.getvalue()
+    assert_same_state(again, first)
     assert lines(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 1}])
+def test_a_run_of_fewer_steps_than_are_done_is_refused(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    """It would train nothing; and nothing is touched, compiled or said to be done."""
+    trained(own, steps=5)
+    kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    refused = r"run is at step 5 already, and this run is to end at step 3.*ask for 5 steps or more"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "compile_step", lambda *_: pytest.fail("a step was compiled"))
+        with pytest.raises(ValueError, match=refused):
+            trained(own, steps=3, axes=axes)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == kept
+    assert trained(own, axes=axes).steps == STEPS
 
 
 def test_another_experiment_is_refused_with_the_fields_that_differ(
