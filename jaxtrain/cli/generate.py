@@ -14,6 +14,12 @@ def add_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--step", type=int, help="of a run; default the newest that is durable")
+    _add_trust(generate)
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    text = "a module of your own that the run may name, and is then imported; may be repeated"
+    command.add_argument("--trust", action="append", default=[], metavar="MODULE", help=text)
 
 
 def generated(options: Any) -> int:
@@ -26,6 +32,7 @@ def generated(options: Any) -> int:
         temperature=options.temperature,
         seed=options.seed,
         step=options.step,
+        trust=tuple(options.trust),
     )
     print(options.prompt + text)
     return 0
@@ -37,6 +44,7 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")
     export.add_argument("--dtype", choices=kinds, help="of the files; default the run's own")
+    _add_trust(export)
 
 
 def exported(options: Any) -> int:
@@ -44,5 +52,6 @@ def exported(options: Any) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxtrain.train.export import export
 
-    print(export(options.run_dir, options.out, step=options.step, dtype=options.dtype))
+    chosen = {"step": options.step, "dtype": options.dtype, "trust": tuple(options.trust)}
+    print(export(options.run_dir, options.out, **chosen))
     return 0

@@ -33,16 +33,21 @@ class FromRun:
 
     step: None for the newest. averaged: its averaged weights (`ema_decay`) where it keeps any.
     leaves: patterns of the parameters to take; the others are initialised. None takes all, and
-    refuses a run that has not just the same ones, of the same shapes.
+    refuses a run that has not just the same ones, of the same shapes. trust: modules of your own
+    (`"my_package"`, or a tuple) that are imported where the run's config.json names their classes
+    or functions.
     """
 
     run_dir: str | Path
     step: int | None = None
     leaves: Patterns | None = None
     averaged: bool = False
+    trust: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)
+        if not violations:
+            violations = module_violations("trust", self.trust)
         if isinstance(self.step, int) and self.step < 1:
             violations += count("step", self.step, 1)
         refuse(violations or pattern_violations("leaves", self.leaves))
@@ -84,6 +89,20 @@ class FineTuning:
 
     def __post_init__(self) -> None:
         refuse(kind_violations(self) or pattern_violations("trainable", self.trainable))
+
+
+def module_violations(name: str, modules: str | tuple[str, ...]) -> list[str]:
+    """What is wrong with a field that names modules."""
+    return [
+        f"{name} has {each!r}, which is no module's name; write it as `import` has it, such as "
+        f'{name}="my_package"'
+        for each in as_modules(modules)
+        if not isinstance(each, str) or not all(part.isidentifier() for part in each.split("."))
+    ]
+
+
+def as_modules(modules: str | tuple[str, ...]) -> tuple[str, ...]:
+    return modules if isinstance(modules, tuple) else (modules,)
 
 
 def pattern_violations(name: str, patterns: Patterns | None) -> list[str]:

@@ -99,7 +99,7 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
             f.name: _config(getattr(value, f.name), f"{path}.{f.name}", violations)
             for f in dataclasses.fields(value)
         }
-        return {"class": _name(type(value)), **fields}
+        return {"class": stored_name(type(value)), **fields}
     if isinstance(value, tuple):
         return [_config(v, f"{path}[{i}]", violations) for i, v in enumerate(value)]
     if callable(value) and hasattr(value, "__qualname__"):
@@ -108,7 +108,7 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
                 f"{path} is {value.__qualname__}: lambdas and closures cannot be stored; "
                 f"write a function at the top of a module"
             )
-        return _name(value)
+        return stored_name(value)
     if isinstance(value, (type, np.dtype)):
         return np.dtype(value).name
     violations.append(
@@ -118,7 +118,8 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
     return None
 
 
-def _name(thing: Any) -> str:
+def stored_name(thing: Any) -> str:
+    """A class or a function as config.json names it: module:name."""
     module = thing.__module__.removeprefix("jaxtrain_experiment_")
     return f"{module}:{thing.__qualname__}"
 

@@ -1,17 +1,16 @@
-"""An experiment back from a run's config.json, where its classes can be imported."""
+"""An experiment back from a run's config.json, which is data: `vocabulary` has what it may name."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
-import types
-import typing
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.run_config import NAME, read_config
-from jaxtrain.experiment.load import config_of
+from jaxtrain.experiment.fields import Experiment
+from jaxtrain.experiment.load import config_of, stored_name
+from jaxtrain.experiment.reading import Reader, Trust
+from jaxtrain.experiment.vocabulary import CLASSES, slots_of
 
 RESUMABLE = (
     "experiment.logging",
@@ -26,110 +25,84 @@ RESUMABLE = (
     "experiment.execution.pipeline",
     "experiment.sharding",
     "experiment.microbatches",
+    "experiment.fine_tuning.start.trust",
 )
 """Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
 sums do, and `small_leaf` says which leaves they are of."""
 
 
-def stored_field(run_dir: str | Path, name: str) -> Any:
+class ForeignField(ValueError):
+    """A field holds a class or a function that is not of this library, nor trusted."""
+
+
+def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
     """One field of the experiment that a run directory was made from, as the value it was; its
     default, where the run is older than the field.
 
-    Raises ValueError where there is no run, and for what cannot be imported: classes and functions
-    of an experiment file are known to that file alone.
+    What it names is one of this library's own classes and functions, and each value is of the kind
+    that its field is annotated with: both are checked before anything is built. trust: modules of
+    the caller's own, with all below them, that are imported where it names them.
+
+    Raises ForeignField where the field is an object of another module's, and ValueError with all
+    that is wrong with it: there is no run, a name that is not trusted or can't be imported (classes
+    and functions of an experiment file are known to that file alone), a value of another kind.
     """
     path = Path(run_dir) / NAME
     stored = completed(read_config(Path(run_dir)) or {}).get("experiment")
     if not isinstance(stored, dict) or name not in stored:
         raise ValueError(f"{path} has no experiment; give a run directory")
+    reader = Reader(trust)
+    make = reader.read(stored[name], slots_of(Experiment)[name], name)
+    if reader.violations:
+        kind = ForeignField if reader.foreign == [name] else ValueError
+        what = "is not of this library" if reader.foreign else "cannot be read"
+        raise kind(f"{path}: the run's {name} {what}:\n  " + "\n  ".join(reader.violations))
     try:
-        return _value(stored[name], Any)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: the run's {name} is not of this library ({error}); it can be read only where "
-            f"what made it can be imported"
-        ) from error
-    except TypeError as error:
-        raise ValueError(
-            f"{path}: the run's {name} is of another version of this library ({error}); read it "
-            f"with that one"
-        ) from error
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{path}: the run's {name} cannot be read: {error}") from error
 
 
-def completed(config: dict[str, Any]) -> dict[str, Any]:
+def completed(config: dict[str, Any], experiment: Experiment | None = None) -> dict[str, Any]:
     """What `config_of` stored, as it would be stored today: fields that it is older than have their
-    defaults, and what has moved is where it is now."""
-    experiment = config.get("experiment")
-    if not isinstance(experiment, dict) or "class" not in experiment:
+    defaults, and what has moved is where it is now.
+
+    experiment: one at hand, whose classes' defaults are known too. Of no other class that is not of
+    this library is anything called.
+    """
+    stored = config.get("experiment")
+    if not isinstance(stored, dict) or "class" not in stored:
         return config
-    experiment = dict(experiment)
-    if "sample" in experiment:  # once a field beside `evaluation`
-        sample, evaluation = experiment.pop("sample"), experiment.get("evaluation")
+    stored = dict(stored)
+    if "sample" in stored:  # once a field beside `evaluation`
+        sample, evaluation = stored.pop("sample"), stored.get("evaluation")
         if isinstance(evaluation, dict):
-            experiment["evaluation"] = {"sample": sample, **evaluation}
-    return {**config, "experiment": _completed(experiment)}
+            stored["evaluation"] = {"sample": sample, **evaluation}
+    known = CLASSES | {stored_name(kind): kind for kind in _classes_in(experiment)}
+    return {**config, "experiment": _completed(stored, known)}
 
 
-def _completed(stored: Any) -> Any:
+def _classes_in(value: Any) -> set[type]:
+    """The dataclasses of a value and of all that it holds."""
+    if isinstance(value, tuple):
+        return {kind for each in value for kind in _classes_in(each)}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return set()
+    held = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return {type(value), *(kind for each in held for kind in _classes_in(each))}
+
+
+def _completed(stored: Any, known: dict[str, type]) -> Any:
     if isinstance(stored, list):
-        return [_completed(each) for each in stored]
+        return [_completed(each, known) for each in stored]
     if not isinstance(stored, dict):
         return stored
-    found = {name: _completed(each) for name, each in stored.items()}
-    for field in _fields(str(stored.get("class"))):
+    found = {name: _completed(each, known) for name, each in stored.items()}
+    name = stored.get("class")
+    for field in dataclasses.fields(known[name]) if isinstance(name, str) and name in known else ():
         given = field.default
         if field.default_factory is not dataclasses.MISSING:
             given = field.default_factory()
         if field.init and field.name not in found and given is not dataclasses.MISSING:
             found[field.name] = config_of(given)
-    return found
-
-
-def _fields(kind: str) -> tuple[dataclasses.Field[Any], ...]:
-    """Those of a dataclass; () of one whose module nobody has imported, for a module's name may be
-    the name of an experiment file, which is not to be run for this."""
-    module, _, name = kind.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
-
-
-def _value(stored: Any, hint: Any) -> Any:
-    """What `config_of` has stored, for a field of that annotation."""
-    if isinstance(stored, dict):
-        kind = _imported(stored["class"])
-        hints = typing.get_type_hints(kind)
-        names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return kind(**{k: _value(stored[k], hints[k]) for k in names if k in stored})
-    if isinstance(stored, list):
-        inner = str if tuple[str, ...] in _members(hint) else Any
-        return tuple(_value(each, inner) for each in stored)
-    if not isinstance(stored, str) or _is_text(hint):
-        return stored
-    return float(stored) if float in _members(hint) else _named(stored)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
-
-
-def _is_text(hint: Any) -> bool:
-    """Whether a text in the field is a text: in others it may name a function or a dtype."""
-    kinds = [typing.get_origin(member) or member for member in _members(hint)]
-    return str in kinds and all(kind in (str, Path, tuple, types.NoneType) for kind in kinds)
-
-
-def _named(text: str) -> Any:
-    """A function stored as module:name; any other text as it is."""
-    module, colon, _ = text.partition(":")
-    return _imported(text) if colon and module.replace(".", "").isidentifier() else text
-
-
-def _imported(text: str) -> Any:
-    module, _, name = text.partition(":")
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
     return found

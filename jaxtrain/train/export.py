@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.checkpoint.huggingface import write_folder
 from jaxtrain.checkpoint.huggingface.write import refuse_unwritable
 from jaxtrain.checkpoint.run_config import NAME, read_config
+from jaxtrain.experiment.reading import Trust
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.train.kept_tokenizer import (
     GENERATION,
@@ -31,6 +32,7 @@ def export(
     dtype: Any = None,
     mesh: MeshSpec | None = None,
     cache_dir: str | Path = CACHE_DIR,
+    trust: Trust = (),
 ) -> Path:
     """Write the model of a run directory as the folder `out`; with its tokenizer, if its data has
     one. Where that cannot be read any more a warning says so, and the folder is written without.
@@ -38,14 +40,14 @@ def export(
     step: None for the newest of the durable checkpoints: a newer one that only the disks of a
     `LocalTier` have is not looked at. averaged: the averaged weights; None where the run keeps any.
     dtype: of the files, None that of the parameters. mesh: over which the parameters are split on
-    their way; None puts all on one device. With several processes all call this.
+    their way; None puts all on one device. trust: as for `generate_text`. All processes call this.
     Raises, before a weight is read, ValueError where there is no such run or step, no family has
     its model, or `out` is there already; DamagedCheckpoint.
     """
     run, out = Path(run), Path(out)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
-    found = load(run, step=step, averaged=averaged, mesh=mesh, cache_dir=cache_dir)
+    found = load(run, step=step, averaged=averaged, mesh=mesh, cache_dir=cache_dir, trust=trust)
     refuse_unwritable(out, found.config, found.precision.params if dtype is None else dtype)
     kept, texts, lacking = found.tokenizer, {}, found.lacking
     if kept is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.experiment.fields import length_violations
+from jaxtrain.experiment.reading import Trust
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
@@ -94,17 +95,20 @@ def generate_text(
     seed: int = 0,
     step: int | None = None,
     cache_dir: str | Path = CACHE_DIR,
+    trust: Trust = (),
 ) -> str:
     """The continuation of `prompt` by the model of a run directory, or of a folder as
     `transformers` writes it; to the end of the text, if the model ends it. A run's averaged weights
     where it keeps them.
 
     step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
-    of a `LocalTier` have is not looked at. Raises ValueError as `load` and `generate_ids` do, and
-    where there is no tokenizer: before a weight is read.
+    of a `LocalTier` have is not looked at. trust: modules of your own (`"my_package"`, or a tuple)
+    that are imported where a run's config.json names their classes or functions; no other code is.
+    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer: before a
+    weight is read.
     """
     refuse(sampling_violations(tokens, temperature))
-    found = load(path, step=step, cache_dir=cache_dir)
+    found = load(path, step=step, cache_dir=cache_dir, trust=trust)
     if (kept := found.tokenizer) is None:
         why = f": {found.lacking}" if found.lacking else ""
         raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{why}")

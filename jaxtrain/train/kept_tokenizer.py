@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.run_config import NAME
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.tokenizer import HuggingFaceVocabulary, Vocabulary
 from jaxtrain.experiment import FromHuggingFace, FromRun
+from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -110,13 +111,14 @@ def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
     )
 
 
-def run_tokenizer(run: Path, cache_dir: Path) -> KeptTokenizer | None:
+def run_tokenizer(run: Path, cache_dir: Path, trust: Trust = ()) -> KeptTokenizer | None:
     """The tokenizer that a run keeps; of one that keeps none, or not its eos, that of its data.
-    None where the data has no text. Raises ValueError where the data cannot be read."""
+    None where the data has no text. trust: as for `stored_field`. Raises ValueError where the data
+    cannot be read."""
     content = text_of(run / TOKENIZER)
     if content is not None and (run / SETTINGS).is_file():
         return folder_tokenizer(run)
-    data = stored_field(run, "data")
+    data = stored_field(run, "data", trust=trust)
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         vocabulary = tokenizer

@@ -15,7 +15,8 @@ from jaxtrain.checkpoint.huggingface import read_config, read_params
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, write_config
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
-from jaxtrain.experiment.stored import stored_field
+from jaxtrain.experiment.reading import Trust
+from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -75,18 +76,20 @@ def load(
     averaged: bool | None = None,
     mesh: MeshSpec | None = None,
     cache_dir: str | Path = CACHE_DIR,
+    trust: Trust = (),
 ) -> Loaded:
     """The model of a run directory, or of a folder as `transformers` writes it; no weight is read
     before `params` is asked for.
 
     step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
     of a `LocalTier` have is not looked at. averaged: its averaged weights; None where it keeps any.
-    mesh: over which the parameters are split; None puts all on one device.
+    mesh: over which the parameters are split; None puts all on one device. trust: modules of the
+    caller's own that a run may name, as for `stored_field`; no other code is imported.
     Raises ValueError where nothing of the kind is there, and DamagedCheckpoint.
     """
     path, spec = Path(path), mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):
-        return _of_run(path, step, averaged, spec, Path(cache_dir).expanduser())
+        return _of_run(path, step, averaged, spec, Path(cache_dir).expanduser(), trust)
     if step is not None or averaged:
         raise ValueError(
             f"{path} is no run directory; a folder of weights has no steps or averages"
@@ -97,12 +100,23 @@ def load(
 
 
 def _of_run(
-    path: Path, step: int | None, averaged: bool | None, spec: MeshSpec, cache_dir: Path
+    path: Path,
+    step: int | None,
+    averaged: bool | None,
+    spec: MeshSpec,
+    cache_dir: Path,
+    trust: Trust,
 ) -> Loaded:
-    config, precision = stored_field(path, "model"), stored_field(path, "precision")
+    own = f"{path}: a model of one's own has its own way; this takes DecoderConfigs"
+    try:
+        config = stored_field(path, "model", trust=trust)
+    except ForeignField as error:
+        raise ValueError(own) from error
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"{path}: a model of one's own has its own way; this takes DecoderConfigs")
-    lora = getattr(stored_field(path, "fine_tuning"), "lora", None)
+        raise ValueError(own)
+    precision = stored_field(path, "precision", trust=trust)
+    tuning = stored_field(path, "fine_tuning", trust=trust)
+    lora = getattr(tuning, "lora", None)
     _refuse_unsaved(path)
     step, manifest = manifest_of(path, step)
     kept = any(name.startswith(AVERAGES) for name in manifest.leaves)
@@ -122,7 +136,7 @@ def _of_run(
     held = stored_params(start, wanted)
     tokenizer, lacking = None, ""
     try:
-        tokenizer = run_tokenizer(path, cache_dir)
+        tokenizer = run_tokenizer(path, cache_dir, trust)
     except (OSError, ValueError) as error:  # the model is there without
         lacking = str(error)
     read = partial(_read_run, held, wanted, scale)

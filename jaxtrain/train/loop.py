@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,7 +105,8 @@ def train(
     if run is not None:
         if process == 0:  # the others of this run come when it is already held
             refuse_held(run)
-        refuse_other_experiment(run, config, ignore=RESUMABLE, completed=completed)
+        known = partial(completed, experiment=experiment)
+        refuse_other_experiment(run, config, ignore=RESUMABLE, completed=known)
         refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
-from jaxtrain.experiment.stored import stored_field
+from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.models.adapters import INTO, is_adapter, without_adapters
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
@@ -70,11 +70,13 @@ def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
 
 def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
     """Fields of built-in models that shapes do not show."""
-    try:
-        stored = stored_field(start.run_dir, "model")
-    except ValueError:  # a model of one's own, that its file alone knows
+    if not isinstance(experiment.model, DecoderConfig):
         return []
-    if not isinstance(stored, DecoderConfig) or not isinstance(experiment.model, DecoderConfig):
+    try:
+        stored = stored_field(start.run_dir, "model", trust=start.trust)
+    except ForeignField:  # a model of one's own, of which shapes are compared
+        return []
+    if not isinstance(stored, DecoderConfig):
         return []
     found = differences(essence(experiment.model), essence(stored))
     return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
@@ -87,7 +89,8 @@ def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) ->
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
     ours = getattr(experiment.fine_tuning, "lora", None)
-    theirs = getattr(stored_field(start.run_dir, "fine_tuning"), "lora", None)
+    tuned = stored_field(start.run_dir, "fine_tuning", trust=start.trust)
+    theirs = getattr(tuned, "lora", None)
     if ours is None or theirs is None or ours.alpha / ours.rank == theirs.alpha / theirs.rank:
         return []
     return [

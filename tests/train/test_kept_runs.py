@@ -115,6 +115,32 @@ def test_a_run_is_used_without_the_class_of_its_data(
         jaxtrain.generate_text(run, "the")
 
 
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_a_run_of_a_strangers_runs_no_shell(
+    command: str,
+    experiment: jaxtrain.Experiment,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the place of a function a class of JAX's, that calls what it holds with what it holds."""
+    run, marker = tmp_path / "run", tmp_path / "ran"
+    train(experiment, run)
+    shell = {
+        "class": "jax._src.api:VJP",
+        "fun": "subprocess:call",
+        "in_tree": ["sh", "-c", f"touch {marker}"],
+        "out_tree": -1,
+        "args_res": None,
+        "opaque_residuals": None,
+    }
+    changed(run, lambda e: e["model"]["period"][0]["mlp"].update(activation=shell))
+    told = ["--prompt", "a"] if command == "generate" else ["--out", str(tmp_path / "out")]
+    assert cli.main([command, str(run), *told]) == cli.REFUSED and not marker.exists()
+    said = capsys.readouterr().err
+    assert "model.period[0].mlp.activation is 'jax._src.api:VJP', which is not of this" in said
+    assert "if that code is yours, give trust=" in said and "--trust jax" in said
+
+
 def test_a_run_of_an_older_version_is_used_and_resumed(
     experiment: jaxtrain.Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,220 @@
+"""The value that a part of config.json stands for: checked whole, then built."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.experiment.fine_tuning import as_modules, module_violations
+from jaxtrain.experiment.load import stored_name
+from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS, Slot, slots_of
+from jaxtrain.optim.fields import refuse
+
+Made = Callable[[], Any]
+"""Builds what was checked."""
+
+Trust = str | tuple[str, ...]
+"""Modules of the caller's own, with all below them, that a stored experiment may name."""
+
+NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.<>]*")
+INFINITIES = ("inf", "-inf", "nan")
+LARGEST = 2**63
+"""No number of an experiment takes more bits."""
+
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    types.NoneType: "null",
+}
+
+
+class Reader:
+    """Reads stored values. `violations` collects what is wrong with them; `foreign` the names that
+    are neither of this library nor of a trusted module. Raises ValueError for a `trust` that names
+    no module."""
+
+    def __init__(self, trust: Trust = ()) -> None:
+        refuse(module_violations("trust", trust))
+        self.trust = as_modules(trust)
+        self.violations: list[str] = []
+        self.foreign: list[str] = []
+
+    def read(self, stored: Any, slot: Slot, path: str) -> Made:
+        """What makes the value; it may be called where there are no violations. Nothing is imported
+        or built before."""
+        if isinstance(stored, dict):
+            return self._object(stored, slot, path)
+        if isinstance(stored, list):
+            return self._tuple(stored, slot, path)
+        if isinstance(stored, str):
+            return self._text(stored, slot, path)
+        kinds = (*slot.scalars, int) if float in slot.scalars else slot.scalars
+        whole = isinstance(stored, int) and not isinstance(stored, bool)
+        if not slot.anything and type(stored) not in kinds:
+            self._wrong(stored, slot, path)
+        elif whole and not -LARGEST <= stored < LARGEST:
+            self.violations.append(f"{path} is a number beyond 64 bits; no field takes one")
+        return lambda: stored
+
+    def _object(self, stored: dict[str, Any], slot: Slot, path: str) -> Made:
+        name = stored.get("class")
+        if not isinstance(name, str):
+            return self._refused(f"{path}.class is {_shown(name)}; every object names its class")
+        fields = {key: each for key, each in stored.items() if key != "class"}
+        kind = CLASSES.get(name)
+        if kind is None:
+            return self._foreign_object(name, fields, slot, path)
+        if not slot.anything and kind not in slot.dataclasses:
+            return self._wrong(name, slot, path)
+        return self._built(kind, fields, slots_of(kind), path)
+
+    def _built(self, kind: type, fields: dict[str, Any], slots: dict[str, Slot], path: str) -> Made:
+        self.violations += [
+            f"{path}.{name} is no field of {kind.__name__}; read it with the version that wrote it"
+            for name in sorted(fields.keys() - slots.keys())
+        ]
+        self.violations += [
+            f"{path}.{f.name} is missing, and {kind.__name__} has no default for it"
+            for f in dataclasses.fields(kind)
+            if f.name in slots and f.name not in fields and _required(f)
+        ]
+        made = {
+            name: self.read(each, slots[name], f"{path}.{name}")
+            for name, each in fields.items()
+            if name in slots
+        }
+        return lambda: kind(**{name: make() for name, make in made.items()})
+
+    def _foreign_object(self, name: str, fields: dict[str, Any], slot: Slot, path: str) -> Made:
+        if not self._may(name, slot, path):
+            return _nothing
+
+        def make() -> Any:
+            kind = self._imported(name)
+            if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+                raise ValueError(f"{path}: {name} is no dataclass")
+            inner = Reader(self.trust)
+            made = inner._built(kind, fields, slots_of(kind), path)
+            if inner.violations:
+                raise ValueError("\n  ".join(inner.violations))
+            return made()
+
+        return make
+
+    def _tuple(self, stored: list[Any], slot: Slot, path: str) -> Made:
+        if slot.anything:
+            items = [slot] * len(stored)
+        else:
+            fitting = [
+                found * len(stored) if repeats else found
+                for found, repeats in slot.tuples
+                if repeats or len(found) == len(stored)
+            ]
+            if not fitting:
+                return self._wrong(stored, slot, path)
+            items = list(fitting[0])
+        made = [
+            self.read(each, item, f"{path}[{i}]")
+            for i, (each, item) in enumerate(zip(stored, items, strict=True))
+        ]
+        return lambda: tuple(make() for make in made)
+
+    def _text(self, stored: str, slot: Slot, path: str) -> Made:
+        if str in slot.scalars or Path in slot.scalars:
+            return lambda: stored
+        if float in slot.scalars and stored in INFINITIES:
+            return lambda: float(stored)
+        known = slot.functions | (DTYPES if slot.dtypes else {}) | (_NAMES if slot.anything else {})
+        if stored in known:
+            return lambda: known[stored]
+        named = NAMED.fullmatch(stored) is not None
+        if slot.anything and not (named and self._trusts(stored)):
+            return lambda: stored
+        if not named or not slot.open:
+            return self._wrong(stored, slot, path)
+        return (lambda: self._imported(stored)) if self._may(stored, slot, path) else _nothing
+
+    def _trusts(self, name: str) -> bool:
+        module = name.partition(":")[0]
+        return any(module == each or module.startswith(f"{each}.") for each in self.trust)
+
+    def _may(self, name: str, slot: Slot, path: str) -> bool:
+        """Whether what is not of this library may stand there; says why not."""
+        if NAMED.fullmatch(name) is None:
+            self._refused(f"{path}.class is {_shown(name)}; a class is named as module:name")
+        elif not slot.open:
+            self._wrong(name, slot, path)
+        elif not self._trusts(name):
+            module = name.partition(":")[0].split(".")[0]
+            self.foreign.append(path)
+            self._refused(
+                f"{path} is {_shown(name)}, which is not of this library; if that code is yours, "
+                f'give trust="{module}" (--trust {module}), and it is imported'
+            )
+        else:
+            return True
+        return False
+
+    def _imported(self, name: str) -> Any:
+        """What a trusted module itself defines by that name. Raises ValueError where it does not,
+        or cannot be imported."""
+        module, _, path = name.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except Exception as error:  # whatever the user's module raises
+            raise ValueError(
+                f"{name} cannot be imported ({type(error).__name__}: {error}); it can be read only "
+                f"where what made it can be imported"
+            ) from error
+        defined = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', '')}"
+        if defined != name:
+            raise ValueError(f"{name} is {defined}, which is not that module's own")
+        return found
+
+    def _refused(self, violation: str) -> Made:
+        self.violations.append(violation)
+        return _nothing
+
+    def _wrong(self, stored: Any, slot: Slot, path: str) -> Made:
+        return self._refused(f"{path} is {_shown(stored)}; a run has {_wanted(slot)} there")
+
+
+_NAMES = {
+    **{stored_name(each): each for held in FUNCTIONS.values() for each in held},
+    **{name: dtype for name, dtype in DTYPES.items() if ":" in name},
+}
+"""Functions and dtypes of this library's, for fields of the user's own classes."""
+
+
+def _nothing() -> Any:
+    raise AssertionError("what has violations is not built")
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _shown(stored: Any) -> str:
+    text = repr(stored)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _wanted(slot: Slot) -> str:
+    """What may stand there, in words."""
+    found = [kind.__name__ for kind in slot.dataclasses]
+    found += ["a list"] if slot.tuples else []
+    found += ["a dtype"] if slot.dtypes else []
+    found += ["a function"] if slot.functions else []
+    found += [WORDS[each] for each in slot.scalars]
+    return " or ".join(dict.fromkeys(found))

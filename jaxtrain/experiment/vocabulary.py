@@ -1,0 +1,204 @@
+"""The classes and functions that a stored experiment may name, by the fields that may hold them.
+
+config.json is data, perhaps a stranger's. A name in it is looked up among these objects, which are
+imported already, and never imported by what it spells. Most follow from the annotations, walked
+from `Experiment`; this file says who fills those that leave it open: a protocol, `Any`, a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.compression import Codec, Fp8, Int8, RandomK, Sign, TopK
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.data import (
+    BigramChain,
+    BpeTokenizer,
+    ByteTokenizer,
+    JsonLines,
+    Mixture,
+    Parquet,
+    StdlibSource,
+    TextData,
+    TextFiles,
+    TokenFiles,
+    TokenizerFile,
+)
+from jaxtrain.data.source import Source
+from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.experiment.fields import Execution, Experiment
+from jaxtrain.experiment.load import stored_name
+from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.attention import Cudnn, PlatformKernel, Reference, Splash
+from jaxtrain.nn.blockwise import Blockwise
+from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling
+from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
+from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
+from jaxtrain.optim.rate import linear_scaling, square_root_scaling
+from jaxtrain.optim.schedule import (
+    Constant,
+    InverseSqrt,
+    Schedule,
+    WarmupCosine,
+    WarmupLinear,
+    WarmupStableDecay,
+    cosine_decay,
+    linear_decay,
+    one_minus_sqrt,
+)
+
+ANY: dict[tuple[type, str], tuple[Any, ...]] = {
+    (Experiment, "model"): (DecoderConfig,),
+    (Experiment, "data"): (TextData, BigramChain),
+    (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
+    (Execution, "attention"): (
+        *(PlatformKernel, Reference, Blockwise, Cudnn, Splash),
+        types.NoneType,
+    ),
+    (Mixture, "parts"): (Source, TokenFiles),
+}
+"""What stands for `Any` in a field."""
+
+PROTOCOLS: dict[Any, tuple[type, ...]] = {
+    Algorithm: (Lax, Ring, Recursive),
+    Codec: (Int8, Fp8, Sign, TopK, RandomK),
+    RopeScaling: (LinearScaling, Llama3Scaling),
+    Schedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
+    Source: (StdlibSource, TextFiles, JsonLines, Parquet),
+    Tokenizer: (ByteTokenizer, BpeTokenizer, TokenizerFile),
+}
+
+_OF_JAX = "celu elu gelu leaky_relu mish relu relu6 selu sigmoid silu soft_sign softplus squareplus"
+ACTIVATIONS = (
+    silu,
+    gelu_tanh,
+    gelu_exact,
+    jnp.tanh,
+    *(getattr(jax.nn, n) for n in _OF_JAX.split()),
+)
+DECAY_SHAPES = (linear_decay, cosine_decay, one_minus_sqrt)
+
+FUNCTIONS: dict[Any, tuple[Callable[..., Any], ...]] = {
+    LeafMask: (matrices, hidden_matrices, everything),
+    Callable[[float], float]: (linear_scaling, square_root_scaling),
+    Activation: (*ACTIVATIONS, *DECAY_SHAPES),  # both are functions of an array
+}
+
+DTYPES = {
+    name: dtype
+    for each in ("bfloat16", "float16", "float32", "float64")
+    for name, dtype in (
+        (each, each),  # a text, or a numpy dtype
+        (f"jax.numpy:{each}", getattr(jnp, each)),
+        (stored_name(np.dtype(each).type), np.dtype(each).type),
+    )
+}
+"""Floating types, by every name under which `config_of` stores one."""
+
+SCALARS = (bool, int, float, str, Path, types.NoneType)
+
+
+class Slot(NamedTuple):
+    """What may stand in a field, or in a tuple of it.
+
+    scalars of `SCALARS`; dataclasses; tuples: for each tuple annotation the slots of its items, and
+    whether the one of them repeats; functions by stored name; dtypes: whether a name of `DTYPES`.
+    open: whether a class or function that is not of this library may, where its module is trusted.
+    anything: a field of such a class, whose annotation is not understood here.
+    """
+
+    scalars: tuple[type, ...] = ()
+    dataclasses: tuple[type, ...] = ()
+    tuples: tuple[tuple[tuple[Slot, ...], bool], ...] = ()
+    functions: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    dtypes: bool = False
+    open: bool = False
+    anything: bool = False
+
+
+def slot_of(hint: Any, of_any: tuple[Any, ...] | None = None) -> Slot:
+    """What an annotation lets stand. of_any: what stands for `Any` in it."""
+    if isinstance(hint, tuple) or typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = hint if isinstance(hint, tuple) else typing.get_args(hint)
+        if any((typing.get_origin(each) or each) is np.dtype for each in members):
+            # `DTypeLike`, a union of all that numpy takes for one.
+            return Slot(dtypes=True, scalars=_only_none(members))
+        return _joined([slot_of(member, of_any) for member in members])
+    if hint is Any and of_any is not None:
+        return slot_of(of_any)._replace(open=True)
+    if hint in PROTOCOLS:
+        return slot_of(PROTOCOLS[hint])._replace(open=True)
+    if hint in FUNCTIONS:
+        return Slot(functions={stored_name(each): each for each in FUNCTIONS[hint]}, open=True)
+    if hint in SCALARS:
+        return Slot(scalars=(hint,))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return Slot(dataclasses=(hint,))
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        repeats = items[-1:] == (...,)
+        slots = tuple(slot_of(item, of_any) for item in items if item is not ...)
+        return Slot(tuples=((slots, repeats),))
+    return Slot(anything=True, open=True)
+
+
+def _only_none(members: tuple[Any, ...]) -> tuple[type, ...]:
+    return (types.NoneType,) if types.NoneType in members else ()
+
+
+def _joined(slots: list[Slot]) -> Slot:
+    return Slot(
+        scalars=tuple(each for slot in slots for each in slot.scalars),
+        dataclasses=tuple(each for slot in slots for each in slot.dataclasses),
+        tuples=tuple(each for slot in slots for each in slot.tuples),
+        functions={name: each for slot in slots for name, each in slot.functions.items()},
+        dtypes=any(slot.dtypes for slot in slots),
+        open=any(slot.open for slot in slots),
+        anything=any(slot.anything for slot in slots),
+    )
+
+
+@lru_cache(maxsize=256)
+def slots_of(kind: type) -> dict[str, Slot]:
+    """Of the fields that a dataclass is made from, by name."""
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    return {name: slot_of(hints[name], ANY.get((kind, name))) for name in names}
+
+
+def _reached(kind: type, found: dict[str, type]) -> dict[str, type]:
+    """A dataclass of this library and all that its fields may hold, by stored name."""
+    if stored_name(kind) not in found:
+        found[stored_name(kind)] = kind
+        for name, slot in slots_of(kind).items():
+            assert not _unknown(slot), f"{kind.__qualname__}.{name}: say in this file what it holds"
+            for inner in _held(slot):
+                _reached(inner, found)
+    return found
+
+
+def _held(slot: Slot) -> list[type]:
+    items = [item for items, _ in slot.tuples for item in items]
+    return [*slot.dataclasses, *(kind for item in items for kind in _held(item))]
+
+
+def _unknown(slot: Slot) -> bool:
+    return slot.anything or any(_unknown(item) for items, _ in slot.tuples for item in items)
+
+
+CLASSES = _reached(Experiment, {})
+"""The dataclasses of this library that an experiment may hold, by the name config.json has."""

@@ -1,0 +1,368 @@
+"""A run's config.json is data, perhaps a stranger's: what it may name, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxtrain
+from jaxtrain import cli
+from jaxtrain.experiment import completed, config_of
+from jaxtrain.experiment.reading import Reader
+from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
+from jaxtrain.models.adapters import Adapters
+from jaxtrain.nn.attention import PlatformKernel
+from jaxtrain.train.loading import load
+
+BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
+EXPERIMENT = jaxtrain.Experiment(
+    model=jaxtrain.DecoderConfig(vocab=257, embed=8, layers=2, period=(BLOCK,)),
+    data=jaxtrain.TextData(seq=8),
+    optimizer=jaxtrain.AdamW(jaxtrain.WarmupCosine(1e-3)),
+    steps=2,
+    batch=2,
+)
+
+
+def run_with(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A run directory as a stranger sends one: config.json, with something else written in it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    config = config_of(EXPERIMENT)
+    change(config)
+    (folder / "config.json").write_text(json.dumps({"experiment": config}))
+    return folder
+
+
+# What runs a stranger's code.
+
+
+@pytest.fixture
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module in the run directory, and the folder above it importable; the file it would write
+    when imported."""
+    (tmp_path / "stranger_run").mkdir()
+    marker = tmp_path / "ran"
+    text = (
+        "from dataclasses import dataclass\nfrom pathlib import Path\nimport subprocess\n"
+        f"Path({str(marker)!r}).touch()\n"
+        "@dataclass(frozen=True)\nclass X:\n    start: object = None\n    lora: object = None\n"
+        "def double(x):\n    return x + x\n"
+    )
+    (tmp_path / "stranger_run" / "helpers.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    yield marker
+    for name in [name for name in sys.modules if name.split(".")[0] == "stranger_run"]:
+        del sys.modules[name]
+
+
+def test_no_module_in_a_run_directory_is_imported(
+    helpers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(
+        Path("stranger_run"), lambda c: c.update(fine_tuning={"class": "stranger_run.helpers:X"})
+    )
+    assert cli.main(["generate", str(run), "--prompt", "a"]) == cli.REFUSED
+    assert not helpers.exists() and "stranger_run.helpers" not in sys.modules
+    assert "the run's fine_tuning cannot be read" in capsys.readouterr().err
+    # `FineTuning` is a class of ours and no other: it is not a matter of trust.
+    with pytest.raises(ValueError, match="a run has FineTuning or null there"):
+        load(run, trust="stranger_run")
+    assert not helpers.exists()
+
+
+def test_code_of_the_callers_own_is_imported_when_the_caller_says_so(helpers: Path) -> None:
+    def names(config: dict[str, Any]) -> None:
+        config["model"]["period"][0]["mlp"]["activation"] = "stranger_run.helpers:double"
+        config["data"] = {"class": "stranger_run.helpers:X", "start": [1, "os:system"]}
+
+    run = run_with(Path("stranger_run"), names)
+    for trust in ((), "another", ("stranger", "stranger_run.helper")):
+        with pytest.raises(ValueError, match=r'trust="stranger_run" \(--trust stranger_run\)'):
+            stored_field(run, "model", trust=trust)
+        with pytest.raises(ForeignField):  # all of it, and not a part
+            stored_field(run, "data", trust=trust)
+    assert not helpers.exists()
+    model = stored_field(run, "model", trust="stranger_run")
+    assert helpers.exists() and model.period[0].mlp.activation(2) == 4
+    data = stored_field(run, "data", trust=("another", "stranger_run.helpers"))
+    assert (type(data).__name__, data.start) == ("X", (1, "os:system"))  # a text, not a function
+
+    for name, told in (
+        ("stranger_run.helpers:subprocess.call", "is subprocess:call, which is not that module's"),
+        ("stranger_run.helpers:subprocess", "which is not that module's own"),
+        ("stranger_run.helpers:triple", "cannot be imported .*no attribute 'triple'"),
+        ("stranger_run.nowhere:f", "cannot be imported .*No module named"),
+    ):
+        run_with(run, lambda c, name=name: c["optimizer"].update(decay=name))
+        with pytest.raises(ValueError, match=told):
+            stored_field(run, "optimizer", trust="stranger_run")
+    for name in ("", "../stranger_run", "a:b", 3, ("a", "b c")):
+        with pytest.raises(ValueError, match="which is no module's name; write it as `import`"):
+            stored_field(run, "steps", trust=name)  # type: ignore[arg-type]
+
+
+# What is no experiment.
+
+HOSTILE: dict[str, tuple[str, Any, str]] = {
+    "a text for a number": (
+        "model.vocab",
+        "many",
+        "model.vocab is 'many'; a run has a whole",
+    ),
+    "a fraction for a count": (
+        "model.layers",
+        2.5,
+        "model.layers is 2.5; a run has a whole",
+    ),
+    "true for a number": ("model.embed", True, "model.embed is True; a run has a whole"),
+    "a number for a flag": ("model.tied", 1, "model.tied is 1; a run has true or false there"),
+    "null where none may be": ("model.period", None, "model.period is None; a run has a list"),
+    "a list for a number": ("model.vocab", [1], r"model.vocab is \[1\]; a run has a whole"),
+    "a list of no blocks": ("model.period", [3], r"model.period\[0\] is 3; a run has BlockConfig"),
+    "a number beyond 64 bits": ("model.layers", 2**63, "model.layers is a number beyond 64 bits"),
+    "no class": ("model.init", {"std": 1.0}, r"model.init.class is None; every object names its"),
+    "a class that is a number": ("model.init", {"class": 3}, "model.init.class is 3"),
+    "a class that is a list": ("model", {"class": ["a"]}, r"model.class is \['a'\]; every object"),
+    "a class that is no name": ("model", {"class": "rm -rf"}, "a class is named as module:name"),
+    "an unknown class": (
+        "model",
+        {"class": "jaxtrain.a:B"},
+        "'jaxtrain.a:B', which is not of",
+    ),
+    "another class of ours": (
+        "model.init",
+        {"class": "jaxtrain.nn.norm:RMSNorm"},
+        "model.init is 'jaxtrain.nn.norm:RMSNorm'; a run has Initialisation there",
+    ),
+    "ours that no run holds": (
+        "model",
+        {"class": "jaxtrain.mesh.mesh:MeshSpec", "name": "a"},
+        "model is 'jaxtrain.mesh.mesh:MeshSpec', which is not of this library",
+    ),
+    "a class for a function": (
+        "optimizer.decay",
+        {"class": "jaxtrain.nn.norm:RMSNorm"},
+        "optimizer.decay is 'jaxtrain.nn.norm:RMSNorm'; a run has a func",
+    ),
+    "a function of the system": (
+        "optimizer.decay",
+        "os:system",
+        "'os:system', which is not of",
+    ),
+    "a function of JAX's": ("optimizer.decay", "jax:jit", "optimizer.decay is 'jax:jit', which is"),
+    "another function of ours": (
+        "optimizer.decay",
+        "jaxtrain.models.block:silu",
+        "'jaxtrain.models.block:silu', which is not of",
+    ),
+    "a text for a function": (
+        "optimizer.decay",
+        "all",
+        "decay is 'all'; a run has a func",
+    ),
+    "a dtype of numpy's objects": ("precision.compute", "numpy:object_", "a run has a dtype there"),
+    "a dtype by a path": ("precision.compute", "numpy.ctypeslib:load_library", "has a dtype there"),
+    "a dtype that is a number": (
+        "precision.compute",
+        16,
+        "precision.compute is 16; a run has a",
+    ),
+    "a kernel by its name": (
+        "execution.attention",
+        "os:system",
+        "'os:system', which is not of",
+    ),
+    "an unknown field": (
+        "model.secret",
+        1,
+        "model.secret is no field of DecoderConfig; read",
+    ),
+    "a lone half of a pair": (
+        "sharding.params",
+        [["embed"]],
+        r"sharding.params\[0\] is \['embed'\]; a run has a list there",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_value_of_another_kind_is_refused_before_anything_is_built(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, value, told = HOSTILE[case]
+    monkeypatch.setattr(importlib, "import_module", pytest.fail)
+
+    def change(config: dict[str, Any]) -> None:
+        *above, last = path.split(".")
+        for name in above:
+            config = config[name]
+        config[last] = value
+
+    run = run_with(tmp_path, change)
+    with pytest.raises(ValueError, match=told):
+        stored_field(run, path.split(".")[0])
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["model"] |= {"vocab": "a", "tied": 0, "init": {"class": "os:system"}}
+        del config["model"]["embed"]
+
+    with pytest.raises(ValueError) as caught:
+        stored_field(run_with(tmp_path, change), "model")
+    said = str(caught.value)
+    for part in ("vocab is 'a'", "tied is 0", "init is 'os:system'", "model.embed is missing"):
+        assert part in said, said
+
+
+def test_what_cannot_be_built_is_told_with_its_place(tmp_path: Path) -> None:
+    run = run_with(tmp_path, lambda c: c["optimizer"].update(b1=7.0))
+    with pytest.raises(ValueError, match=r"the run's optimizer cannot be read: .*b1=7.0 must lie"):
+        stored_field(run, "optimizer")
+
+
+# What may be named: everything an experiment can hold, and nothing else.
+
+
+def instances(kind: type, seen: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Values of a dataclass: for each field each of what may stand there, as far as it is taken."""
+    base = default(kind)
+    yield base
+    for name, slot in slots_of(kind).items():
+        for value in held(slot, (*seen, kind)):
+            with suppress(ValueError, TypeError):  # not with the other fields' values
+                yield replace(base, **{name: value})
+
+
+def held(slot: Slot, seen: tuple[type, ...]) -> Iterator[Any]:
+    samples = {int: (1, 2), float: (0.5, 2.0, float("inf")), bool: (True, False), str: ("os:sep",)}
+    for scalar in slot.scalars:
+        yield from samples.get(scalar, (None,) if scalar is types.NoneType else ())
+    yield from slot.functions.values()
+    if slot.dtypes:
+        yield from (jaxtrain.bf16.compute, "float32")
+    for kind in slot.dataclasses:
+        if kind not in seen:
+            yield default(kind)
+    for items, _ in slot.tuples:
+        columns = [next(held(item, seen), None) for item in items]
+        yield tuple(columns)
+
+
+def default(kind: type) -> Any:
+    first = dataclasses.fields(kind)[:1]
+    if kind not in REQUIRED and [each.name for each in first] in (["learning_rate"], ["peak"]):
+        return kind(0.5)
+    return REQUIRED[kind]() if kind in REQUIRED else kind()
+
+
+REQUIRED: dict[type, Callable[[], Any]] = {
+    jaxtrain.Experiment: lambda: EXPERIMENT,
+    jaxtrain.DecoderConfig: lambda: EXPERIMENT.model,
+    jaxtrain.BlockConfig: lambda: BLOCK,
+    jaxtrain.AttentionConfig: lambda: BLOCK.attention,
+    jaxtrain.MlpConfig: lambda: BLOCK.mlp,
+    jaxtrain.MoeConfig: lambda: jaxtrain.MoeConfig(8, 4),
+    jaxtrain.BatchRamp: lambda: jaxtrain.BatchRamp(2, 4, 2, 10),
+    jaxtrain.BigramChain: lambda: jaxtrain.BigramChain(8, 8),
+    jaxtrain.Best: lambda: jaxtrain.Best("loss"),
+    jaxtrain.Compressed: lambda: jaxtrain.Compressed(jaxtrain.Int8()),
+    jaxtrain.FromHuggingFace: lambda: jaxtrain.FromHuggingFace("a"),
+    jaxtrain.FromRun: lambda: jaxtrain.FromRun("a"),
+    jaxtrain.Hierarchical: lambda: jaxtrain.Hierarchical(jaxtrain.Ring(), jaxtrain.Lax()),
+    jaxtrain.JsonLines: lambda: jaxtrain.JsonLines("a"),
+    jaxtrain.Mixture: lambda: jaxtrain.Mixture(((0.5, jaxtrain.StdlibSource()),)),
+    jaxtrain.Parquet: lambda: jaxtrain.Parquet("a"),
+    jaxtrain.Sample: lambda: jaxtrain.Sample("a"),
+    jaxtrain.ScaledRate: lambda: jaxtrain.ScaledRate(0.5, 8),
+    jaxtrain.Steps: lambda: jaxtrain.Steps(1, 2),
+    jaxtrain.TextFiles: lambda: jaxtrain.TextFiles("a"),
+    jaxtrain.TokenFiles: lambda: jaxtrain.TokenFiles("a"),
+    jaxtrain.TokenizerFile: lambda: jaxtrain.TokenizerFile("a"),
+    jaxtrain.LinearScaling: lambda: jaxtrain.LinearScaling(2.0),
+    jaxtrain.WarmupStableDecay: lambda: jaxtrain.WarmupStableDecay(0.5, decay=2),
+    jaxtrain.InverseSqrt: lambda: jaxtrain.InverseSqrt(0.5, warmup=2),
+    CLASSES["jaxtrain.models.adapters:Adapters"]: lambda: Adapters(2, 1.0, ("query",)),
+    CLASSES["jaxtrain.nn.attention:PlatformKernel"]: lambda: PlatformKernel("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_config_class_comes_back_as_it_was(name: str) -> None:
+    kind = CLASSES[name]
+    for value in instances(kind):
+        reader = Reader()
+        config = json.loads(json.dumps(config_of(value)))
+        make = reader.read(config, Slot(dataclasses=(kind,)), name)
+        assert not reader.violations, reader.violations
+        back = make()
+        assert back == value and config_of(back) == config_of(value)
+
+
+def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
+    """Public dataclasses, those that do what a protocol asks, and kernels: found in the modules."""
+    forgotten = set()
+    for module in pkgutil.walk_packages(jaxtrain.__path__, "jaxtrain."):
+        if module.name.endswith(("__main__", "_worker")):
+            continue
+        for kind in vars(importlib.import_module(module.name)).values():
+            if not isinstance(kind, type) or kind.__module__ != module.name:
+                continue
+            if not dataclasses.is_dataclass(kind) or kind in CLASSES.values():
+                continue
+            does = [
+                protocol
+                for protocol in PROTOCOLS
+                if all(hasattr(kind, name) for name in vars(protocol) if not name.startswith("_"))
+            ]
+            acts = {"build", "open", "__call__"} & vars(kind).keys()
+            frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+            if frozen and (does or acts or kind.__name__ in jaxtrain.__all__):
+                forgotten.add(kind.__name__)
+    assert forgotten == {"MeshSpec", "Layers", "Executor", "Tick"}, (
+        "say in vocabulary.py who holds it"
+    )
+
+
+# Resume.
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A class of the user's own, one field of which is newer than the run."""
+
+    kept: int = 1
+    newer: Any = field(default_factory=lambda: Grown.calls.append(1) or 2)
+
+    calls = []  # noqa: RUF012
+
+    def build(self) -> None: ...
+
+    def open(self) -> None: ...
+
+
+def test_resume_calls_no_factory_of_a_class_the_experiment_has_not() -> None:
+    """It was enough that the class stood in a module that somebody had imported."""
+    grown = Grown(newer=2)
+    config = {"experiment": config_of(replace(EXPERIMENT, data=grown))}
+    del config["experiment"]["data"]["newer"], config["experiment"]["microbatches"]
+    Grown.calls.clear()
+    there = completed(config)["experiment"]
+    assert there["microbatches"] == 1 and "newer" not in there["data"]
+    assert completed(config, EXPERIMENT)["experiment"] == there and not Grown.calls
+    # Of the experiment at hand the classes are the user's own.
+    assert completed(config, replace(EXPERIMENT, data=grown))["experiment"]["data"]["newer"] == 2
