@@ -30,6 +30,7 @@ from jaxtrain.pipeline.slots import forward_only, training
 from jaxtrain.pipeline.tick import At, OnDevice
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.gradients import Gradients, LocalSums, Reduction
+from jaxtrain.train.padding import where_real
 
 Arrays = dict[str, Any]
 PERIOD = "period."
@@ -106,8 +107,8 @@ class DecoderStage:
         padding, where the backward pass may have made what is no number."""
         layout = self.assembly.on_stages.layout
         if layout.padding:
-            layers = layers_here(layout)[at.chunk]
-            grads = {k: where_real(layers, g) for k, g in grads.items()}
+            real = layers_here(layout)[at.chunk] >= 0
+            grads = {k: where_real(real, g) for k, g in grads.items()}
         many = layout.chunks > 1
         settled = self.settle({PERIOD + k: g[None] if many else g for k, g in grads.items()})
         return {k.removeprefix(PERIOD): g[0] if many else g for k, g in settled.items()}
@@ -181,21 +182,6 @@ def layers_here(layout: StageLayout) -> jax.Array:
     """[chunks, depth]: which layer is in each slot of this stage, -1 of padding."""
     of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
     return jnp.asarray(of_stages)[:, lax.axis_index(STAGE)]
-
-
-def where_real(layers: jax.Array, leaf: jax.Array) -> jax.Array:
-    """A leaf whose first dims are those of `layers`, zero in slots of padding."""
-    real = layers.reshape(*layers.shape, *[1] * (leaf.ndim - layers.ndim)) >= 0
-    return jnp.where(real, leaf, jnp.zeros((), leaf.dtype))
-
-
-def without_padding(assembly: Assembly, grads: Arrays) -> Arrays:
-    """Gradients whose slots of padding are zero: as they are, but for what a codec leaves there."""
-    if assembly.pipeline is None or not assembly.pipeline.layout.padding:
-        return grads
-    layout = assembly.pipeline.layout
-    layers = jnp.asarray(layout.layer_of if layout.chunks > 1 else layout.layer_of[0])
-    return {k: where_real(layers, g) if k.startswith(PERIOD) else g for k, g in grads.items()}
 
 
 def on_device(

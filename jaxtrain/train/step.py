@@ -36,7 +36,8 @@ from jaxtrain.train.gradients import (
 )
 from jaxtrain.train.guard import make_watch
 from jaxtrain.train.own_module import own_loss
-from jaxtrain.train.pipelined import pipeline_loss, pipeline_sums, without_padding
+from jaxtrain.train.padding import without_padding
+from jaxtrain.train.pipelined import pipeline_loss, pipeline_sums
 from jaxtrain.train.residuals import carried, trusted
 from jaxtrain.train.state import TrainState
 
@@ -164,11 +165,7 @@ def make_gradients(
         if not compressed:
             return sums
 
-        def unpadded(*inputs: Any) -> Gradients:
-            found = sums(*inputs)
-            return found._replace(grads=without_padding(assembly, found.grads))
-
-        return unpadded
+        return lambda *inputs: without_padding(assembly, sums(*inputs))
 
     def constrain(grads: Arrays) -> Arrays:
         return assembly.constrain(grads, mesh, "optimizer")

@@ -188,26 +188,6 @@ def test_nothing_comes_out_of_padding(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(session.state))
 
 
-SIGN = jaxtrain.Execution(reducer=jaxtrain.Compressed(jaxtrain.Sign()), small_leaf=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", [jaxtrain.Execution(), SIGN], ids=["exact", "sign"])
-def test_slots_of_padding_stay_zero(
-    execution: Any, decoder: Any, opened: Any, stepped: Any
-) -> None:
-    experiment = piped(replace(deep(decoder), execution=execution))
-    session = opened(experiment, data=2, stage=2)
-    losses(session, stepped)
-    (empty,) = np.nonzero(session.assembly.on_stages.layout.layer_of[0] < 0)
-    for name, leaf in session.state.params.items():
-        if name.startswith("period."):
-            assert not np.asarray(leaf)[empty].any() and np.asarray(leaf).any()
-    for leaf in jax.tree.leaves(session.state.optimizer):
-        if leaf.ndim and leaf.shape[0] == session.assembly.on_stages.layout.layer_of.size:
-            assert not np.asarray(leaf)[empty].any()
-
-
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, int], str]] = {
     "gspmd": (
         lambda e: replace(deep(e), execution=jaxtrain.Execution(mode="gspmd")),
