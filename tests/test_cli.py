@@ -439,6 +439,20 @@ def test_check_tells_where_each_leaf_lives(capsys: pytest.CaptureFixture[str]) -
     assert "heads=6 is not a multiple of kv_heads=4" in told
 
 
+def test_check_looks_for_the_data_unless_it_is_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [
+        "check",
+        str(ROOT / "experiments/llama3_1b.py"),
+        "--mesh",
+        str(ROOT / "meshes/h100_1.toml"),
+    ]
+    assert cli.main(files) == 2
+    assert "no file matches 'data/llama3/*.tokens'" in capsys.readouterr().err
+    assert cli.main([*files, "--data-elsewhere"]) == 0
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_certify_exits_with_1_when_a_layout_failed(
     passed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

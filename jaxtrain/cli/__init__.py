@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
     check.add_argument("--mesh", required=True)
+    text = "the data is on another machine: do not look for its files"
+    check.add_argument("--data-elsewhere", action="store_true", help=text)
     check.add_argument("--json", action="store_true", help=JSON)
 
     certify = command("certify", _certify, "the same run on every mesh, compared with one device")
@@ -171,7 +173,8 @@ def _train(options: Any) -> int:
 def _check(options: Any) -> int:
     from jaxtrain.train.check import check
 
-    report = check(experiment_of(options), options.mesh)
+    here = not options.data_elsewhere
+    report = check(experiment_of(options), options.mesh, data_here=here)
     return answer(options, report, report.table(), report.summary())
 
 

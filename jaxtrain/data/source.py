@@ -153,12 +153,7 @@ class FileSource:
 
     def pieces(self, split: str) -> tuple[Piece, ...]:
         check_split(split)
-        apart = matching_files(as_tuple(self.held_out_patterns))
-        if split == "held_out" and apart:
-            paths = apart
-        else:
-            apart_set = set(apart)
-            paths = [p for p in matching_files(as_tuple(self.patterns)) if p not in apart_set]
+        paths = split_files(as_tuple(self.patterns), as_tuple(self.held_out_patterns), split)
         if not paths:
             raise ValueError(
                 f"every file of patterns={self.patterns!r} is held out by "
@@ -228,6 +223,15 @@ def matching_files(patterns: tuple[str, ...]) -> list[str]:
             "check the path, or run from the directory it is relative to"
         )
     return sorted({name for found in matches.values() for name in found})
+
+
+def split_files(patterns: tuple[str, ...], apart: tuple[str, ...], split: str) -> list[str]:
+    """Sorted files of a split: `apart` are held out, where there are any. ValueError as
+    `matching_files` raises it, for all patterns at once."""
+    everything, held_out = matching_files((*patterns, *apart)), matching_files(apart)
+    if split == "held_out" and held_out:
+        return held_out
+    return sorted(set(everything) - set(held_out))
 
 
 def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:

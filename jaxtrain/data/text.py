@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxtrain.data.packing import PackedDataset
 from jaxtrain.data.source import Document, Source, StdlibSource, documents, fingerprint
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
 from jaxtrain.data.tokenization import tokenize
-from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, Vocabulary
+from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,18 @@ class TextData:
                     "the text itself, and TokenizerFile beside token files"
                 )
             yield from documents(source, split)
+
+    def absent(self, splits: Iterable[str]) -> list[str]:
+        """What of it is not on this machine: patterns that match no file, a tokenizer's own file.
+        Files are listed, not read."""
+        found = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
+        for split, (_, source) in itertools.product(splits, self._parts()):
+            list_files = source.files if isinstance(source, TokenFiles) else source.pieces
+            try:
+                list_files(split)
+            except (ValueError, OSError) as error:
+                found.append(str(error))
+        return list(dict.fromkeys(found))
 
     @property
     def has_text(self) -> bool:

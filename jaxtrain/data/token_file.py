@@ -30,7 +30,7 @@ from jaxtrain.data.array_file import (
 )
 from jaxtrain.data.dataset import check_split
 from jaxtrain.data.permutation import below, random_bits
-from jaxtrain.data.source import as_tuple, check_fraction, matching_files
+from jaxtrain.data.source import as_tuple, check_fraction, split_files
 
 KIND = "tokens"
 FORMAT = 1
@@ -151,7 +151,7 @@ class TokenFiles:
     def store(self, split: str, *, vocab: int, tokenizer: str) -> TokenStore:
         """Raises ValueError listing every file that does not suit the tokenizer."""
         check_split(split)
-        files = tuple(open_token_file(Path(path)) for path in self._split_paths(split))
+        files = tuple(open_token_file(Path(path)) for path in self.files(split))
         problems = [
             f"{file.path} was written by another tokenizer (key {file.tokenizer[:12]}, "
             f"the experiment's is {tokenizer[:12]})"
@@ -165,11 +165,9 @@ class TokenFiles:
                 check_ids(file.tokens, vocab=vocab, path=file.path, position=0)
         return TokenStore(files=files, documents=self._selected(files, split))
 
-    def _split_paths(self, split: str) -> list[str]:
-        apart = matching_files(as_tuple(self.held_out_paths))
-        if split == "held_out" and apart:
-            return apart
-        paths = [p for p in matching_files(as_tuple(self.paths)) if p not in set(apart)]
+    def files(self, split: str) -> list[str]:
+        """Those of the split. Raises ValueError with each pattern that matches none."""
+        paths = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split)
         if not paths:
             raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
         return paths

@@ -189,6 +189,12 @@ class TokenizerFile:
     path: str
     eos: str = EOS
 
+    def absent(self) -> list[str]:
+        """That the file is not there; nothing is read."""
+        if Path(self.path).is_file():
+            return []
+        return [f"there is no tokenizer {self.path} (from {Path.cwd()})"]
+
     def build(
         self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
     ) -> HuggingFaceVocabulary:

@@ -23,7 +23,7 @@ from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
-from jaxtrain.train.check import CheckReport, check
+from jaxtrain.train.check import CheckReport, weighed
 from jaxtrain.train.state import shardings
 from jaxtrain.train.step import trace_step
 
@@ -153,7 +153,7 @@ def compile_experiment(
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    checked = check(experiment, mesh)
+    checked = weighed(experiment, mesh)
     assembly = checked.assembly
     spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)

@@ -37,6 +37,7 @@ from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
+from jaxtrain.train.batches import token_fields
 from jaxtrain.train.residuals import Part, compressed_parts, no_residuals
 from jaxtrain.train.state import TrainState, state_splits
 from jaxtrain.train.tuning import adapted_model, base_model, trained_leaves, with_trained
@@ -212,6 +213,16 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
 
     `fields`: what a batch of the opened data holds; None takes `TextData`'s.
     """
+    assembly, violations = examined(experiment, spec, fields)
+    if assembly is None or violations:
+        raise ValueError(listed(violations, spec))
+    return assembly
+
+
+def examined(
+    experiment: Experiment, spec: MeshSpec, fields: Any = None
+) -> tuple[Assembly | None, list[str]]:
+    """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
     if experiment.execution.attention is None and isinstance(experiment.model, DecoderConfig):
         chosen = replace(experiment.execution, attention=PlatformKernel(platform_of(spec)))
@@ -221,7 +232,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     unbuildable = model_violations(experiment)
     violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
     if unbuildable:
-        raise ValueError(listed(violations, spec))
+        return None, violations
     experiment, split, untuned = _tuned(experiment)
     violations += untuned
     pipeline, unpiped = _on_stages(experiment, sizes)
@@ -238,28 +249,33 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     layout = None if pipeline is None else pipeline.layout
     parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
-    if violations:
-        raise ValueError(listed(violations, spec))
-    sizes_of_batch = batch_sizes(experiment.batch)
-    axes = _trained_axes(split.axes, places)
-    transform = experiment.optimizer.build(axes, steps=experiment.steps, batch=sizes_of_batch[-1])
+    try:
+        made = _made(
+            fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
+            places=places, parts=parts, pipeline=pipeline,
+        )  # fmt: skip
+        return made, violations
+    except Exception:  # of what is wrong already, however it shows
+        if not violations:
+            raise
+        return None, violations
+
+
+def _made(fields: Any, **found: Any) -> Assembly:
+    """The assembly of the fields that were examined."""
+    e, places, parts = found["experiment"], found["places"], found["parts"]
+    axes = _trained_axes(found["split"].axes, places)
+    transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
     abstract = jax.eval_shape(
-        lambda: initial_state(experiment, transform, parts, pipeline, axes.keys())
+        lambda: initial_state(e, transform, parts, found["pipeline"], axes.keys())
     )
     return Assembly(
-        experiment=experiment,
-        spec=spec,
-        sizes=sizes,
-        mode=mode,
-        loop=_loop(experiment.execution, spec),
-        split=split,
-        places=places,
-        parts=parts,
+        **found,
+        loop=_loop(e.execution, found["spec"]),
         transform=transform,
         abstract=abstract,
         splits=state_splits(abstract, places, parts),
-        pipeline=pipeline,
-        fields=token_fields(experiment.data) if fields is None else fields,
+        fields=token_fields(e.data) if fields is None else fields,
     )
 
 
@@ -283,18 +299,6 @@ def _trained_axes(axes: Mapping[str, Axes], places: Mapping[str, Leaf]) -> dict[
 def platform_of(spec: MeshSpec) -> str:
     """JAX's name of the platform the mesh runs on."""
     return "cpu" if spec.simulated else spec.chip.platform
-
-
-def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """What a batch of packed text holds; segments and positions where documents are isolated."""
-    names = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-    if data.isolate_documents:
-        names |= {"segments": np.int32, "positions": np.int32}
-    fields: dict[str, tuple[tuple[int, ...], Any]] = {
-        name: ((data.seq,), dtype) for name, dtype in names.items()
-    }
-    fields["rows"] = ((), np.int32)
-    return fields
 
 
 def _on_stages(

@@ -27,6 +27,18 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
     return fields | {"rows": ((), np.dtype(np.int32))}
 
 
+def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """`fields_of` packed text, unopened; segments and positions where documents are isolated."""
+    names = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    if data.isolate_documents:
+        names |= {"segments": np.int32, "positions": np.int32}
+    fields: dict[str, tuple[tuple[int, ...], Any]] = {
+        name: ((data.seq,), dtype) for name, dtype in names.items()
+    }
+    fields["rows"] = ((), np.int32)
+    return fields
+
+
 class PlacedRows:
     """A dataset whose rows arrive as global arrays [microbatches, rows, ...] on the mesh.
 

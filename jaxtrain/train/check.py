@@ -16,15 +16,17 @@ from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.schedule import make_schedule
-from jaxtrain.train.assembly import Assembly, assemble
+from jaxtrain.train.assembly import Assembly, examined
 from jaxtrain.train.batches import fields_of
+from jaxtrain.train.memory import argument_bytes, memory_violations
 from jaxtrain.train.natural import natural_form
+from jaxtrain.train.notes import notes
 from jaxtrain.train.pipelined import activation_share
 from jaxtrain.train.rows import open_split
 from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.start import settled_start
-from jaxtrain.train.state import bytes_per_device
 from jaxtrain.train.step import trace_loss
+from jaxtrain.train.violations import listed
 
 MUCH = 0.4
 """A bubble of which `check` says what would make it smaller."""
@@ -35,14 +37,15 @@ class CheckReport:
     """parameters: all of them, the padded rows of the vocabulary not counted, nor the padded slots
     of a pipeline; trained: those that are not frozen.
 
-    bytes_per_device: params, optimizer, other state (a model's own, average, step, scale, residuals
-    of compressed sums), batch; and total, which is the compiled step's argument bytes.
+    bytes_per_device: of `memory.argument_bytes`; and total, which is the compiled step's argument
+    bytes. notes: what runs, and is perhaps not what was meant.
     """
 
     assembly: Assembly
     parameters: int
     trained: int
     bytes_per_device: dict[str, int]
+    notes: tuple[str, ...] = ()
 
     def table(self) -> str:
         """Each parameter: path, shape, how it rests, its bytes on one device; and how its optimizer
@@ -63,21 +66,22 @@ class CheckReport:
 
     def summary(self) -> str:
         """Two lines: the parameters and the mesh; the bytes on each device. A third of a pipeline,
-        where there is one."""
+        where there is one; then the notes, a line each."""
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
         moved = "" if self.trained == self.parameters else f", {self.trained:,} of them trained,"
         where = f"{spec.where} ({sizes}, {self.assembly.mode})"
-        return (
-            f"{self.parameters:,} parameters{moved} on {where}\n"
-            f"bytes per device: {parts}{self._pipeline_line()}"
-        )
+        lines = [
+            f"{self.parameters:,} parameters{moved} on {where}",
+            f"bytes per device: {parts}{self._pipeline_line()}",
+        ]
+        return "\n".join([*lines, *map("note: {}".format, self.notes)])
 
     def as_json(self) -> dict[str, Any]:
         """What scripts may rely on; `pipeline` is there only on a mesh with stages."""
         pipeline = self.pipeline()
-        found = {"bytes_per_device": self.bytes_per_device}
+        found = {"bytes_per_device": self.bytes_per_device, "notes": list(self.notes)}
         return found | ({} if pipeline is None else {"pipeline": pipeline})
 
     def pipeline(self) -> dict[str, Any] | None:
@@ -141,39 +145,64 @@ class CheckReport:
         )
 
 
-def check(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
-    """What the experiment is on this mesh; needs no device of it, nor the data.
+def check(
+    experiment: Experiment | str | Path, mesh: MeshSpec | str | Path, *, data_here: bool = True
+) -> CheckReport:
+    """What the experiment is on this mesh; needs no device of it.
 
-    Raises ValueError with every violation at once.
+    data_here: False where the files of the data are on another machine; then they are not looked
+    for. Raises ValueError with every violation at once: of the two files, of the data, of what the
+    run begins with, and a state that the chip has no room for.
     """
+    return _reported(experiment, mesh, data_here=data_here, held_to_memory=True)
+
+
+def weighed(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
+    """`check` wherever the data is, whatever the chip has room for. Raises ValueError with every
+    other violation."""
+    return _reported(experiment, mesh, data_here=False, held_to_memory=False)
+
+
+def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    spec, data, fields = load_mesh(mesh), experiment.data, None
-    if not (hasattr(data, "seq") and hasattr(data, "isolate_documents")):
-        opened = open_split(experiment, "train", CACHE_DIR.expanduser())
-        fields = fields_of(opened, data)
-    assembly = assemble(experiment, spec, fields)
-    settled_start(assembly)
+    spec, (fields, absent) = load_mesh(mesh), _looked_at(experiment, data_here=data_here)
+    assembly, found = examined(experiment, spec, fields)
+    found += absent
+    if assembly is not None:
+        found += memory_violations(assembly) if held_to_memory else []
+        try:
+            settled_start(assembly)
+        except ValueError as error:
+            if not found:
+                raise
+            found.append(str(error))
+    if assembly is None or found:
+        raise ValueError(listed(found, spec))
     if not assembly.built_in:
         trace_loss(assembly)
-    state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes
-
-    def weigh(*names: str) -> int:
-        parts = [(getattr(state, n), getattr(splits, n)) for n in names]
-        return sum(bytes_per_device(tree, split, sizes) for tree, split in parts)
-
-    weights = {
-        "params": weigh("params"),
-        "optimizer": weigh("optimizer"),
-        "other": weigh("rest", "ema", "step", "loss_scale", "skipped", "residuals"),
-        "batch": bytes_per_device(assembly.abstract_batch(), assembly.batch_splits, sizes),
-    }
+    weights = argument_bytes(assembly)
     weights["total"] = sum(weights.values())
     real_rows = experiment.model.vocab if assembly.built_in else None
     shapes = natural_form(assembly).abstract.params
     counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
-    return CheckReport(assembly, sum(counts.values()), trained, weights)
+    return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))
+
+
+def _looked_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
+    """The fields of a batch, None for those of text; and what of the data is not here. Only data of
+    one's own is opened: there is no other way to know what it gives."""
+    data = experiment.data
+    if hasattr(data, "seq") and hasattr(data, "isolate_documents"):
+        splits = ("train", "held_out") if experiment.evaluation is not None else ("train",)
+        absent = data.absent(splits) if data_here and hasattr(data, "absent") else []
+        return None, [f"data: {each}" for each in absent]
+    try:
+        opened = open_split(experiment, "train", CACHE_DIR.expanduser())
+    except ValueError as error:
+        return {}, [f"data: {error}"]
+    return fields_of(opened, data), []
 
 
 def _count(shape: tuple[int, ...], leaf: Leaf, vocab: int | None) -> int:

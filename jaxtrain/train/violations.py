@@ -141,6 +141,12 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
             f"more positions"
         )
+    kernel = e.execution.attention
+    if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
+        found.append(
+            f"execution.attention={kernel!r} is no kernel; use a value of "
+            f"jaxtrain.nn.attention such as {_kernel_like(kernel)}, or None for the platform's own"
+        )
     profile = e.logging.profile
     if profile is not None and profile.first >= e.steps:
         found.append(
@@ -149,6 +155,13 @@ def field_violations(experiment: Experiment) -> list[str]:
         )
     found += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
     return found + _best_violations(e)
+
+
+def _kernel_like(given: Any) -> str:
+    """What was probably meant by the name of a kernel, or by its class."""
+    name = str(getattr(given, "__name__", given)).lower()
+    known = ("Reference()", "Blockwise()", "Cudnn()", "Splash()")
+    return next((each for each in known if each[:-2].lower() in name), known[1])
 
 
 def _best_violations(experiment: Experiment) -> list[str]:

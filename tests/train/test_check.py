@@ -20,8 +20,11 @@ import jaxtrain
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
+from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn.attention import Splash
 from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.check import weighed
 from jaxtrain.train.session import initialise, open_session
 from jaxtrain.train.state import shardings
 from jaxtrain.train.violations import field_violations
@@ -260,7 +263,8 @@ def test_a_profile_after_the_last_step_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b", "stdlib_lm"])
 def test_presets_fit_a_node_of_eight_without_device_or_data(name: str) -> None:
-    report = jaxtrain.check(ROOT / f"experiments/{name}.py", ROOT / "meshes/h100_8.toml")
+    files = ROOT / f"experiments/{name}.py", ROOT / "meshes/h100_8.toml"
+    report = jaxtrain.check(*files, data_here=False)
     weights = report.bytes_per_device
     assert 4 * report.parameters / 8 <= weights["params"] < 4.2 * report.parameters / 8
     assert sum(weights.values()) == 2 * weights["total"]
@@ -315,7 +319,7 @@ print(json.dumps({
 def test_llama3_8b_weighs_what_its_compiled_step_takes(name: str) -> None:
     """On as many fake devices as the mesh has: 64 and 512. Compiling takes a minute or two."""
     files = [str(ROOT / "experiments/llama3_8b.py"), str(ROOT / f"meshes/{name}.toml")]
-    report = jaxtrain.check(*files)
+    report = jaxtrain.check(*files, data_here=False)
     devices = f"--xla_force_host_platform_device_count={report.assembly.spec.devices}"
     run = subprocess.run(
         [sys.executable, "-c", ARGUMENTS, *files],
@@ -327,3 +331,104 @@ def test_llama3_8b_weighs_what_its_compiled_step_takes(name: str) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found == {part: report.bytes_per_device[part] for part in found}
+
+
+def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_once() -> None:
+    """On one H100: 20 bytes a parameter of four billion are more than its pool."""
+    model = replace(experiment().model, embed=2**14, vocab=2**17)
+    files = jaxtrain.TextFiles("no/*.txt", held_out_patterns="nor/*.md")
+    source = jaxtrain.Mixture(((1.0, files), (1.0, jaxtrain.TokenFiles("none/*.tokens"))))
+    wrong = experiment(
+        model=model,
+        data=jaxtrain.TextData(source, jaxtrain.TokenizerFile("no.json"), seq=16),
+        execution=jaxtrain.Execution(attention="splash"),
+        evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample("a", tokens=10**9)),
+        fine_tuning=jaxtrain.FineTuning(trainable=("*", "layers.*")),
+    )
+    with pytest.raises(ValueError) as caught:
+        jaxtrain.check(wrong, ROOT / "meshes/h100_1.toml")
+    message = str(caught.value)
+    for part in (
+        "execution.attention='splash' is no kernel; use a value of jaxtrain.nn.attention such as "
+        "Splash(), or None",
+        "evaluation.sample: tokens=1000000000 is more",
+        "fine_tuning.trainable: 'layers.*' names none of the leaves",
+        "data: no file matches 'no/*.txt', 'nor/*.md'",
+        "data: no file matches 'none/*.tokens'",
+        "data: there is no tokenizer no.json",
+        "63.7 GB of a h100_sxm; use 2 devices or more",
+    ):
+        assert part in message, part
+    assert message.startswith(f"{message.count(chr(10) + '  - ')} things to mend")
+
+
+def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits() -> None:
+    here = jaxtrain.TextFiles(str(ROOT / "tests" / "*.py"), held_out_patterns="no/*.md")
+    given = experiment(data=jaxtrain.TextData(here, seq=16))
+    jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1), data_here=False)
+    with pytest.raises(ValueError, match=r"1 thing to mend .*\n  - data: no file matches 'no/"):
+        jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+    given = experiment(data=jaxtrain.TextData(replace(here, held_out_patterns=()), seq=16))
+    jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+
+
+@pytest.mark.parametrize("kernel", ["splash", "none", 3, Splash, Splash()])
+def test_a_kernel_is_a_value(kernel: Any) -> None:
+    found = field_violations(experiment(execution=jaxtrain.Execution(attention=kernel)))
+    near = {"none": "Blockwise()", 3: "Blockwise()"}.get(kernel, "Splash()")
+    assert found == [] if kernel == Splash() else near in found[0]
+
+
+def moved(axes: dict[str, int], usable: float, **changes: Any) -> tuple[Any, Any]:
+    """An experiment and a GPU that leaves a program so much."""
+    spec = jaxtrain.mesh_from_axes(**axes)
+    chip = replace(CHIPS["h100_sxm"], usable_gbytes=usable / 1e9)
+    return experiment(**changes), replace(spec, chip=chip, simulated=False)
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "remedy"),
+    [
+        ({"data": 2}, {}, "fit 2 devices: split it over more of the 2"),
+        ({"fsdp": 2}, {"microbatches": 4}, "use 3 devices or more, or a smaller model"),
+        ({"data": 2}, {"sharding": RULES["zero1"], "precision": BF16_WEIGHTS}, "fit 2 devices"),
+    ],
+)
+def test_the_least_a_step_holds_is_its_state_batch_and_gradients(
+    axes: dict[str, int], changes: dict[str, Any], remedy: str
+) -> None:
+    """Gradients are as Adam's two moments are: split as they are, and of their width."""
+    report = jaxtrain.check(experiment(**changes), jaxtrain.mesh_from_axes(**axes))
+    counts = 2 * 4  # of steps
+    least = report.bytes_per_device["total"] + (report.bytes_per_device["optimizer"] - counts) // 2
+    jaxtrain.check(*moved(axes, least, **changes))
+    with pytest.raises(ValueError, match=f"{remedy}"):
+        jaxtrain.check(*moved(axes, least - 1, **changes))
+    assert weighed(*moved(axes, 1.0, **changes)).bytes_per_device == report.bytes_per_device
+
+
+def test_routers_that_learn_nothing_are_noted() -> None:
+    (block,) = experiment().model.period
+    for k, experts, noted in ((1, 4, True), (2, 4, False), (1, 1, False)):
+        mixture = replace(block, mlp=jaxtrain.MoeConfig(64, experts, experts_per_token=k))
+        model = replace(experiment().model, period=(block, mixture), layers=4)
+        report = jaxtrain.check(experiment(model=model), jaxtrain.mesh_from_axes(data=1))
+        told = "experts_per_token=1 in 2 of 4 layers: "
+        assert (f"\nnote: {told}" in report.summary()) is noted
+        assert len(report.as_json()["notes"]) == noted
+
+
+@pytest.mark.parametrize(("seq", "use"), [(31, 30), (32, None), (61, 60), (62, None)])
+def test_a_head_in_many_chunks_is_noted(seq: int, use: int | None) -> None:
+    """31 is prime: a chunk is one position of 4 rows. 62 has 31 chunks, not four times the 10."""
+    model = replace(experiment().model, chunk_tokens=25)
+    given = experiment(model=model, data=jaxtrain.TextData(seq=seq))
+    report = jaxtrain.check(given, jaxtrain.mesh_from_axes(fsdp=4))
+    found = report.notes
+    assert len(found) == (use is not None)
+    if use is not None:
+        assert f"seq={use}, or chunk_tokens={4 * seq} for a single one" in found[0]
+        fixed = replace(given, data=jaxtrain.TextData(seq=use))
+        assert not jaxtrain.check(fixed, jaxtrain.mesh_from_axes(fsdp=4)).notes
+        whole = replace(given, model=replace(model, chunk_tokens=4 * seq))
+        assert not jaxtrain.check(whole, jaxtrain.mesh_from_axes(fsdp=4)).notes

@@ -14,6 +14,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import DecoderConfig
+from jaxtrain.train.check import weighed
 
 ROOT = Path(__file__).parents[2]
 GPT3 = ("gpt3_175b", "v5p_512_stage8")
@@ -59,11 +60,11 @@ def test_it_is_the_published_model(
         (*MTNLG_SHARDED, 1024, 108),
     ],
 )
-def test_it_fits_its_mesh_without_device_or_data(
+def test_it_is_cut_for_its_mesh_without_device_or_data(
     name: str, mesh: str, split: int, slots: int
 ) -> None:
     """`split`: into how many parts the parameters are; 4 bytes each, and 8 for Adam's moments."""
-    report = jaxtrain.check(*files(name, mesh))
+    report = weighed(*files(name, mesh))
     model, layout = report.assembly.experiment.model, report.assembly.pipeline.layout
     assert report.parameters == parameters_of_gpt(model)
     assert layout.positions * layout.depth == slots == model.layers + layout.padding
@@ -72,6 +73,15 @@ def test_it_fits_its_mesh_without_device_or_data(
     # What is whole on more devices (biases, norms, positions) is a hundredth.
     assert 4 * least < weights["params"] < 4.05 * least
     assert 8 * least < weights["optimizer"] < 8.1 * least
+
+
+def test_a_state_that_fits_no_chip_is_refused_before_anything_compiles() -> None:
+    """68 GB of whole fp32 parameters and 136 of Adam's moments, on chips of 80 GB; 1024 hold it."""
+    for name, mesh in (GPT3, MTNLG_SHARDED):
+        jaxtrain.check(*files(name, mesh), data_here=False)
+    with pytest.raises(ValueError, match=r"holds 2\d\d\.\d GB on each device.*params 68") as told:
+        jaxtrain.check(*files(*MTNLG), data_here=False)
+    assert "63.7 GB of a h100_sxm" in str(told.value) and "fsdp()" in str(told.value)
 
 
 COMPILERS = {"v5p": ("libtpu",), "h100": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
@@ -99,5 +109,5 @@ def test_the_compiler_says_whether_it_fits(name: str, mesh: str, fits: bool) -> 
     assert done.returncode in (0, 1), done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fits"] is fits
-    state = jaxtrain.check(experiment, machine).bytes_per_device
+    state = weighed(experiment, machine).bytes_per_device
     assert found["bytes_per_device"]["peak"] > state["total"]
