@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
+    "files": 0,
     "mesh": 1,
     "data": 2,
     "telemetry": 2,

@@ -21,6 +21,7 @@ import xxhash
 from jaxtrain.checkpoint.chunks import Box, Chunk, digest
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
+from jaxtrain.files.folder import plain_name
 
 ITEM = "state"
 """The item of Orbax's that holds everything of ours; a directory of a step."""
@@ -97,6 +98,9 @@ def read_manifest(step: Path) -> Manifest:
         leaf: [Chunk.from_json([leaf, row[:2], *row[2:]]) for row in rows]
         for leaf, rows in body["chunks"].items()
     }
+    packs = {c.pack for held in chunks.values() for c in held} | body["packs"].keys()
+    if paths := sorted(pack for pack in packs if not plain_name(pack)):
+        raise ValueError(f"{NAME} names {paths[0]!r}, which is no file of its directory")
     refuse_gaps(leaves, chunks)
     return Manifest(body.get("step"), directory, leaves, body["metadata"], chunks, body["packs"])
 

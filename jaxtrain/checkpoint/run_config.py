@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
+from jaxtrain.files.folder import file_of
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text
 
 NAME = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -72,7 +75,7 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
             )
         return None
     try:
-        config = json.loads(path.read_text())
+        config = parsed(read_text(file_of(run_dir, NAME)))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read: {describe(error)}; mend it or use a new --run-dir"

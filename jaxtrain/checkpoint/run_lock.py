@@ -9,17 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from jaxtrain.files.regular import open_regular, refuse_links
+
 NAME = ".lock"
 
 
 @contextmanager
 def sole_run(run_dir: Path) -> Iterator[None]:
     """Holds the run directory, made if need be, until the block or the process ends, however it
-    ends: the lock is the kernel's. Raises ValueError while another run holds it.
+    ends: the lock is the kernel's. Raises ValueError while another run holds it, and for a lock
+    that is a link or no file.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        opened = (run_dir / NAME).open("a+", encoding="utf-8")
+        opened = open_regular(run_dir / NAME, "a+b")
     except OSError as error:
         raise ValueError(
             f"{run_dir} cannot be written: {error.strerror}; give another --run-dir, or make room "
@@ -28,25 +31,30 @@ def sole_run(run_dir: Path) -> Iterator[None]:
     with opened as file:
         _take(file, run_dir)
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        file.write(str(os.getpid()).encode())
         yield
 
 
 def refuse_held(run_dir: Path) -> None:
-    """Raises ValueError while a run holds the directory; writes nothing."""
+    """Raises ValueError while a run holds the directory, or has links that would be written
+    through; writes nothing."""
+    refuse_links(run_dir)
     path = run_dir / NAME
     if path.exists():
-        with path.open("r+", encoding="utf-8") as file:
+        with open_regular(path, "r+b") as file:
             _take(file, run_dir)
 
 
-def _take(file: IO[str], run_dir: Path) -> None:
+def _take(file: IO[bytes], run_dir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
         raise ValueError(
-            f"run directory {run_dir} is in use by process {file.read() or '?'}; wait for it, stop "
-            f"it, or give another run directory"
+            f"run directory {run_dir} is in use by process {_holder(file)}; wait for it, "
+            "stop it, or give another run directory"
         ) from None
+
+
+def _holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(20).decode(errors="replace") or "?"

@@ -29,6 +29,8 @@ from jaxtrain.checkpoint.storage import (
     describe,
     whole_manifest,
 )
+from jaxtrain.files.folder import plain_name
+from jaxtrain.files.regular import write_text
 
 RUN = ".run"
 """A file in the run directory, beside that of the steps, which may be lost: which directory of a
@@ -197,7 +199,7 @@ class Checkpoints:
             run = secrets.token_hex(8)
             home = self.directory.parent
             home.mkdir(parents=True, exist_ok=True)
-            (home / RUN).write_text(json.dumps({"run": run, "inode": home.stat().st_ino}))
+            write_text(home / RUN, json.dumps({"run": run, "inode": home.stat().st_ino}))
         return run
 
     def _run(self) -> str:
@@ -208,7 +210,7 @@ class Checkpoints:
             mine = known["inode"] == home.stat().st_ino
         except (OSError, ValueError, KeyError, TypeError):
             return ""
-        return known["run"] if mine else ""
+        return known["run"] if mine and plain_name(str(known["run"])) else ""
 
     def _durable_read(self, step: int) -> Read | None:
         """Reads the durable tier's copy of a chunk of the local one."""

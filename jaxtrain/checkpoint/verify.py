@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.storage import (
     committed_steps,
     whole_manifest,
 )
+from jaxtrain.files.regular import refuse_links
 
 
 class Verdict(NamedTuple):
@@ -30,8 +31,9 @@ def verify(run_dir: str | Path) -> list[Verdict]:
     nothing, needs no device, and may run beside a run.
 
     Raises:
-        ValueError: no step is committed there.
+        ValueError: no step is committed there, or links in it lead out of it.
     """
+    refuse_links(Path(run_dir))
     directory = Path(run_dir) / CHECKPOINTS
     steps = committed_steps(directory)
     if not steps:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text, write_text
 
 log = logging.getLogger(__name__)
 
@@ -199,8 +201,8 @@ class TokenizerFile:
         self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
     ) -> HuggingFaceVocabulary:
         try:
-            content = Path(self.path).read_text(encoding="utf-8")
-            json.loads(content)
+            content = read_text(Path(self.path))
+            parsed(content)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path} is not a readable tokenizer.json: {error}") from error
         return HuggingFaceVocabulary(content, eos=self.eos)
@@ -263,7 +265,7 @@ class HuggingFaceVocabulary:
     def save(self, folder: Path) -> str:
         """Write folder/tokenizer.json; the value an experiment names it by."""
         path = folder / "tokenizer.json"
-        path.write_text(self.json, encoding="utf-8", newline="")
+        write_text(path, self.json)
         return f'TokenizerFile("{path}", eos={self.eos_token!r})'
 
     def decode(self, ids: Sequence[int]) -> str:

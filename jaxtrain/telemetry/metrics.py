@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import io
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxtrain.files.regular import open_regular, write_all
 
 Values = dict[str, Any]
 _FILE = "metrics.jsonl"
@@ -85,8 +88,8 @@ def read_metrics(run_dir: str | Path) -> list[Values]:
     path = Path(run_dir) / _FILE
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        return [_decode(values) for values in _whole_lines(path, file)]
+    with open_regular(path, "rb") as file, io.BufferedReader(file) as lines:
+        return [_decode(values) for values in _whole_lines(path, lines)]
 
 
 def refuse_unusable(run_dir: str | Path, *, tensorboard: bool, process: int = 0) -> None:
@@ -111,15 +114,14 @@ def _truncate(path: Path, start: int) -> int:
     """
     if not path.exists():
         return -1
-    with path.open("rb") as file:
+    with open_regular(path, "rb") as file:
         old = file.read()
     kept = [values for values in _whole_lines(path, old.splitlines()) if values["step"] < start]
     new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in kept).encode()
     if new != old:
         beside = path.with_suffix(".tmp")
-        with beside.open("wb") as file:
-            file.write(new)
-            file.flush()
+        with open_regular(beside, "wb") as file:
+            write_all(file, new)
             os.fsync(file.fileno())
         os.replace(beside, path)
     return kept[-1]["step"] if kept else -1
@@ -193,7 +195,7 @@ class MetricsWriter:
             self._events = _Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
         self._last = _truncate(folder / _FILE, start)
-        self._file = (folder / _FILE).open("ab", buffering=0)
+        self._file = open_regular(folder / _FILE, "ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log `values` of `step`, one call a step: what was evaluated at it belongs in it too."""

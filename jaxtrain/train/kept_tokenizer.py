@@ -17,6 +17,9 @@ from jaxtrain.data.tokenizer import HuggingFaceVocabulary, Vocabulary
 from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
+from jaxtrain.files.folder import file_of
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text, write_text
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
@@ -47,7 +50,7 @@ def record_tokenizer(run: Path, dataset: Any) -> None:
     kept = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
     if not kept:
         for name, text in files.items():
-            (run / name).write_text(text, encoding="utf-8", newline="")
+            write_text(run / name, text)
 
 
 def beginning_of(run: Path) -> Path | None:
@@ -194,9 +197,9 @@ def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, said: _Said) -> int | 
 
 
 def text_of(path: Path) -> str | None:
-    """A file's text, None where there is none."""
+    """A file's text, None where there is none. Raises ValueError as `file_of` and `read_text`."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(file_of(path.parent, path.name))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -204,7 +207,7 @@ def text_of(path: Path) -> str | None:
 def json_object(path: Path) -> dict[str, Any]:
     """An object of a file; {} where there is no such file. Raises ValueError."""
     try:
-        found = json.loads(text_of(path) or "{}")
+        found = parsed(text_of(path) or "{}")
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}

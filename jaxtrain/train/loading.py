@@ -17,6 +17,7 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.files.regular import refuse_links
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -107,6 +108,7 @@ def _of_run(
     cache_dir: Path,
     trust: Trust,
 ) -> Loaded:
+    refuse_links(path)
     own = f"{path}: a model of one's own has its own way; this takes DecoderConfigs"
     try:
         config = stored_field(path, "model", trust=trust)

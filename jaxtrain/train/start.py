@@ -18,6 +18,7 @@ from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter, without_adapters
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
@@ -170,6 +171,7 @@ def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) ->
 def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
     """A step of a run, None for the newest, and what is in it. Raises ValueError where there is
     none, DamagedCheckpoint where files of it are missing or cut."""
+    refuse_links(Path(run_dir))
     directory = Path(run_dir) / CHECKPOINTS
     steps = committed_steps(directory)
     if not steps:

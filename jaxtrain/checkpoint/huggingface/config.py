@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ from jaxtrain.checkpoint.huggingface.fields import Fields
 from jaxtrain.checkpoint.huggingface.gpt2 import GPT2
 from jaxtrain.checkpoint.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from jaxtrain.checkpoint.huggingface.mixtral import MIXTRAL
+from jaxtrain.files.folder import file_of
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
 
@@ -54,7 +56,7 @@ def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
     if not path.parent.is_dir():
         return None, {}, [f"there is no directory {path.parent}"]
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parsed(read_text(file_of(path.parent, path.name)))
     except (OSError, ValueError) as error:
         return None, {}, [f"it cannot be read: {error}"]
     if not isinstance(raw, dict):

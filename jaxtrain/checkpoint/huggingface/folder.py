@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from jaxtrain.files.folder import file_of
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import open_regular, read_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +40,8 @@ class Folder:
     not where an index says. Both are there within `with`.
 
     Raises:
-        ValueError: there are no safetensors, or a file cannot be opened: each is named.
+        ValueError: there are no safetensors, or a file cannot be opened: each is named. An index
+            names files of the folder alone, and links lead nowhere else (`files.folder`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +87,7 @@ class Folder:
             hint = f"; {', '.join(pickled)} is pickled: save it as safetensors" if pickled else ""
             raise ValueError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            found = parsed(read_text(file_of(self.path, INDEX)))["weight_map"]
             return {str(name): str(file) for name, file in found.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no weight_map of tensors to files: {error!r}") from error
@@ -92,8 +96,10 @@ class Folder:
         broken = []
         for name in names:
             try:
-                file = self._stack.enter_context(safe_open(self.path / name, framework="np"))
-            except (OSError, SafetensorError) as error:
+                path = file_of(self.path, name)
+                open_regular(path, "rb").close()  # the library would wait for a pipe
+                file = self._stack.enter_context(safe_open(path, framework="np"))
+            except (OSError, SafetensorError, ValueError) as error:
                 broken.append(f"{self.path / name} cannot be opened: {error}")
                 continue
             self._files[name] = file

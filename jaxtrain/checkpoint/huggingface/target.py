@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint.storage import describe
+from jaxtrain.files.regular import write_text
 
 
 class Target:
@@ -86,7 +87,7 @@ class Target:
     def commit(self, texts: Mapping[str, str]) -> None:
         """Write the small files, and give the folder its name."""
         for name, text in texts.items():
-            (self.partial / name).write_text(text, encoding="utf-8")
+            write_text(self.partial / name, text)
             _flush(self.partial / name)
         _flush(self.partial)
         self.partial.rename(self.folder)

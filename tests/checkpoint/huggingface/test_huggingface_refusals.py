@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +89,40 @@ def truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def named(path: str) -> Callable[[Path], None]:
+    """An index with a path out of its folder, to a file that has just that tensor."""
+
+    def damage(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        name = content["weight_map"][NORM]
+        shutil.copy(folder / name, folder.parent / "x")
+        given = str(folder.parent / "x") if path == "absolute" else path
+        content["weight_map"] = {
+            k: given if v == name else v for k, v in content["weight_map"].items()
+        }
+        index.write_text(json.dumps(content))
+
+    return damage
+
+
+def linked(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.rename(folder.parent / "x")
+    file.symlink_to("../x")
+
+
+def pipe(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.unlink()
+    os.mkfifo(file)
+
+
 FILES: list[tuple[Callable[[Path], Any], str]] = [
+    *((named(path), "is no name of a file in") for path in ("../x", "absolute", "in/../../x")),
+    (linked, "is a symbolic link out of its folder"),
+    (pipe, "is a named pipe, and a file is expected there"),
+    (lambda f: (f / "config.json").write_text("[" * 10**5), "nests more than 100 levels deep"),
     (bad_index, f"{NORM}: model.safetensors.index.json says it is in model-"),
     (no_index, "pytorch_model.bin is pickled"),
     (truncated, "-of-00004.safetensors cannot be opened"),

@@ -1,0 +1,110 @@
+"""Regular files alone, and no symbolic link where something is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+LARGEST_TEXT = 256 * 2**20
+"""Bytes; the largest tokenizers published are a tenth of it."""
+
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+FLAGS = {
+    "rb": os.O_RDONLY,
+    "wb": os.O_WRONLY | os.O_CREAT,
+    "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "r+b": os.O_RDWR,
+    "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+
+
+def open_regular(path: Path, mode: str) -> IO[Any]:
+    """Unbuffered binary file. mode: one of FLAGS. A link is followed to read, and never to write;
+    nothing is truncated before the file is known.
+
+    Raises ValueError for a link that would be written through and for what is no regular file, at
+    once: a pipe is not waited for. OSError as `open`.
+    """
+    writes = mode != "rb"
+    flags = FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise ValueError(_linked(path)) from None
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a pipe without a reader, a directory
+            raise ValueError(not_regular(path, os.stat(path).st_mode)) from None
+        raise
+    try:
+        found = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(found):
+            raise ValueError(not_regular(path, found))
+        if mode == "wb":
+            os.ftruncate(descriptor, 0)
+        return os.fdopen(descriptor, mode, buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: Path) -> str:
+    """UTF-8 text. Raises ValueError as `open_regular`, for one beyond LARGEST_TEXT and for bytes
+    that are no UTF-8; OSError."""
+    with open_regular(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST_TEXT:
+            raise ValueError(f"{path} has {size:,} bytes; a text here has at most {LARGEST_TEXT:,}")
+        return file.read().decode("utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """As UTF-8. Raises ValueError as `open_regular`; OSError."""
+    with open_regular(path, "wb") as file:
+        write_all(file, text.encode("utf-8"))
+
+
+def write_all(file: IO[Any], data: bytes) -> None:
+    """All of `data`: an unbuffered write may take less."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def not_regular(path: Path, mode: int) -> str:
+    kind = KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return f"{path} is {kind}, and a file is expected there; remove it"
+
+
+def _linked(path: Path) -> str:
+    return (
+        f"{path} is a symbolic link to {os.readlink(path)}, which would be written through it; "
+        "remove the link"
+    )
+
+
+def refuse_links(directory: Path) -> None:
+    """Raise ValueError, naming each, where entries of a directory are links that lead out of it, or
+    neither files nor directories. The directory itself may be a link."""
+    if not directory.is_dir():
+        return
+    home, wrong = directory.resolve(), []
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            wrong.append(f"{path} is a symbolic link to {os.readlink(path)}")
+        elif path.exists() and not path.is_file() and not path.is_dir():
+            wrong.append(not_regular(path, path.stat().st_mode))
+    if wrong:
+        raise ValueError(
+            "\n".join(wrong) + f"\nnothing outside of {directory} is read or written through it; "
+            "remove the links, or make the directory itself one"
+        )
