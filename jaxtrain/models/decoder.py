@@ -219,7 +219,9 @@ class Decoder(nnx.Module):
         """What every layer is told of a batch's tokens. `key` turns dropout on."""
         rows, seq = batch["tokens"].shape
         at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
-        positions = batch.get("positions", at)
+        # Of the tokens' type: of what is equal on devices that share the work a gradient would be
+        # summed over them, though nobody reads that of positions.
+        positions = batch["positions"] if "positions" in batch else at + 0 * batch["tokens"]
         keys = None
         if key is not None:
             numbers = batch.get("rows", jnp.arange(rows, dtype=jnp.int32))

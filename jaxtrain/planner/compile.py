@@ -18,10 +18,12 @@ from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.assembled import steady, unpredicted
-from jaxtrain.planner.contract import Contract, Key, as_run, contract, seen
+from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
+from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
+from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.check import CheckReport, weighed
 from jaxtrain.train.state import shardings
@@ -70,9 +72,9 @@ class CompileReport:
             ]
             for line in self.contract.lines
         ]
-        return "\n".join(
-            [*_columns([header, *rows]), *map("known: {}".format, self.contract.rewrites)]
-        )
+        handed = [f"BROKEN: {each}" for each in self.contract.handed if not each.kept]
+        known = [f"known: {words}" for words in self.contract.rewrites]
+        return "\n".join([*_columns([header, *rows]), *handed, *known])
 
     def summary(self) -> str:
         """Memory, time and FLOPs of one device; overlap; then what is wrong."""
@@ -162,11 +164,13 @@ def compile_experiment(
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
     law = branch_violations(traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active))
+    lowered = traced.lower()
     with (compiler_log or _unseen)() as log:
-        compiled = traced.lower().compile(compiler_options=assembly.compiler_options or None)
-    elapsed, text = time.perf_counter() - began, compiled.as_text()
+        compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
+    elapsed, text = time.perf_counter() - began, program_text(compiled)
     found, memory = collectives(text), peak_memory(compiled)
-    held = None if unpredicted(assembly) else contract(assembly, found)
+    stated = unpredicted(assembly) is None
+    held = contract(assembly, lowered_collectives(lowered), found) if stated else None
     peak, room = memory["peak_bytes"], spec.chip.hbm_gbytes
     scheduled = "is_scheduled=true" in text.partition("\n")[0]
     return CompileReport(
@@ -176,7 +180,7 @@ def compile_experiment(
         compile_s=elapsed,
         flops=dot_flops(text),
         opaque=opaque_kernels(text),
-        sent=seen(as_run(found, assembly), assembly.sizes),
+        sent=seen(found, assembly.sizes),
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(*law, *_rematerialised(log()), *_broken(held)),
@@ -214,9 +218,4 @@ def _rematerialised(log: str) -> list[str]:
 def _broken(held: Contract | None) -> list[str]:
     if held is None:
         return []
-    return [
-        f"the contract is broken: {line.key.kind} over {' x '.join(line.key.axes)} in "
-        f"{line.key.dtype}: predicted {line.predicted} of {line.predicted_bytes:,.0f} bytes, "
-        f"compiled {line.compiled} of {line.compiled_bytes:,.0f}"
-        for line in held.broken
-    ]
+    return [f"the contract is broken: {line}" for line in held.broken]

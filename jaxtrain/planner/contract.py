@@ -1,16 +1,14 @@
 """The communication contract: what a step was predicted to send against what its program sends.
 
-The predicted side is `traffic.py`'s; the compiled side is read from the program's own text. What
+The predicted side is `traffic.py`'s; the other is read from the program alone, twice. As compiled:
+how often each collective runs and the bytes it sends, loops and branches counted by the program's
+own constants. As handed to XLA: the size and dtype of each, before a compiler widens any. What
 compilers are known to rewrite is undone by name, here; any other difference breaks the contract.
-
-A program does not say how often a branch is taken. Those of a pipeline are taken by constants of
-its schedule's tables, so what stands in them is counted by the tables (`as_run`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.planner.assembled import facts_of, followed, unpredicted
+from jaxtrain.planner.assembled import facts_of, unpredicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups
@@ -40,7 +38,8 @@ class Key(NamedTuple):
 @dataclass(frozen=True)
 class Line:
     """One key of the contract: how often in a step, and the bytes each device sends. A variadic
-    collective counts once for each of its arrays."""
+    collective counts once for each of its arrays. unread: some stand in a branch of which the
+    program does not say how often it is taken, and count as often as they may run."""
 
     key: Key
     predicted: int
@@ -48,74 +47,94 @@ class Line:
     compiled: int
     compiled_bytes: float
     why: tuple[str, ...]
+    unread: bool = False
 
     @property
     def kept(self) -> bool:
         same = math.isclose(self.predicted_bytes, self.compiled_bytes, rel_tol=1e-12)
-        return same and self.predicted == self.compiled
+        return same and self.predicted == self.compiled and not self.unread
+
+    def __str__(self) -> str:
+        unread = "at most, in a branch whose predicate cannot be read, " if self.unread else ""
+        return (
+            f"{_told(self.key)}: predicted {self.predicted} of {self.predicted_bytes:,.0f} bytes, "
+            f"compiled {unread}{self.compiled} of {self.compiled_bytes:,.0f}"
+        )
+
+
+@dataclass(frozen=True)
+class Handed:
+    """Collectives of one key and size as they are handed to XLA. lowered: how often they may run;
+    XLA leaves out those whose result nobody reads."""
+
+    key: Key
+    buffer_bytes: int
+    predicted: int
+    lowered: int
+
+    @property
+    def kept(self) -> bool:
+        return 0 < self.predicted <= self.lowered
+
+    def __str__(self) -> str:
+        return (
+            f"{_told(self.key)} of {self.buffer_bytes:,} bytes: predicted {self.predicted}, handed "
+            f"to XLA {self.lowered}"
+        )
 
 
 @dataclass(frozen=True)
 class Contract:
-    """Every key that either side has, and in words the rewrites that were undone and what was
-    counted by more than the program's text."""
+    """Every key that either side has, compiled and as handed to XLA, and in words the rewrites that
+    were undone."""
 
     lines: tuple[Line, ...]
+    handed: tuple[Handed, ...]
     rewrites: tuple[str, ...]
 
     @property
-    def broken(self) -> list[Line]:
-        return [line for line in self.lines if not line.kept]
+    def broken(self) -> list[Line | Handed]:
+        return [line for line in (*self.lines, *self.handed) if not line.kept]
 
 
-def contract(assembly: Assembly, compiled: Sequence[Collective]) -> Contract:
-    """The contract of an explicit step. Raises ValueError where it is `unpredicted`."""
+def contract(
+    assembly: Assembly, lowered: Sequence[Collective], compiled: Sequence[Collective]
+) -> Contract:
+    """The contract of an explicit step. Raises ValueError where it is `unpredicted`.
+
+    lowered, compiled: what `lowered_collectives` and `collectives` read of its program.
+    """
     if why := unpredicted(assembly):
         raise ValueError(why)
-    sent, rewrites = rewritten(step_traffic(facts_of(assembly)), assembly)
+    stated = step_traffic(facts_of(assembly))
+    sent, rewrites = rewritten(stated, assembly)
     predicted = _totals(sent, assembly.sizes)
-    ran = as_run(compiled, assembly)
-    if ran != list(compiled):
-        rewrites = (*rewrites, BY_THE_TABLES)
-    found = seen(ran, assembly.sizes)
+    found = seen(compiled, assembly.sizes)
+    unread = set(seen((each for each in compiled if each.in_branch), assembly.sizes))
     lines = []
     for key in sorted({**predicted, **found}):
         count, size = predicted.get(key, (0, 0.0))
         compiled_count, compiled_size = found.get(key, (0, 0.0))
         why = tuple(dict.fromkeys(s.why for s in sent if _key(s) == key))
-        lines.append(Line(key, count, size, compiled_count, compiled_size, why))
-    return Contract(tuple(lines), rewrites)
+        lines.append(
+            Line(key, count, size, compiled_count, compiled_size, why, unread=key in unread)
+        )
+    return Contract(tuple(lines), _handed(stated, lowered, assembly.sizes), rewrites)
 
 
-BY_THE_TABLES = (
-    "collectives in the branches for embedding, head and their gradients count as often as the "
-    "pipeline's tables run them; the program's text says only in how many ticks it may"
-)
-_BRANCH = re.compile(r"\bticks(\d+)/(?:.*/)?(enter|leave|exit)/")
-"""The executor's names of a loop of ticks and of what it does in some of them only."""
-
-
-def as_run(compiled: Iterable[Collective], assembly: Assembly) -> list[Collective]:
-    """`compiled` with those in the branches of a pipeline counted as often as its tables run them.
-
-    The text counts them in every tick of their loop. The loop and the branch are in the name of the
-    operation; the tables say in how many of the loop's ticks the branch is taken. What is in a
-    branch of another name keeps its count, which is the most that may be.
-    """
-    if assembly.pipeline is None:
-        return list(compiled)
-    rows, loops = followed(assembly)
-
-    def counted(each: Collective) -> Collective:
-        name = _BRANCH.search(each.op_name) if each.in_branch else None
-        if name is None or int(name[1]) >= len(loops):
-            return each
-        loop = loops[int(name[1])]
-        taken = int((getattr(rows, name[2])[loop.start : loop.stop] >= 0).sum())
-        count, rest = divmod(each.count * taken, loop.stop - loop.start)
-        return each if rest else replace(each, count=count, in_branch=False)
-
-    return [counted(each) for each in compiled]
+def _handed(
+    stated: Iterable[Sent], lowered: Iterable[Collective], sizes: Mapping[str, int]
+) -> tuple[Handed, ...]:
+    predicted: Counter[tuple[Key, int]] = Counter()
+    found: Counter[tuple[Key, int]] = Counter()
+    for each in stated:
+        predicted[_key(each), each.buffer_bytes] += each.count
+    for each in lowered:
+        if each.group_size > 1:
+            key = Key(each.kind, axes_of(each.groups, sizes), each.dtype)
+            found[key, each.buffer_bytes] += each.count
+    both = sorted({**predicted, **found})
+    return tuple(Handed(*which, predicted[which], found[which]) for which in both)
 
 
 def rewritten(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
@@ -134,6 +153,10 @@ def _widened(sent: Sent) -> Sent:
 
 def _key(sent: Sent) -> Key:
     return Key(sent.kind, sent.axes, DTYPES[sent.dtype])
+
+
+def _told(key: Key) -> str:
+    return f"{key.kind} over {' x '.join(key.axes)} in {key.dtype}"
 
 
 def _totals(sent: list[Sent], sizes: Mapping[str, int]) -> dict[Key, tuple[int, float]]:

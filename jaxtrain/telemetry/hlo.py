@@ -15,16 +15,18 @@ from typing import Any
 import jax
 
 from jaxtrain.telemetry.hlo_groups import Groups, connected, replica_groups
-from jaxtrain.telemetry.hlo_loops import fold
 from jaxtrain.telemetry.hlo_matmul import is_gemm, matmul_flops
 from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, Shape, parse
+from jaxtrain.telemetry.hlo_totals import fold
 
 
 def dot_flops(text: str) -> float:
     """Matmul FLOPs of one run: 2*M*N*K of every dot, convolution and library gemm, x trip counts.
 
-    Of a conditional's branches the dearest is counted, so the result is an upper bound where the
-    program has one. Kernels that are opaque to XLA are not in it: `opaque_kernels` lists them.
+    Where a program does not say how often a conditional's branches are taken the dearest is
+    counted, and the result is an upper bound. Kernels that are opaque to XLA are not in it:
+    `opaque_kernels` lists them.
+
     Raises `ValueError` when a matmul stands in a loop without a static trip count.
     """
     return fold(parse(text), matmul_flops, add=math.fsum, times=lambda x, n: x * n, choose=max)
@@ -66,7 +68,8 @@ class Collective:
     (Patarasuk & Yuan 2009): 2(n-1)/n of the buffer for all-reduce, (n-1)/n for all-gather,
     reduce-scatter and all-to-all (for the ragged one an upper bound), all of it for
     collective-permute, which names the groups its pairs connect. `groups` are positions in the
-    flattened mesh. `count` is how often it runs in one run of the program (`in_branch`: at most);
+    flattened mesh. `count` is how often it runs in one run of the program
+    (`in_branch`: at most, for the program does not say how often a branch is taken);
     `arrays`: how many buffers of that dtype a combiner has put into it.
     """
 

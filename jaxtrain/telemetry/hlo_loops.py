@@ -1,17 +1,11 @@
-"""Totals over a compiled program: every call followed, every loop multiplied by its trip count.
-
-How often a `while` runs is XLA's note, or is worked out from its counter.
-"""
+"""How often a `while` of a compiled program runs: by XLA's own note, or by its counter."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls
-
-_T = TypeVar("_T")
 
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _SAME_VALUE = ("copy", "bitcast", "convert", "reshape")
@@ -152,34 +146,3 @@ def _counted(module: Module, caller: Computation, loop: Instruction) -> int | No
         return None
     distance = bound - first + {"LE": 1, "GE": -1}.get(test.direction, 0)
     return max(0, -(-distance // by))
-
-
-def fold(
-    module: Module,
-    own: Callable[[Computation, Instruction], _T],
-    add: Callable[[list[_T]], _T],
-    times: Callable[[_T, int], _T],
-    choose: Callable[[list[_T]], _T],
-) -> _T:
-    """Total of `own` over the entry and all it calls: loops by `times`, branches by `choose`."""
-    done: dict[str, _T] = {}
-
-    def total(name: str) -> _T:
-        if name not in done:
-            body = module.computations[name]
-            parts = [part for each in body.instructions.values() for part in of(body, each)]
-            done[name] = add(parts)
-        return done[name]
-
-    def of(body: Computation, each: Instruction) -> list[_T]:
-        parts = [own(body, each)]
-        for group in calls(each):
-            inner = [total(name) for name in group]
-            parts.append(choose(inner) if each.opcode == "conditional" else add(inner))
-        if each.opcode == "while":
-            # An empty loop needs no trip count, and a loop over data may be empty of our subject.
-            inner = add([total(each.names(key)[0]) for key in ("condition", "body")])
-            parts.append(times(inner, trip_count(module, body, each)) if inner else inner)
-        return parts
-
-    return total(module.entry)

@@ -1,4 +1,4 @@
-"""A parser of HLO text (`compiled.as_text()`) as XLA prints it for CPU, GPU and TPU.
+"""A parser of HLO text (`program_text(compiled)`) as XLA prints it for CPU, GPU and TPU.
 
 It knows the grammar: computations, instructions, and who calls whom. How often a loop runs is in
 `hlo_loops.py`; what an instruction means, in `hlo.py`. Cost: one pass, about 10 MB a second.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -157,6 +159,18 @@ def parse(text: str) -> Module:
     counts = [re.search(rf"{key}=(\d+)", head) for key in ("replica_count", "num_partitions")]
     replicas, partitions = (int(count[1]) if count else 1 for count in counts)
     return Module(computations, entry, replicas, partitions)
+
+
+def program_text(compiled: Any) -> str:
+    """The text of a compiled program. One with a `conditional` is printed with all of its
+    constants, among them the tables that its loops go by; `compiled.as_text()` leaves them out."""
+    text = compiled.as_text()
+    if " conditional(" not in text:
+        return text
+    modules = compiled.runtime_executable().hlo_modules()
+    options = sys.modules[type(modules[0]).__module__].HloPrintOptions()
+    options.print_large_constants = True
+    return "\n\n".join(module.to_string(options) for module in modules)
 
 
 def calls(instruction: Instruction) -> Iterator[tuple[str, ...]]:

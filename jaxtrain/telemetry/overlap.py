@@ -14,9 +14,10 @@ from functools import cache
 from typing import TypeVar
 
 from jaxtrain.telemetry.hlo import Collective, collectives
-from jaxtrain.telemetry.hlo_loops import fold, trip_count
+from jaxtrain.telemetry.hlo_loops import trip_count
 from jaxtrain.telemetry.hlo_matmul import matmul_flops
 from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls, parse
+from jaxtrain.telemetry.hlo_totals import fold
 
 _Key = TypeVar("_Key")
 

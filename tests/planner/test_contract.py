@@ -9,20 +9,19 @@ from types import SimpleNamespace
 import numpy as np
 import optax
 import pytest
+from programs import held, lowered, programs
 
 import jaxtrain
-from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.mesh.sharding import ShardingRules, table
-from jaxtrain.planner.assembled import algorithm_name, facts_of, steady
+from jaxtrain.nn import bundle
+from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import axes_of, contract
 from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.telemetry.hlo import collectives
-from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.train.assembly import assemble
 from jaxtrain.train.layouts import Layout, arranged, layouts
 from jaxtrain.train.shrink import shrink
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 EXPLICIT = [each for each in layouts(8, "quick")[0] if each.mode != "gspmd"]
@@ -40,12 +39,6 @@ def assembled(layout: Layout, experiment=None):
     return assemble(arranged(small, layout), jaxtrain.mesh_from_axes(**dict(layout.axes)))
 
 
-def compiled(assembly):
-    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
-    return collectives(compile_step(assembly, mesh, where, choice=steady(assembly)).as_text())
-
-
 def told(broken):
     return "\n".join(map(str, broken))
 
@@ -59,8 +52,8 @@ def weighed(layout):
 @pytest.mark.parametrize("layout", [*SHOWN[:1], *map(weighed, (*SHOWN[1:], *EXPLICIT))], ids=str)
 def test_the_contract_is_kept(layout):
     assembly = assembled(layout)
-    held = contract(assembly, compiled(assembly))
-    assert held.lines and not held.broken, told(held.broken)
+    found = held(assembly)
+    assert found.lines and not found.broken, told(found.broken)
 
 
 MODELS = {
@@ -80,8 +73,8 @@ def test_the_contract_is_kept_for_other_shapes_of_model(name, loop):
     rest = {k: v for k, v in MODELS[name].items() if k not in blocks}
     experiment = with_blocks(replace(small, model=replace(small.model, **rest)), **blocks)
     assembly = assembled(Layout(CUBE, loop=loop), experiment)
-    held = contract(assembly, compiled(assembly))
-    assert not held.broken, told(held.broken)
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
 
 
 def with_blocks(experiment, **counts):
@@ -111,10 +104,10 @@ def test_what_an_optimizer_sends_is_predicted(optimizer, layout):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     small = with_blocks(replace(small, optimizer=optimizer), prefix=1, layers=4, suffix=1)
     assembly = assembled(layout, small)
-    held = contract(assembly, compiled(assembly))
-    assert not held.broken, told(held.broken)
-    without = [each for each in held.lines if any("RMS" in w or "norms of" in w for w in each.why)]
-    assert without or any("whole" in w for each in held.lines for w in each.why)
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
+    without = [each for each in found.lines if any("RMS" in w or "norms of" in w for w in each.why)]
+    assert without or any("whole" in w for each in found.lines for w in each.why)
 
 
 class Mine:
@@ -132,7 +125,7 @@ class Mine:
 def test_a_users_own_optimizer_is_not_held_to_a_contract():
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     with pytest.raises(ValueError, match="an optimizer of your own sends, Mine"):
-        contract(assembled(Layout(CUBE), replace(small, optimizer=Mine())), [])
+        contract(assembled(Layout(CUBE), replace(small, optimizer=Mine())), [], [])
 
 
 WIDE = (("data", 4), ("tensor", 2))
@@ -166,15 +159,15 @@ def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
     sums = facts_of(assembly).sums
     assert (axes == WIDE) is (0 < len(sums.factors) < len(sums.apart))
-    held = contract(assembly, compiled(assembly))
-    assert not held.broken, told(held.broken)
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
     coded = not isinstance(reducer.codec, jaxtrain.PowerSGD)
-    assert coded is any(line.key.dtype == "u8" for line in held.lines)
+    assert coded is any(line.key.dtype == "u8" for line in found.lines)
 
 
 def test_a_collective_more_or_of_another_size_breaks_it():
     assembly = assembled(SHOWN[0])
-    found = compiled(assembly)
+    before, found = programs(assembly)
     at = next(i for i, each in enumerate(found) if each.kind == "all-gather")
     for wrong in (
         found[:at] + found[at + 1 :],
@@ -182,7 +175,7 @@ def test_a_collective_more_or_of_another_size_breaks_it():
         [replace(e, wire_bytes=e.wire_bytes + 4) if i == at else e for i, e in enumerate(found)],
         [replace(e, dtype="bf16") if i == at else e for i, e in enumerate(found)],
     ):
-        broken = contract(assembly, wrong).broken
+        broken = contract(assembly, before, wrong).broken
         assert broken and all(line.key.kind == "all-gather" for line in broken)
 
 
@@ -218,9 +211,9 @@ def test_axes_of_groups(groups, axes):
 
 def test_what_xla_chooses_is_not_held_to_a_contract():
     with pytest.raises(ValueError, match="only the explicit step"):
-        contract(assembled(Layout(CUBE, "gspmd")), [])
+        contract(assembled(Layout(CUBE, "gspmd")), [], [])
     with pytest.raises(ValueError, match="on one device"):
-        contract(assembled(Layout((("data", 1),))), [])
+        contract(assembled(Layout((("data", 1),))), [], [])
 
 
 def test_names_of_algorithms():
@@ -245,9 +238,9 @@ def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     placed = replace(arranged(small, Layout(CUBE)), sharding=TWO_DIMS)
     assembly = assemble(placed, jaxtrain.mesh_from_axes(data=2, fsdp=4))
-    held = contract(assembly, compiled(assembly))
-    assert not held.broken, told(held.broken)
-    assert any("data" in line.key.axes and line.key.kind == "all-gather" for line in held.lines)
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
+    assert any("data" in line.key.axes and line.key.kind == "all-gather" for line in found.lines)
 
 
 @pytest.mark.slow
@@ -257,13 +250,35 @@ def test_fp16_travels_as_it_is(by):
     placed = replace(arranged(small, Layout(CUBE)), precision=jaxtrain.fp16)
     execution = replace(placed.execution, collectives=jaxtrain.Collectives(by, by))
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
-    held = contract(assembly, compiled(assembly))
-    assert not held.broken and not held.rewrites, told(held.broken)
-    assert "f16" in {line.key.dtype for line in held.lines}
+    found = held(assembly)
+    assert not found.broken and not found.rewrites, told(found.broken)
+    assert "f16" in {line.key.dtype for line in found.lines}
+
+
+def test_a_gather_in_fp32_breaks_it_where_xla_makes_all_of_them_fp32(monkeypatch):
+    """What is handed to XLA tells; the programs that XLA:CPU makes of both are the same."""
+    assembly = assembled(
+        Layout((("fsdp", 2),), precision="bf16", loop="scanned, prefetch, remat full")
+    )
+
+    def handed():
+        found = contract(assembly, lowered_collectives(lowered(assembly)), []).handed
+        return [line for line in found if not line.kept]
+
+    assert not handed(), told(handed())
+    right = bundle.all_gather
+
+    def wide(x, *how):
+        return right(x.astype("float32"), *how).astype(x.dtype)
+
+    monkeypatch.setattr(bundle, "all_gather", wide)
+    broken = handed()
+    assert {line.key.kind for line in broken} == {"all-gather"}
+    assert {line.key.dtype: line.lowered > 0 for line in broken} == {"bf16": False, "f32": True}
 
 
 def test_bf16_is_told_as_a_rewrite():
     assembly = assembled(Layout(CUBE, precision="bf16"))
-    held = contract(assembly, [])
-    assert any("bf16" in words for words in held.rewrites)
-    assert {line.key.dtype for line in held.lines} == {"f32"}
+    found = contract(assembly, [], [])
+    assert any("bf16" in words for words in found.rewrites)
+    assert {line.key.dtype for line in found.lines} == {"f32"}

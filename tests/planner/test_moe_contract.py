@@ -9,18 +9,14 @@ from typing import Any
 
 import jax
 import pytest
+from programs import held
 
 import jaxtrain
-from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.planner.contract import contract
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.telemetry.hlo import collectives
-from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.assembly import assemble
 from jaxtrain.train.layouts import Layout, arranged
 from jaxtrain.train.shrink import shrink
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
@@ -111,10 +107,8 @@ CASES = [
 @pytest.mark.parametrize(("layout", "fields"), CASES)
 def test_the_contract_is_kept(layout: Layout, fields: dict[str, Any]) -> None:
     assembly = assembled(layout, **fields)
-    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
-    held = contract(assembly, collectives(compile_step(assembly, mesh, where).as_text()))
-    assert held.lines and not held.broken, "\n".join(map(str, held.broken))
+    found = held(assembly)
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
 
 
 @pytest.mark.parametrize("loop", [ALL, FULL, DOTS])

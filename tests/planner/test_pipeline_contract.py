@@ -7,21 +7,19 @@ from pathlib import Path
 
 import jax
 import pytest
+from programs import held, programs
 
 import jaxtrain
-from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.pipeline import tick
 from jaxtrain.pipeline.config import Pipeline
-from jaxtrain.planner.assembled import facts_of, followed
-from jaxtrain.planner.contract import as_run, contract
+from jaxtrain.planner.assembled import facts_of
+from jaxtrain.planner.contract import contract
 from jaxtrain.planner.sent import local_elements
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.telemetry.hlo import Collective, collectives
-from jaxtrain.train.assembly import active_mesh, assemble
+from jaxtrain.train.assembly import assemble
 from jaxtrain.train.layouts import Layout, arranged
 from jaxtrain.train.shrink import shrink
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 TWO = (("stage", 2),)
@@ -69,12 +67,6 @@ def assembled(small, axes, pipeline, layers=4, prefix=0, suffix=0, loop=None, **
     execution = replace(e.execution, pipeline=pipeline, loop=loop or e.execution.loop)
     e = replace(e, model=model, execution=execution)
     return assemble(e, jaxtrain.mesh_from_axes(**dict(axes)))
-
-
-def compiled(assembly):
-    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
-    return collectives(compile_step(assembly, mesh, where).as_text())
 
 
 def told(broken):
@@ -146,62 +138,66 @@ CASES = [
 ]
 
 
-def check_kept(assembly, found):
-    held = contract(assembly, found)
-    assert any("stage" in line.key.axes for line in held.lines)
-    assert not held.broken, told(held.broken)
-    assert any("tables" in words for words in held.rewrites) is any(e.in_branch for e in found)
+def check_kept(found):
+    assert any("stage" in line.key.axes for line in found.lines)
+    assert not found.broken, told(found.broken)
 
 
 @pytest.mark.parametrize(("axes", "pipeline", "fields"), CASES)
 def test_the_contract_is_kept_in_a_pipeline(axes, pipeline, fields, small):
-    assembly = assembled(small, axes, pipeline, **fields)
-    check_kept(assembly, compiled(assembly))
+    check_kept(held(assembled(small, axes, pipeline, **fields)))
 
 
-def test_it_is_kept_and_a_collective_that_is_not_the_tables_breaks_it(small):
-    """One in a branch that no table speaks of keeps its count, the most that may be."""
+def test_it_is_kept_and_a_hop_more_or_less_breaks_it(small):
     assembly = assembled(small, CUBE, ONE_F_ONE_B, loop=LayerLoop(prefetch=False))
-    found = compiled(assembly)
-    check_kept(assembly, found)
-    at = next(i for i, each in enumerate(found) if each.in_branch)
+    before, found = programs(assembly)
+    check_kept(contract(assembly, before, found))
     hop = next(i for i, each in enumerate(found) if each.kind == "collective-permute")
-    unnamed = replace(found[at], op_name="jit(run)/shard_map/ticks1/while/body/other/cond")
-    for changed, kind in (
-        ([*found[:at], unnamed, *found[at + 1 :]], found[at].kind),
-        (found[:hop] + found[hop + 1 :], "collective-permute"),
-        ([*found, found[hop]], "collective-permute"),
-    ):
-        broken = contract(assembly, changed).broken
-        assert broken and {line.key.kind for line in broken} == {kind}
+    for changed in (found[:hop] + found[hop + 1 :], [*found, found[hop]]):
+        broken = contract(assembly, before, changed).broken
+        assert broken and {line.key.kind for line in broken} == {"collective-permute"}
+
+
+class Opened:
+    """`lax` in which what the executor does in some ticks is done in all of them, by a predicate
+    that is right only in the source (`when`)."""
+
+    def __init__(self, when):
+        self.when = when
+
+    def __getattr__(self, name):
+        return getattr(jax.lax, name)
+
+    def cond(self, predicate, work, other, m, before):
+        return jax.lax.cond(self.when(predicate, m, before), work, other, m, before)
+
+
+def by_data(predicate, m, before):
+    """As it should be, but for a sum of what is there: no text tells what that is."""
+    total = sum(jax.numpy.sum(leaf) for leaf in jax.tree.leaves(before))
+    return predicate & (jax.lax.pmax(total, "stage") < jax.numpy.inf)
+
+
+@pytest.mark.parametrize(
+    ("when", "unread"),
+    [(lambda _, m, __: m >= -1, False), (by_data, True)],
+    ids=["always", "by data"],
+)
+def test_a_head_in_every_tick_breaks_it(when, unread, small, monkeypatch):
+    """The compiled side is the program's own: by the tables of the prediction the head runs in 4 of
+    5 ticks, whatever the program does."""
+    monkeypatch.setattr(tick, "lax", Opened(when))
+    assembly = assembled(small, TWO, GPIPE, layers=2)
+    found = held(assembly)
+    of_head = next(each for each in found.lines if "sums over the vocabulary" in each.why)
+    assert of_head in found.broken and of_head.unread is unread, told(found.lines)
+    once = 2 * facts_of(assembly).chunks
+    asked = 3 * 5 if unread else 0  # for entrance, head and exit, in all their ticks
+    assert of_head.compiled == of_head.predicted + once + asked
+    assert ("cannot be read" in str(of_head)) is unread
 
 
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, replace(ZERO_BUBBLE, chunks=2))
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-@pytest.mark.parametrize("pipeline", SCHEDULES, ids=lambda p: f"{p.schedule} x {p.chunks}")
-def test_what_stands_in_branches_runs_once_a_microbatch(pipeline, microbatches, small):
-    """In every loop a branch is taken in some ticks, or what it does is not in one."""
-    assembly = assembled(small, (("stage", 4),), pipeline, microbatches=microbatches)
-    rows, loops = followed(assembly)
-    for name in ("enter", "leave", "exit"):
-        total = 0
-        for number, loop in enumerate(loops):
-            taken = getattr(rows, name)[loop.start : loop.stop] >= 0
-            if taken.any():
-                where = f"shard_map/ticks{number}/while/body/{name}/cond/branch_1_fun/psum"
-                each = collective(where, len(taken), in_branch=not taken.all())
-                (ran,) = as_run([each], assembly)
-                assert not ran.in_branch
-                total += ran.count
-        assert total == microbatches
-
-
-def collective(op_name, count, *, in_branch):
-    return Collective(
-        *("a", "all-reduce", "f32", 4, 4.0, 2, ((0, 1),), count, 1, False, in_branch, op_name)
-    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -22,6 +22,8 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.planner.assembled import unpredicted
 from jaxtrain.planner.contract import contract
 from jaxtrain.telemetry.hlo import collectives
+from jaxtrain.telemetry.hlo_text import program_text
+from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.train.assembly import active_mesh, assemble
 from jaxtrain.train.certify import _compared, _run
 from jaxtrain.train.generate import continued
@@ -31,7 +33,7 @@ from jaxtrain.train.natural import NaturalOrder
 from jaxtrain.train.session import _first_state
 from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import TrainState, shardings
-from jaxtrain.train.step import compile_step
+from jaxtrain.train.step import trace_step
 
 slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
 ATTENTION = ("query", "key", "value", "out")
@@ -406,7 +408,10 @@ def test_what_a_step_with_frozen_leaves_sends_is_predicted(
     assert unpredicted(assembly) is None
     mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
-    found = contract(assembly, collectives(compile_step(assembly, mesh, where).as_text()))
+    lowered = trace_step(assembly, mesh, where).lower()
+    compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
+    ran = collectives(program_text(compiled))
+    found = contract(assembly, lowered_collectives(lowered), ran)
     assert not found.broken, found.broken
 
 

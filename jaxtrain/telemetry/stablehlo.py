@@ -1,0 +1,162 @@
+"""The collectives of a program as it is handed to XLA (StableHLO), before XLA rewrites any.
+
+In what dtype something is sent is settled there: XLA:CPU compiles 16-bit collectives as fp32, and
+a compiled program does not tell those from what was sent as fp32 by mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.telemetry.hlo import SENT, Collective
+from jaxtrain.telemetry.hlo_groups import Groups, connected, replica_groups
+from jaxtrain.telemetry.hlo_text import Shape
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+_DTYPES = {"i1": "pred", "i": "s", "ui": "u"}
+"""MLIR's names of integers -> HLO's; floats have one name in both."""
+
+
+def lowered_collectives(lowered: Any) -> list[Collective]:
+    """Every collective of what `jax.jit(...).lower(...)` has made, in program order.
+
+    Nothing is left out that XLA will find unused, and of a conditional all branches are counted as
+    if each was always taken (`in_branch`): so `count` is the most that may run.
+
+    Raises `ValueError` when one stands in a loop without a static trip count.
+    """
+    module = lowered.compiler_ir("stablehlo").operation
+    named = {_text(op.attributes["sym_name"]): op for op in _operations(module)}
+    done: dict[str, list[Collective]] = {}
+
+    def called(name: str) -> list[Collective]:
+        if name not in done:
+            done[name] = [each for op in _operations(named[name]) for each in found(op)]
+        return done[name]
+
+    def found(op: Any) -> list[Collective]:
+        if op.name == "func.call":
+            return called(_text(op.attributes["callee"]).lstrip("@"))
+        if op.name.removeprefix("stablehlo.").replace("_", "-") in SENT:
+            return list(_collectives(op, named))
+        inner = [each for below in _operations(op) for each in found(below)]
+        if op.name == "stablehlo.while" and inner:
+            turns = _turns(op)
+            return [replace(each, count=each.count * turns) for each in inner]
+        if op.name in ("stablehlo.case", "stablehlo.if"):
+            return [replace(each, in_branch=True) for each in inner]
+        return inner
+
+    return called("main")
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    """Those directly within an operation."""
+    for region in op.regions:
+        for block in region.blocks:
+            yield from (each.operation for each in block.operations)
+
+
+def _collectives(op: Any, named: Mapping[str, Any]) -> Iterator[Collective]:
+    kind = op.name.removeprefix("stablehlo.").replace("_", "-")
+    groups = _groups(op, kind, named)
+    size = max(map(len, groups), default=1)
+    for value in op.results if kind == "all-gather" else op.operands:
+        shape = _shape(value)
+        yield Collective(
+            name=op.name,
+            kind=kind,
+            dtype=shape.dtype,
+            buffer_bytes=shape.bytes,
+            wire_bytes=shape.bytes * SENT[kind](size),
+            group_size=size,
+            groups=groups,
+            count=1,
+            arrays=1,
+            is_async=False,
+            in_branch=False,
+            op_name="",
+        )
+
+
+def _groups(op: Any, kind: str, named: Mapping[str, Any]) -> Groups:
+    if kind == "collective-permute":
+        pairs = np.asarray(op.attributes["source_target_pairs"]).tolist()
+        return connected([(source, target) for source, target in pairs])
+    stated = op.attributes["replica_groups"]
+    text = str(stated)
+    if "replica_group_mesh_axes" not in text:  # jax 0.10
+        rows = np.asarray(stated).tolist()
+        return tuple(tuple(device for device in row if device >= 0) for row in rows)
+    (mesh,) = re.findall(r"mesh = @(\w+)", text)
+    return replica_groups(f"{_mesh(str(named[mesh].attributes['mesh']))} {{{_axes(text)}}}")
+
+
+def _mesh(text: str) -> str:
+    """`#sdy.mesh<["a"=2, "b"=4], device_ids=[...]>` as HLO has it."""
+    axes = ",".join(f"'{name}'={size}" for name, size in re.findall(r'"(\w+)"=(\d+)', text))
+    ids = re.search(r"device_ids=\[(.*?)\]", text)
+    return f"mesh[{axes}]" + (f", device_ids=({ids[1]})" if ids else "")
+
+
+def _axes(text: str) -> str:
+    """Axes of `#stablehlo.axis_ref<name = "a">`, or of a part of each."""
+    found = re.findall(r'name = "(\w+)"(?:[^"]*?pre_size = (\d+), size = (\d+))?', text)
+    return ",".join(f"'{a}'" + (f":({before}){size}" if size else "") for a, before, size in found)
+
+
+def _shape(value: Any) -> Shape:
+    found = _TENSOR.fullmatch(str(value.type))
+    assert found is not None, f"a collective moves arrays, and this is a {value.type}"
+    dims, dtype = found.groups()
+    letters = dtype.rstrip("0123456789")
+    dtype = _DTYPES.get(dtype) or _DTYPES.get(letters, letters) + dtype[len(letters) :]
+    return Shape(dtype.lower(), tuple(map(int, dims.split("x")[:-1])))
+
+
+def _turns(loop: Any) -> int:
+    """Of a `while` whose counter goes by constant steps from a constant to below another."""
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test = _returned(condition)[0].owner
+    if getattr(test, "name", "") == "stablehlo.compare":
+        counter, bound = test.operands
+        numbers = [i for i, value in enumerate(condition.arguments) if value == counter]
+        for number in numbers:
+            step = _added(_returned(body)[number], body.arguments[number])
+            first, last = _constant(loop.operands[number]), _constant(bound)
+            below = "LT" in str(test.attributes["comparison_direction"])
+            if below and step and first is not None and last is not None:
+                return max(0, -(-(last - first) // step))
+    raise ValueError(
+        "a loop of the lowered program has no trip count that it states; what is inside it cannot "
+        "be counted. Use lax.scan or fori_loop with a static length"
+    )
+
+
+def _returned(block: Any) -> list[Any]:
+    *_, last = block.operations
+    return list(last.operation.operands)
+
+
+def _added(value: Any, counter: Any) -> int | None:
+    """The constant in `counter + constant`, where `value` is that."""
+    made = value.owner
+    if getattr(made, "name", "") != "stablehlo.add" or made.operands[0] != counter:
+        return None
+    return _constant(made.operands[1])
+
+
+def _constant(value: Any) -> int | None:
+    made = value.owner
+    if getattr(made, "name", "") != "stablehlo.constant":
+        return None
+    return int(np.asarray(made.attributes["value"]).item())
+
+
+def _text(attribute: Any) -> str:
+    return attribute.value

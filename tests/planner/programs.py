@@ -1,0 +1,34 @@
+"""What the step of an assembly sends, as its contract is given it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.planner.assembled import steady
+from jaxtrain.planner.contract import Contract, contract
+from jaxtrain.telemetry.hlo import Collective, collectives
+from jaxtrain.telemetry.hlo_text import program_text
+from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.train.assembly import active_mesh
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import trace_step
+
+
+def lowered(assembly: Any) -> Any:
+    """The step of a run's last steps, before it is compiled."""
+    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    return trace_step(assembly, mesh, where, choice=steady(assembly)).lower()
+
+
+def programs(assembly: Any) -> tuple[list[Collective], list[Collective]]:
+    """Collectives as they are handed to XLA, and as compiled."""
+    before = lowered(assembly)
+    compiled = before.compile(compiler_options=assembly.compiler_options or None)
+    return lowered_collectives(before), collectives(program_text(compiled))
+
+
+def held(assembly: Any) -> Contract:
+    """The contract of an assembly and its own step."""
+    return contract(assembly, *programs(assembly))
