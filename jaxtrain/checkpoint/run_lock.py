@@ -6,8 +6,8 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from jaxtrain.files.regular import open_regular, refuse_links
 
@@ -45,7 +45,7 @@ def refuse_held(run_dir: Path) -> None:
             _take(file, run_dir)
 
 
-def _take(file: IO[bytes], run_dir: Path) -> None:
+def _take(file: FileIO, run_dir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -55,6 +55,6 @@ def _take(file: IO[bytes], run_dir: Path) -> None:
         ) from None
 
 
-def _holder(file: IO[bytes]) -> str:
+def _holder(file: FileIO) -> str:
     file.seek(0)
     return file.read(20).decode(errors="replace") or "?"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
 
 LARGEST_TEXT = 256 * 2**20
 """Bytes; the largest tokenizers published are a tenth of it."""
@@ -28,7 +28,7 @@ FLAGS = {
 }
 
 
-def open_regular(path: Path, mode: str) -> IO[Any]:
+def open_regular(path: Path, mode: str) -> FileIO:
     """Unbuffered binary file. mode: one of FLAGS. A link is followed to read, and never to write;
     nothing is truncated before the file is known.
 
@@ -51,7 +51,7 @@ def open_regular(path: Path, mode: str) -> IO[Any]:
             raise ValueError(not_regular(path, found))
         if mode == "wb":
             os.ftruncate(descriptor, 0)
-        return os.fdopen(descriptor, mode, buffering=0)
+        return FileIO(descriptor, mode)
     except BaseException:
         os.close(descriptor)
         raise
@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
         write_all(file, text.encode("utf-8"))
 
 
-def write_all(file: IO[Any], data: bytes) -> None:
+def write_all(file: FileIO, data: bytes) -> None:
     """All of `data`: an unbuffered write may take less."""
     left = memoryview(data)
     while left:
