@@ -36,6 +36,7 @@ from jaxtrain.checkpoint.storage import (
     unfinished_bytes,
     whole_manifest,
 )
+from jaxtrain.files.stores import local_path
 
 
 def _told_by_us(record: logging.LogRecord) -> bool:
@@ -65,7 +66,9 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
-        self.directory = Path(directory).absolute()  # Orbax refuses a relative one
+        self.directory = local_path(
+            "directory", directory
+        ).absolute()  # Orbax refuses a relative one
         self.policy = policy
         self.clock = SaveClock(policy.every, mtbf_s)
         self.damaged: dict[int, DamagedCheckpoint] = {}

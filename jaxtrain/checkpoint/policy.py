@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxtrain.files.stores import store_violations
+
 FARTHEST = 16
 UNMEASURED_S = 600.0
 """Seconds between saves while nobody knows what a save takes, or how often the machines fail."""
@@ -101,6 +103,7 @@ class LocalTier:
                 f"directory={self.directory!r} is a path in which {{process}} may stand; use for "
                 "example '/dev/shm/jaxtrain'"
             )
+        wrong += store_violations("directory", self.directory)
         if wrong:
             raise ValueError("; ".join(wrong))
 

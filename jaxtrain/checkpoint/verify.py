@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.regular import refuse_links
+from jaxtrain.files.stores import local_path
 
 
 class Verdict(NamedTuple):
@@ -33,8 +34,9 @@ def verify(run_dir: str | Path) -> list[Verdict]:
     Raises:
         ValueError: no step is committed there, or links in it lead out of it.
     """
-    refuse_links(Path(run_dir))
-    directory = Path(run_dir) / CHECKPOINTS
+    run = local_path("run_dir", run_dir)
+    refuse_links(run)
+    directory = run / CHECKPOINTS
     steps = committed_steps(directory)
     if not steps:
         raise ValueError(

@@ -30,6 +30,7 @@ from jaxtrain.cli.shared import (
     set_simulation_flags,
     told,
 )
+from jaxtrain.files.stores import local_path
 
 DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 """Where the driver of a platform's devices shows that there are any."""
@@ -234,6 +235,7 @@ def _tokenize(options: Any) -> int:
     from jaxtrain.experiment import load_experiment
     from jaxtrain.train.session import CACHE_DIR
 
+    out = local_path("--out", options.out)
     data = load_experiment(options.experiment).data
     if not isinstance(data, TextData) or isinstance(data.source, (Mixture, TokenFiles)):
         found = type(getattr(data, "source", data)).__name__
@@ -241,7 +243,7 @@ def _tokenize(options: Any) -> int:
             f"tokenize reads the text of one source; {options.experiment} has {found}: write an "
             f"experiment whose data is TextData of that source alone"
         )
-    vocabulary, out = data.vocabulary(CACHE_DIR.expanduser()), Path(options.out)
+    vocabulary = data.vocabulary(CACHE_DIR.expanduser())
     for split in ("train", "held_out"):
         with progress_bar() as progress:
             written = tokenize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import JSON, told
+from jaxtrain.files.stores import local_path
 
 
 def add_options(schedule: argparse.ArgumentParser) -> None:
@@ -34,6 +34,10 @@ def draw(options: Any) -> int:
     from jaxtrain.pipeline.schedule import Costs, make_schedule
     from jaxtrain.pipeline.table_file import read_schedule, written
 
+    svg_file, table_file = (
+        local_path(f"--{name}", given) if (given := getattr(options, name)) else None
+        for name in ("svg", "save")
+    )
     sizes = {name: getattr(options, name) for name in ("stages", "microbatches", "chunks")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if options.table:
@@ -51,10 +55,10 @@ def draw(options: Any) -> int:
     for part in grid(schedule, console.width):
         console.print(part)
     print(figures(schedule, costs), file=out)
-    if options.svg:
-        Path(options.svg).write_text(svg(schedule, costs), encoding="utf-8")
-    if options.save:
-        Path(options.save).write_text(written(schedule), encoding="utf-8")
+    if svg_file is not None:
+        svg_file.write_text(svg(schedule, costs), encoding="utf-8")
+    if table_file is not None:
+        table_file.write_text(written(schedule), encoding="utf-8")
     if options.json:
         print(json.dumps(as_json(schedule, costs)))
     return 0

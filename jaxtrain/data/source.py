@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from jaxtrain.data.dataset import check_split
+from jaxtrain.files.stores import store_violations
 
 
 class Document(NamedTuple):
@@ -63,10 +64,20 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(hashed[:8], "big") < fraction * 2**64
 
 
+def check_paths(name: str, given: str | tuple[str, ...]) -> list[str]:
+    """What is wrong with a field that holds the path or the glob of files, or a tuple of them."""
+    wrong = [each for each in as_tuple(given) if not isinstance(each, str) or not each]
+    found = [
+        f"{name} has {each!r}; a path or a glob is a text such as 'books/*.txt'" for each in wrong
+    ]
+    return found or store_violations(name, given)
+
+
 def check_fraction(held_out: float) -> list[str]:
-    if 0.0 <= held_out < 1.0:
+    number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
+    if number and 0.0 <= held_out < 1.0:
         return []
-    return [f"held_out={held_out} is a fraction of the documents; use 0 <= held_out < 1"]
+    return [f"held_out={held_out!r} is a fraction of the documents; use 0 <= held_out < 1"]
 
 
 TESTS_AND_INSTALLED = ("site-packages", "dist-packages", "test", "tests", "idle_test")
@@ -145,7 +156,8 @@ class FileSource:
     held_out_patterns: str | tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        problems = check_fraction(self.held_out)
+        problems = check_fraction(self.held_out) + check_paths("patterns", self.patterns)
+        problems += check_paths("held_out_patterns", self.held_out_patterns)
         if not as_tuple(self.patterns):
             problems.append("patterns is empty; name at least one file or glob")
         if problems:
@@ -235,4 +247,4 @@ def split_files(patterns: tuple[str, ...], apart: tuple[str, ...], split: str) -
 
 
 def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    return patterns if isinstance(patterns, tuple) else (patterns,)

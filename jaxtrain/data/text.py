@@ -18,6 +18,7 @@ from jaxtrain.data.source import Document, Source, StdlibSource, documents, fing
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
 from jaxtrain.data.tokenization import tokenize
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
+from jaxtrain.files.stores import local_path
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class TextData:
         """
         check_split(split)
         seed = HELD_OUT_SEED if split == "held_out" else seed
-        cache_dir = Path(cache_dir)
+        cache_dir = local_path("cache_dir", cache_dir)
         vocabulary = self.vocabulary(cache_dir)
         opened = [
             (
@@ -79,7 +80,9 @@ class TextData:
         def texts() -> Iterator[str]:
             return (document.text for document in self.documents("train"))
 
-        return self.tokenizer.build(texts, corpus=corpus, cache_dir=Path(cache_dir))
+        return self.tokenizer.build(
+            texts, corpus=corpus, cache_dir=local_path("cache_dir", cache_dir)
+        )
 
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of every part in turn, unweighted.

@@ -30,7 +30,7 @@ from jaxtrain.data.array_file import (
 )
 from jaxtrain.data.dataset import check_split
 from jaxtrain.data.permutation import below, random_bits
-from jaxtrain.data.source import as_tuple, check_fraction, split_files
+from jaxtrain.data.source import as_tuple, check_fraction, check_paths, split_files
 
 KIND = "tokens"
 FORMAT = 1
@@ -145,8 +145,10 @@ class TokenFiles:
     held_out_paths: str | tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if problems := check_fraction(self.held_out):
-            raise ValueError(f"TokenFiles: {problems[0]}")
+        problems = check_fraction(self.held_out) + check_paths("paths", self.paths)
+        problems += check_paths("held_out_paths", self.held_out_paths)
+        if problems:
+            raise ValueError("TokenFiles: " + "; ".join(problems))
 
     def store(self, split: str, *, vocab: int, tokenizer: str) -> TokenStore:
         """Raises ValueError listing every file that does not suit the tokenizer."""

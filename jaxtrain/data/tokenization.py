@@ -26,6 +26,7 @@ from jaxtrain.data.token_file import (
     write_token_file,
 )
 from jaxtrain.data.tokenizer import Vocabulary
+from jaxtrain.files.stores import local_path
 
 SHARD_BYTES = 16 << 20
 Progress = Callable[[int, int], None]
@@ -56,6 +57,7 @@ def tokenize(
     An `out` that exists was finished and is only opened. Documents without text are left out.
     Raises ValueError for unreadable input, an empty corpus, or shards left by a different job.
     """
+    out = local_path("out", out)
     if processes < 1:
         raise ValueError(f"processes={processes} does no work; use 1 or more")
     if not hasattr(source, "pieces"):

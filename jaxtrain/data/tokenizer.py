@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.files.json_text import parsed
 from jaxtrain.files.regular import read_text, write_text
+from jaxtrain.files.stores import store_violations
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,14 @@ class TokenizerFile:
 
     path: str
     eos: str = EOS
+
+    def __post_init__(self) -> None:
+        problems = store_violations("path", self.path)
+        for name, given in (("path", self.path), ("eos", self.eos)):
+            if not isinstance(given, str) or not given:
+                problems.append(f"{name}={given!r} must be a text of one character or more")
+        if problems:
+            raise ValueError("TokenizerFile: " + "; ".join(problems))
 
     def absent(self) -> list[str]:
         """That the file is not there; nothing is read."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
+from jaxtrain.files.stores import store_violations
 from jaxtrain.optim.fields import count, positive, refuse
 
 Patterns = tuple[str, ...]
@@ -24,7 +25,7 @@ class FromHuggingFace:
     folder: str | Path
 
     def __post_init__(self) -> None:
-        refuse(kind_violations(self))
+        refuse(kind_violations(self) + store_violations("folder", self.folder))
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class FromRun:
         violations = kind_violations(self)
         if not violations:
             violations = module_violations("trust", self.trust)
+            violations += store_violations("run_dir", self.run_dir)
         if isinstance(self.step, int) and self.step < 1:
             violations += count("step", self.step, 1)
         refuse(violations or pattern_violations("leaves", self.leaves))

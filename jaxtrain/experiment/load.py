@@ -18,13 +18,14 @@ import numpy as np
 
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.kinds import takes, takes_none
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.hardware import did_you_mean
 
 
 def load_experiment(path: str | Path) -> Experiment:
     """experiment() of a Python file. Raises ValueError that says what is missing or not allowed:
     no such file or function, a lambda or closure in a field, an object that is not a value."""
-    path = Path(path)
+    path = local_path("experiment", path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a .py file"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh import hardware
 from jaxtrain.mesh.axes import MESH_AXES
 from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link, did_you_mean
@@ -138,7 +139,7 @@ def load_mesh(mesh: str | Path | MeshSpec) -> MeshSpec:
     """
     if isinstance(mesh, MeshSpec):
         return mesh
-    path = Path(mesh)
+    path = local_path("mesh", mesh)
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -20,6 +20,7 @@ from statistics import median_low
 
 import numpy as np
 
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.pipeline.analysis import violations
 from jaxtrain.pipeline.schedule import Schedule
@@ -33,13 +34,14 @@ def read_schedule(path: str | Path) -> Schedule:
     Raises ValueError with every line that cannot be read, or else with every reason why no step can
     follow it (`analysis.violations`); OSError where there is no file.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    path = local_path("table", path)
+    lines = path.read_text(encoding="utf-8").splitlines()
     rows = [
         (number, [cell.strip() for cell in line.split(",")])
         for number, line in enumerate(lines, 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
-    schedule, problems = _parsed(Path(path).stem, rows)
+    schedule, problems = _parsed(path.stem, rows)
     refuse(str(path), problems or violations(schedule))
     return schedule
 

@@ -23,6 +23,7 @@ from jaxtrain.checkpoint.manifest import read_manifest
 from jaxtrain.checkpoint.pack import write_chunks
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.reader import read_arrays
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
 
 SIZES = (200 << 20, 1 << 30)
@@ -328,7 +329,9 @@ def _state(size: int) -> State:
 
 @contextmanager
 def _place(directory: str | Path | None, size: int) -> Iterator[Path]:
-    below = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+    below = (
+        local_path("directory", directory) if directory is not None else Path(tempfile.gettempdir())
+    )
     free = shutil.disk_usage(below).free
     needed = 8 * size  # two steps of each, and packs
     if free < needed:

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint.huggingface import write_folder
 from jaxtrain.checkpoint.huggingface.write import refuse_unwritable
 from jaxtrain.checkpoint.run_config import NAME, read_config
 from jaxtrain.experiment.reading import Trust
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.train.kept_tokenizer import (
     GENERATION,
@@ -44,7 +45,7 @@ def export(
     Raises, before a weight is read, ValueError where there is no such run or step, no family has
     its model, or `out` is there already; DamagedCheckpoint.
     """
-    run, out = Path(run), Path(out)
+    run, out = local_path("run", run), local_path("out", out)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     found = load(run, step=step, averaged=averaged, mesh=mesh, cache_dir=cache_dir, trust=trust)

@@ -18,6 +18,7 @@ from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -88,9 +89,10 @@ def load(
     caller's own that a run may name, as for `stored_field`; no other code is imported.
     Raises ValueError where nothing of the kind is there, and DamagedCheckpoint.
     """
-    path, spec = Path(path), mesh_from_axes(data=1) if mesh is None else mesh
+    path, cache = local_path("path", path), local_path("cache_dir", cache_dir).expanduser()
+    spec = mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):
-        return _of_run(path, step, averaged, spec, Path(cache_dir).expanduser(), trust)
+        return _of_run(path, step, averaged, spec, cache, trust)
     if step is not None or averaged:
         raise ValueError(
             f"{path} is no run directory; a folder of weights has no steps or averages"

@@ -26,6 +26,7 @@ from jaxtrain.experiment import (
     load_experiment,
     with_fields,
 )
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.telemetry.metrics import (
     DelayedMetrics,
@@ -93,7 +94,8 @@ def train(
         experiment = load_experiment(experiment)
     experiment = with_fields(experiment, settings or [])
     spec = load_mesh(mesh)
-    run = Path(run_dir) if run_dir is not None else None
+    run = local_path("run_dir", run_dir) if run_dir is not None else None
+    cache = local_path("cache_dir", cache_dir).expanduser()
     last = experiment.steps if steps is None else steps
     if not 1 <= last <= experiment.steps:
         raise ValueError(
@@ -112,7 +114,6 @@ def train(
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     policy = experiment.checkpoints
     saves = checkpoints_of(run, policy, spec) if run and policy else None
-    cache = Path(cache_dir).expanduser()
     with ExitStack() as stack:
         if saves is not None:
             stack.callback(saves.close)

@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.huggingface.mixtral import MIXTRAL
 from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parsed
 from jaxtrain.files.regular import read_text
+from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
 
@@ -34,7 +35,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
         ValueError: there is no readable config.json, or it describes what this library does not
             compute: every such field at once, those that are not known included.
     """
-    path = Path(folder) / NAME
+    path = local_path("folder", folder) / NAME
     family, raw, problems = _family_of(path)
     if family is None:
         raise _refusal(path, problems)

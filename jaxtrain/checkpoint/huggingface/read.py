@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.huggingface.layout import (
     stored_tensors,
     turned,
 )
+from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
 
 Template = Mapping[str, jax.ShapeDtypeStruct]
@@ -40,7 +41,7 @@ def read_params(
             extra, of another shape or no float: all of them, by name. While reading: a tied
             folder's lm_head differs from its embedding.
     """
-    folder = Path(folder)
+    folder = local_path("folder", folder)
     family, leaves = family_of(folder), leaf_shapes(config)
     with Folder(folder) as files:
         problems = _template_problems(template, leaves)
@@ -50,7 +51,7 @@ def read_params(
 
 def refuse_unfit(folder: str | Path, config: DecoderConfig) -> None:
     """Raise ValueError as `read_params` does before it reads a weight; needs no device."""
-    folder = Path(folder)
+    folder = local_path("folder", folder)
     family, leaves = family_of(folder), leaf_shapes(config)
     with Folder(folder) as files:
         _reader(files, config, family, leaves, [])

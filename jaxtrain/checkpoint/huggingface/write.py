@@ -19,6 +19,7 @@ from jaxtrain.checkpoint.huggingface import config as config_file
 from jaxtrain.checkpoint.huggingface.folder import INDEX, SINGLE
 from jaxtrain.checkpoint.huggingface.layout import LeafShape, Stored, leaf_shapes, stored_tensors
 from jaxtrain.checkpoint.huggingface.target import Target, in_the_way
+from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -55,6 +56,7 @@ def write_folder(
             its own, or `folder` is there already and not empty. After that, with nothing left
             behind: process 0 could not write, or a weight is beyond float16.
     """
+    folder = local_path("folder", folder)
     family, fields = config_file.expressed(config)
     leaves = leaf_shapes(config)
     tensors = stored_tensors(config, family.tensors, leaves)
@@ -67,7 +69,7 @@ def write_folder(
         fields["max_position_embeddings"] = max_seq
     files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
     size = sum(_elements(tensor) for tensor in tensors) * jnp.dtype(name).itemsize
-    with Target(Path(folder)) as target:
+    with Target(folder) as target:
         target.attempt(partial(target.begin, size))
         target.agree()
         for file, part in files.items():
@@ -87,7 +89,7 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
         except ValueError as error:
             problems.append(str(error))
         if jax.process_index() == 0:
-            problems += in_the_way(Path(folder))
+            problems += in_the_way(local_path("folder", folder))
         if problems:
             raise ValueError("\n".join(problems))
 

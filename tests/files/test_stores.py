@@ -1,0 +1,136 @@
+"""The address of an object store is refused wherever a path is given: it would become a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxtrain
+from jaxtrain import cli
+from jaxtrain.checkpoint.huggingface import read_params, write_folder
+from jaxtrain.data import ByteTokenizer, StdlibSource, tokenize
+from jaxtrain.files.stores import local_path, store_violations
+from jaxtrain.train.bench_checkpoint import bench_checkpoint
+from jaxtrain.train.loading import load
+
+BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
+EXPERIMENT = jaxtrain.Experiment(
+    model=jaxtrain.DecoderConfig(vocab=257, embed=8, layers=2, period=(BLOCK,)),
+    data=jaxtrain.TextData(seq=8),
+    optimizer=jaxtrain.AdamW(1e-3),
+    steps=2,
+    batch=8,
+)
+ONE = jaxtrain.mesh_from_axes(data=1)
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "train, run directory": lambda at: jaxtrain.train(EXPERIMENT, ONE, run_dir=at),
+    "train, cache": lambda at: jaxtrain.train(EXPERIMENT, ONE, cache_dir=at),
+    "train, experiment": lambda at: jaxtrain.train(at, ONE),
+    "train, mesh": lambda at: jaxtrain.train(EXPERIMENT, at),
+    "check, experiment": lambda at: jaxtrain.check(at, ONE),
+    "check, mesh": lambda at: jaxtrain.check(EXPERIMENT, at),
+    "certify": lambda at: next(jaxtrain.certify(at, devices=1)),
+    "generate": lambda at: jaxtrain.generate_text(at, "a"),
+    "generate, cache": lambda at: jaxtrain.generate_text(".", "a", cache_dir=at),
+    "export, run": lambda at: jaxtrain.export(at, "out"),
+    "export, folder": lambda at: jaxtrain.export("run", at),
+    "load": load,
+    "verify": jaxtrain.verify,
+    "weights": jaxtrain.huggingface_config,
+    "weights, read": lambda at: read_params(at, EXPERIMENT.model, {}),
+    "weights, written": lambda at: write_folder(at, EXPERIMENT.model, {}),
+    "a start from weights": jaxtrain.FromHuggingFace,
+    "a start from a run": jaxtrain.FromRun,
+    "checkpoints": lambda at: jaxtrain.CheckpointManager(at, jaxtrain.SavePolicy()),
+    "a local tier": lambda at: jaxtrain.LocalTier(directory=str(at)),
+    "text": lambda at: jaxtrain.TextFiles(str(at)),
+    "text, held out": lambda at: jaxtrain.TextFiles("a", held_out_patterns=("b", str(at))),
+    "JSON lines": lambda at: jaxtrain.JsonLines(("a", str(at))),
+    "Parquet": lambda at: jaxtrain.Parquet(str(at)),
+    "token files": lambda at: jaxtrain.TokenFiles(str(at)),
+    "token files, held out": lambda at: jaxtrain.TokenFiles("a", held_out_paths=str(at)),
+    "tokenizer": lambda at: jaxtrain.TokenizerFile(str(at)),
+    "tokens": lambda at: tokenize(StdlibSource(), ByteTokenizer(), at),
+    "data, cache": lambda at: EXPERIMENT.data.open("train", seed=0, cache_dir=at),
+    "schedule": lambda at: jaxtrain.Pipeline(f"{at}/mine.csv"),
+    "bench checkpoint": lambda at: bench_checkpoint(("1MiB",), directory=at),
+}
+
+SCHEDULE = ("schedule", "--kind=gpipe", "--stages=2", "--microbatches=2")
+
+COMMANDS: dict[str, list[str]] = {
+    "train": ["train", "experiments/stdlib_lm.py", "--run-dir", "AT"],
+    "train, mesh": ["train", "experiments/stdlib_lm.py", "--mesh", "AT"],
+    "train, experiment": ["train", "AT"],
+    "compile": ["compile", "AT", "--mesh", "meshes/cpu_1.toml"],
+    "generate": ["generate", "AT", "--prompt", "a"],
+    "export": ["export", "AT", "--out", "out"],
+    "export, folder": ["export", "run", "--out", "AT"],
+    "verify": ["verify", "AT"],
+    "tokenize": ["tokenize", "experiments/stdlib_lm.py", "--out", "AT"],
+    "schedule": ["schedule", "--table", "AT"],
+    "schedule, picture": [
+        "schedule",
+        "--kind",
+        "gpipe",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+        "--svg",
+        "AT",
+    ],
+    "schedule, table": [
+        "schedule",
+        "--kind",
+        "gpipe",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+        "--save",
+        "AT",
+    ],
+}
+
+ADDRESSES = ("gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    root = Path(jaxtrain.__file__).parents[1]
+    for name in ("experiments", "meshes"):
+        (tmp_path / name).symlink_to(root / name)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert {path.name for path in tmp_path.iterdir()} == {"experiments", "meshes"}
+
+
+@pytest.mark.parametrize("address", ADDRESSES, ids=repr)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_function_takes_the_address_of_a_store_for_a_path(name: str, address: Any) -> None:
+    scheme = str(address)[:2]
+    with pytest.raises(ValueError, match=f"is an address, and {scheme}:// is not read or"):
+        FUNCTIONS[name](address)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_takes_the_address_of_a_store_for_a_path(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.replace("AT", "gs://bucket/run") for word in COMMANDS[name]]
+    assert cli.main(given) == cli.REFUSED
+    said = capsys.readouterr()
+    assert "is an address, and gs:// is not read or written yet" in said.err and not said.out
+
+
+def test_paths_are_no_addresses() -> None:
+    for path in ("runs/a", "/a:/b", "a:b", "a/gs://b", "./gs://b", "C:/a", "", "~/x", Path("a")):
+        assert store_violations("path", path) == [] and local_path("path", path) == Path(path)
+    assert store_violations("path", 3) == [] and store_violations("path", ("a", 3)) == []
+    assert "without file://" in store_violations("path", "file:///a")[0]
+    assert len(store_violations("path", ("gs://a", "b", "hdfs://c"))) == 2
