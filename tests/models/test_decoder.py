@@ -12,6 +12,7 @@ import pytest
 from dense_decoder import dense_logits, dense_loss
 from flax import nnx
 
+from jaxtrain.models import block as block_module
 from jaxtrain.models.block import (
     AttentionConfig,
     BlockConfig,
@@ -244,6 +245,26 @@ def test_dropout_follows_the_rows_numbers_not_their_places():
               model.loss(batch | {"rows": jnp.array([5, 8])}, key=key)[0]]  # fmt: skip
     assert len({float(x) for x in others}) == 4
     np.testing.assert_allclose(plain, dense_loss(config, params, batch), rtol=1e-5)
+
+
+def test_no_two_layers_and_no_two_tokens_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers have their numbers in natural order, and tokens of packed documents their places."""
+    asked = []
+
+    def noted(x, rate, keys, *, name, layer=0):
+        asked.append((name, int(layer)))
+        return x
+
+    monkeypatch.setattr(block_module, "dropout", noted)
+    one, other = block(dropout=0.5), block(hidden=4, dropout=0.5)
+    config = decoder(one, other, layers=7, prefix=(other,), suffix=(one, one))
+    model = put_together(*model_of(config))
+    batch = batch_of() | {"rows": jnp.array([5, 9])}
+    context = model.context(batch, jax.random.key(0), Local())
+    jax.eval_shape(lambda: model.loss(batch, key=context.keys.key, loop=LayerLoop(unroll=True)))
+    assert asked == [(name, layer) for layer in range(7) for name in ("attention", "mlp")]
+    tokens = list(zip(*map(np.asarray, context.keys[1:]), strict=True))
+    assert tokens == [(row, at) for row in (5, 9) for at in range(SEQ)]
 
 
 def test_the_gradient_of_a_bias_is_summed_in_fp32() -> None:

@@ -74,6 +74,16 @@ def test_real_rows_move_alike_however_far_the_vocabulary_is_padded(case: str, ti
         np.testing.assert_allclose(padded[name], table, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize(("size", "step"), [(0.0, 1e-3), (1e-4, 1e-3), (0.5, 0.5)])
+def test_a_relative_rate_is_of_the_layers_size_or_eps2(size: float, step: float) -> None:
+    """Else what begins at zero would never move."""
+    axes = {"w": ("embed", "mlp")}
+    params = {"w": jnp.full((4, 4), size)}
+    transform = Adafactor(0.1).build(axes, steps=3, batch=1)
+    moved, _ = transform.update({"w": jnp.ones((4, 4))}, transform.init(params), params)
+    np.testing.assert_allclose(moved["w"], np.full((4, 4), -0.1 * step), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_real_mean_leaves_padding_out(dims: tuple[int, ...]) -> None:
     x = np.arange(12.0, dtype=np.float32).reshape(4, 3)

@@ -108,14 +108,14 @@ def trusted(mask: Any) -> optax.GradientTransformation:
     return optax.masked(optax.scale_by_trust_ratio(), mask)
 
 
-def reference_muon(rms: float | None) -> optax.GradientTransformation:
+def reference_muon(rms: float | None, decay: float = 0.1) -> optax.GradientTransformation:
     """optax's Muon on the matrices named so by hand; not its own Adam, which is a Nadam."""
     transforms = {
-        "muon": optax.contrib.muon(RATE_FN, weight_decay=0.1, consistent_rms=rms),
+        "muon": optax.contrib.muon(RATE_FN, weight_decay=decay, consistent_rms=rms),
         "adam": optax.adamw(
             RATE_FN,
             b2=0.95,
-            weight_decay=0.1,
+            weight_decay=decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim == 2, params),
         ),
     }
@@ -187,7 +187,10 @@ CASES = {
         optax.adafactor(RATE_FN, multiply_by_parameter_scale=False, clipping_threshold=None),
     ),
     "muon": (Muon(RATE), reference_muon(rms=0.2)),
-    "muon, as Jordan scales": (Muon(RATE, rms=None), reference_muon(rms=None)),
+    "muon, as Jordan scales": (
+        Muon(RATE, rms=None, weight_decay=0.3),
+        reference_muon(rms=None, decay=0.3),
+    ),
 }
 
 
@@ -223,6 +226,19 @@ def test_stacked_update_equals_the_unstacked_one(case: str) -> None:
     found, _ = run(ours.build(AXES, steps=STEPS, batch=8), params, grads)
     expected, _ = run(reference, unstack(params), [unstack(g) for g in grads])
     assert_close(unstack(found), expected, atol=2e-5 if case.startswith("muon") else 2e-6)
+
+
+@pytest.mark.parametrize("optimizer", [Lamb(0.1), Lars(0.1)], ids=["lamb", "lars"])
+def test_layers_of_zeros_and_layers_without_gradients_are_finite(optimizer: Any) -> None:
+    """A trust ratio is 1 where there is no weight or no update to speak of: a layer without either
+    stays, and one of zeros begins to move."""
+    axes = {"w": ("layers", "embed", "mlp")}
+    params = {"w": jnp.stack([jnp.eye(3), jnp.zeros((3, 3)), jnp.zeros((3, 3))])}
+    grads = {"w": jnp.stack([jnp.zeros((3, 3)), jnp.eye(3), jnp.zeros((3, 3))])}
+    transform = replace(optimizer, weight_decay=0.0).build(axes, steps=3, batch=1)
+    moved = transform.update(grads, transform.init(params), params)[0]["w"]
+    assert not moved[0].any() and not moved[2].any()
+    np.testing.assert_allclose(moved[1], -0.1 * np.eye(3), rtol=1e-5)
 
 
 OPTIMIZERS = {

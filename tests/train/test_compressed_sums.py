@@ -25,7 +25,13 @@ from jaxtrain.mesh.sharding import Leaf, partition_spec
 from jaxtrain.train.assembly import assemble
 from jaxtrain.train.compressed_sums import Choice, CompressedSums, GuardReader, choose
 from jaxtrain.train.guard import Distance, beyond, distance
-from jaxtrain.train.residuals import compressed_parts, no_residuals, redistributed, residual_splits
+from jaxtrain.train.residuals import (
+    compressed_parts,
+    no_residuals,
+    redistributed,
+    residual_splits,
+    trusted,
+)
 from jaxtrain.train.session import open_session
 
 KEY = jax.random.key(0)
@@ -208,6 +214,16 @@ def test_step_n_selects_step_n_plus_two_whether_resumed_or_not(resume: int) -> N
         state = step if choice.measured and step == 3 and state < 0 else state
         reader.push({"guard_tripped": np.float32(state)})
     assert exact == [False] * 5 + [True] * 3
+
+
+@pytest.mark.parametrize("tripped", [-1, 0, 7])
+def test_errors_of_a_distrusted_codec_are_not_added(tripped: int) -> None:
+    """Its factors are nobody's gradients and stay."""
+    residuals = {"errors": {"a": jnp.ones((2, 3))}, "factors": {"a": jnp.ones(4)}}
+    found = trusted({**residuals, "tripped": jnp.int32(tripped)})
+    assert found.keys() == residuals.keys()
+    np.testing.assert_array_equal(found["errors"]["a"], np.full((2, 3), float(tripped < 0)))
+    np.testing.assert_array_equal(found["factors"]["a"], np.ones(4))
 
 
 @pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
@@ -412,10 +428,13 @@ def test_factors_of_another_shape_begin_again() -> None:
     np.testing.assert_array_equal(found["b"], old["factors"]["b"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
-    [Int8(block=16), TopK(0.1), PowerSGD(2)],
+    [
+        TopK(0.1),
+        pytest.param(Int8(block=16), marks=pytest.mark.slow),
+        pytest.param(PowerSGD(2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_skipped_step_leaves_the_residuals_as_they_were(

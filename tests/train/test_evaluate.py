@@ -78,6 +78,50 @@ def test_held_out_loss_is_of_batches_of_the_experiment(
         assert found == pytest.approx(by_hand(experiment, state, rows), rel=1e-6)
 
 
+def test_a_pipeline_evaluates_the_rows_that_were_asked_for(
+    decoder: jaxtrain.Experiment, made: Any
+) -> None:
+    """Two pieces are on their way at once; one that nobody asked for is on its way with the third,
+    and counts nothing."""
+    two = replace(decoder, model=replace(decoder.model, layers=2))
+    found = []
+    for axes in ({"data": 1}, {"stage": 2}):
+        evaluator, state = made(two, **axes)
+        found.append([evaluator(state, batches=n)["eval_loss"] for n in (1, 3)])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert abs(found[0][0] - found[0][1]) > 1e-4
+
+
+def test_averages_are_evaluated_where_they_are_kept(
+    own: jaxtrain.Experiment, opened: Any, stepped: Any
+) -> None:
+    session = opened(replace(own, ema_decay=0.9), fsdp=2)
+    for _ in range(5):
+        stepped(session)
+    found = session.evaluate(session.state, batches=2)["eval_loss"]
+    averages = replace(session.state, params=session.state.ema)
+    assert found == pytest.approx(by_hand(own, averages, 16), rel=1e-6)
+    assert abs(found - by_hand(own, session.state, 16)) > 1e-3, "the average lags behind"
+
+
+def test_bits_are_of_the_bytes_that_weigh(own: jaxtrain.Experiment, made: Any) -> None:
+    """A target that counts a quarter has a quarter of its nats and of its bytes."""
+    evaluator, state = made(own)
+    data, every = evaluator._data.dataset, evaluator._data.dataset.rows
+    data.token_bytes = np.arange(own.data.vocab) % 5
+
+    def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
+        found = every(indices)
+        share = np.float32([0.0, 0.25, 1.0, 2.0])[found["tokens"] % 4]
+        return {**found, "weights": share}
+
+    data.rows = rows
+    found, batch = evaluator(state, batches=2), rows(np.arange(16))
+    seen = (data.token_bytes[batch["targets"]] * batch["weights"]).sum()
+    nats = found["eval_loss"] * batch["weights"].sum()
+    assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / seen, rel=1e-6)
+
+
 @dataclass(frozen=True)
 class Fields:
     """A bigram chain of `held_out` rows, of which only these fields are given; `image` is one of

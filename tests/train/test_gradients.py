@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.compression import TopK
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
@@ -18,7 +20,17 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
 from jaxtrain.train import gradients
-from jaxtrain.train.gradients import Reduction, accumulate, gspmd, squared_norm, updated
+from jaxtrain.train.compressed_sums import Choice, CompressedSums
+from jaxtrain.train.gradients import (
+    Reduction,
+    accumulate,
+    accumulated,
+    explicit,
+    gspmd,
+    squared_norm,
+    updated,
+)
+from jaxtrain.train.residuals import carried, compressed_parts, no_residuals, residual_splits
 
 KEY = jax.random.key(0)
 
@@ -70,6 +82,54 @@ def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
     for leaf in wanted:
         np.testing.assert_allclose(found.grads[leaf], wanted[leaf], rtol=2e-5, atol=1e-5)
     assert int(found.rest["seen"]) == len(RAGGED[name]), "other state is threaded through"
+
+
+def test_residuals_are_paid_back_in_means_of_the_step() -> None:
+    """They are of a mean gradient: a step of any weight and loss scale adds that much more."""
+    params, batch = problem(RAGGED["ragged"])
+    step = gspmd(loss, constrain=lambda g: g)
+    arguments = (params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(4.0))
+    errors = {"w": jnp.full((1, 3, 4), 0.5), "v": jnp.full((1, 4), -2.0)}
+    plain, paid = (step(*arguments, residuals) for residuals in ({}, {"errors": errors}))
+    for name, error in errors.items():
+        due = plain.grads[name] / (4.0 * RAGGED["ragged"].sum()) + error[0]
+        np.testing.assert_allclose(
+            paid.grads[name] / (4.0 * RAGGED["ragged"].sum()), due, rtol=1e-5, atol=1e-6
+        )
+        assert not np.any(paid.residuals["errors"][name])
+
+
+def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None:
+    """Of the step's mean, whatever its weight and loss scale."""
+    reducer, sizes, scale = Compressed(TopK(0.2)), {"data": 2}, 4.0
+    params, batch = problem(RAGGED["ragged"])
+    places = {
+        k: Leaf(k, p.shape, "float32", ("embed", "mlp")[: p.ndim], *[((),) * p.ndim] * 3)
+        for k, p in params.items()
+    }
+    parts = compressed_parts(reducer, 0, places, sizes)
+    reduction = Reduction(places, sizes, True, small_leaf=0)
+    residuals = no_residuals(reducer, parts, 0)
+    splits = residual_splits(residuals, parts)
+    specs = jax.tree.map(lambda _, d: partition_spec(d), residuals, splits)
+    step = explicit(
+        accumulated(lambda *a: (*loss(*a[:1], {"seen": 0}, *a[2:])[:2], {}), reduction, dict),
+        mesh=Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,)),
+        reduction=reduction,
+        batch_specs={k: PartitionSpec(None, "data") for k in batch},
+        compressed=CompressedSums(reducer, parts, Choice(reducer.codec)),
+        residual_specs=carried(specs),
+    )
+    found = jax.jit(step)(params, {}, batch, KEY, jnp.float32(scale), carried(residuals))
+    exact = gspmd(loss, constrain=lambda g: g)(
+        params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(scale), {}
+    )
+    count = RAGGED["ragged"].sum()
+    assert found.count == count
+    for name, error in found.residuals["errors"].items():
+        lacks = (exact.grads[name] - found.grads[name]) / (scale * count)
+        assert np.abs(lacks).max() > 1e-2
+        np.testing.assert_allclose(error.sum(0), lacks, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:

@@ -23,6 +23,7 @@ from jaxtrain.checkpoint import CheckpointError, DamagedCheckpoint
 from jaxtrain.checkpoint.manifest import read_manifest
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
+from jaxtrain.train.saving import checkpoints_of
 
 MESH = {"fsdp": 2}
 
@@ -255,6 +256,15 @@ def test_a_local_tier_that_fails_costs_nothing_else(
     assert told.count("No space left") == 4, "once a save"
     assert "NOT SAVED" not in told
     assert not list((tmp_path / "memory").rglob("*.pack"))
+
+
+def test_the_machines_together_fail_as_often_as_there_are_devices(tmp_path: Path) -> None:
+    spec = jaxtrain.mesh_from_axes(data=2, fsdp=4)
+    policy = jaxtrain.SavePolicy()
+    for hours, wanted in ((None, None), (800.0, 100 * 3600.0)):
+        facts = replace(spec.facts, mtbf_hours=hours)
+        with checkpoints_of(tmp_path, policy, replace(spec, facts=facts)) as saves:
+            assert saves.durable.clock.mtbf_s == wanted
 
 
 def test_a_step_says_which_experiment_and_data_it_is_of(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxtrain
 from jaxtrain import LossScale, Precision, bf16, fp16, fp32
@@ -196,6 +197,74 @@ def test_the_rate_reported_is_the_one_applied_and_waits_for_skipped_steps(
         if i != 1:
             applied = metrics["update_norm"] / metrics["grad_norm"]
             assert applied == pytest.approx(metrics["learning_rate"], rel=1e-5)
+
+
+def test_a_ramps_rates_are_those_of_its_largest_batch(
+    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped
+) -> None:
+    """The rate is scaled by the batch that most of the run has, in every step of it."""
+    rate = ScaledRate(0.5, reference_batch=BATCH)
+    ramp = jaxtrain.BatchRamp(start=BATCH, end=4 * BATCH, increment=3 * BATCH, steps=2)
+    session = opened(replace(own, batch=ramp, optimizer=replace(own.optimizer, learning_rate=rate)))
+    assert session.assembly.abstract_batch()["tokens"].shape == (1, 4 * BATCH, 8)
+    for step in range(4):
+        metrics = stepped(session)
+        assert metrics["weight"] == (BATCH if step < 2 else 4 * BATCH) * 8
+        assert metrics["learning_rate"] == pytest.approx(0.5 * 4**0.5)
+        applied = metrics["update_norm"] / metrics["grad_norm"]
+        assert applied == pytest.approx(0.5 * 4**0.5, rel=1e-5)
+
+
+class Drawn(nnx.Module):
+    """Its loss is a number drawn with the key, and no parameter's doing."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.idle = nnx.Param(jnp.ones((2, 2)), axes=("embed", "mlp"))
+
+    def loss(self, batch: dict[str, jax.Array], *, key: Any) -> tuple[jax.Array, jax.Array]:
+        drawn = jnp.float32(0.0) if key is None else jax.random.uniform(key)
+        return drawn + 0.0 * jnp.sum(self.idle[...]), jnp.float32(1.0)
+
+
+def drawn(rngs: nnx.Rngs) -> Drawn:
+    return Drawn(rngs)
+
+
+def test_every_step_and_microbatch_draws_anew_and_a_seed_the_same(
+    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped
+) -> None:
+    runs = []
+    for changes in ({}, {}, {"seed": 1}, {"microbatches": 4}):
+        session = opened(replace(own, model=drawn, **changes))
+        runs.append([stepped(session)["loss"] for _ in range(4)])
+    assert runs[0] == runs[1]
+    assert len({loss for run in runs for loss in run}) == 12
+    # One draw taken four times would be the mean of four, whose first is that of one microbatch.
+    assert all(abs(a - b) > 1e-4 for a, b in zip(runs[0], runs[3], strict=True))
+
+
+class Endless(nnx.Module):
+    """Its loss is infinite, and every gradient finite."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.matrix = nnx.Param(jnp.ones((2, 2)), axes=("embed", "mlp"))
+
+    def loss(self, batch: dict[str, jax.Array], *, key: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(self.matrix[...]) + jnp.float32(jnp.inf), jnp.float32(1.0)
+
+
+def endless(rngs: nnx.Rngs) -> Endless:
+    return Endless(rngs)
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_too(
+    own: jaxtrain.Experiment, opened: Opened, stepped: Stepped
+) -> None:
+    session = opened(replace(own, model=endless))
+    before = kept(session.state)
+    metrics = stepped(session)
+    assert np.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 1
+    assert metrics["skipped"] == 1 and same(kept(session.state), before)
 
 
 @pytest.mark.parametrize(
