@@ -15,10 +15,26 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
+from jaxtrain.checkpoint.chunks import Box, digest
 from jaxtrain.checkpoint.manifest import Manifest, read_manifest, refuse_gaps
 from jaxtrain.checkpoint.verify import verify
 
 LEAVES = ("params.w", "params.small", "params.half", "step", "key")
+
+
+def test_a_chunks_digest_is_of_its_leaf_place_and_dtype_too() -> None:
+    """The same bytes elsewhere are another chunk: read in each other's places they are damage."""
+    box, data = Box((0, 8), (2, 4)), np.zeros((2, 4), np.float32)
+    chunks = [
+        ("params.w", box, data),
+        ("params.v", box, data),
+        ("params.w", Box((2, 8), (2, 4)), data),
+        ("params.w", Box((0, 8), (4, 2)), data),
+        ("params.w", box, data.astype(np.int32)),
+        ("params.w", box, np.full_like(data, 1e-45)),
+    ]
+    assert len({digest(*chunk) for chunk in chunks}) == len(chunks)
+    assert digest(*chunks[0]) == digest("params.w", box, np.asfortranarray(data))
 
 
 def placed() -> dict:

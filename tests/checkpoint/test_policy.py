@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Best, Keep, LocalTier, Minutes, SavePolicy
@@ -26,6 +27,16 @@ def test_the_interval_is_the_one_that_wastes_least(mtbf: float, share: float) ->
     best = min(wasted(found * factor, save, mtbf) for factor in (0.5, 0.8, 0.9, 1.1, 1.25, 2))
     assert wasted(found, save, mtbf) < best
     assert found == pytest.approx(math.sqrt(2 * save * mtbf), rel=math.sqrt(2 * share))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_the_interval_is_within_a_hundredth_of_the_best(share: float) -> None:
+    """Where a save takes a good part of a machine's life, Young's first order is a third off."""
+    grid = np.linspace(0.05, 1.5, 20_000)
+    exact = grid[np.argmin([wasted(interval, share, 1.0) for interval in grid])]
+    assert daly_interval(share, 1.0) == pytest.approx(exact, rel=0.01)
+    if share == 0.5:
+        assert abs(math.sqrt(2 * share) / exact - 1) > 0.3
 
 
 def test_where_saves_take_longer_than_machines_live_it_is_their_life() -> None:
