@@ -13,7 +13,9 @@ import pytest
 import jaxtrain
 from jaxtrain import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
 
-WORDS, LAYERS, RATE = 13, 3, 0.1
+WORDS, LAYERS, RATE = 13, 5, 0.1
+"""Three slots on each of two stages: what one of two devices of `data` sums compressed has layers
+and padding in one block."""
 REDUCERS = {
     "sign": Compressed(Sign()),
     "sign, no feedback": Compressed(Sign(), error_feedback=False),
