@@ -1,6 +1,6 @@
-"""A state as chunks: which process writes which part of which array, and the digest of each.
+"""A state as chunks, and the digest of each.
 
-A chunk is a box of one array, as one device holds it, cut further where it is large. Its digest is
+A chunk is a box of one leaf, as one device holds it, cut further where it is large. Its digest is
 of what it is (leaf, place, dtype) and of its bytes, taken from the host's copy before they are
 written: bytes that belong elsewhere are as wrong as bytes that changed.
 """
@@ -8,10 +8,8 @@ written: bytes that belong elsewhere are as wrong as bytes that changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import xxhash
 
@@ -78,37 +76,6 @@ def hasher_of(leaf: str, box: Box, dtype: np.dtype) -> xxhash.xxh3_128:
 def as_bytes(data: np.ndarray) -> memoryview:
     """The elements' bytes, row after row; a view where they already lie so."""
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-
-
-def owned_parts(arrays: dict[str, jax.Array]) -> list[Part]:
-    """What this process writes of `arrays`: of each box that devices hold, one of them writes it.
-
-    Replicas take turns, so that processes which hold the same arrays share the work. Copies start
-    for all arrays before one is waited for; on a CPU device there is no copy: the array is held,
-    and a step that donates it writes elsewhere.
-    """
-    here, turn = [], 0
-    for leaf, array in arrays.items():
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        for box, devices in placed_boxes(array.sharding, tuple(array.shape)):
-            data = shards.get(devices[turn % len(devices)])
-            turn += 1
-            if data is not None:
-                data.copy_to_host_async()
-                here.append((leaf, box, data))
-    return [Part(leaf, box, np.asarray(data)) for leaf, box, data in here]
-
-
-@lru_cache(4096)
-def placed_boxes(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> tuple[tuple[Box, tuple[jax.Device, ...]], ...]:
-    """The distinct boxes that devices hold of an array, each with those that hold it; the same on
-    every process."""
-    found: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(box_of(index, shape), []).append(device)
-    return tuple((box, tuple(devices)) for box, devices in found.items())
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

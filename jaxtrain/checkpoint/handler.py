@@ -7,6 +7,7 @@ more than a second to import.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxtrain.checkpoint.chunks import Part
 from jaxtrain.checkpoint.leaves import LeafRecord
 from jaxtrain.checkpoint.manifest import (
     FAILED,
+    ITEM,
     read_manifest,
     take_parts,
     write_manifest,
@@ -92,6 +94,26 @@ class ChunkSave(ocp.args.CheckpointArgs):
 @dataclass
 class ChunkRestore(ocp.args.CheckpointArgs):
     """Orbax wants to know one; nothing is restored through it."""
+
+
+def open_orbax(directory: Path) -> ocp.CheckpointManager:
+    """Orbax's manager of a directory, which removes nothing that was committed."""
+    logging.getLogger("absl").addFilter(_told_by_us)
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
+        cleanup_tmp_directories=True,  # what a killed run left half written
+    )
+    return ocp.CheckpointManager(directory, options=options)
+
+
+def composite(saving: ChunkSave) -> ocp.args.Composite:
+    """What Orbax's manager is asked to save."""
+    return ocp.args.Composite(**{ITEM: saving})
+
+
+def _told_by_us(record: logging.LogRecord) -> bool:
+    """Orbax's threads log the whole trace of each error that a save raises here in one line."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _earlier(step: Path | None) -> Earlier:

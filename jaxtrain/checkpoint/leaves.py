@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
+
 
 class LeafRecord(NamedTuple):
     """What the checkpoint says of one leaf."""
@@ -70,10 +72,8 @@ def stored_bytes(tree: Any) -> int:
     return sum(math.prod(data.shape) * data.dtype.itemsize for data in datas)
 
 
-def to_store(state: Any) -> tuple[dict[str, jax.Array], dict[str, LeafRecord]]:
-    """The arrays to write under their paths, and the record of every leaf.
-
-    Leaves without elements are in the record only.
+def records_of(state: Any, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafRecord]:
+    """The record of every leaf.
 
     Raises:
         ValueError: a leaf is not a `jax.Array` (all of them are listed), or there is nothing.
@@ -86,11 +86,20 @@ def to_store(state: Any) -> tuple[dict[str, jax.Array], dict[str, LeafRecord]]:
             f"every leaf of a saved state is a jax.Array, but {found}; "
             "wrap it in jnp.asarray, or put it into the metadata"
         )
-    records = {name: _record(leaf) for name, leaf in leaves.items()}
-    arrays = {name: _data(leaf) for name, leaf in leaves.items() if leaf.size}
-    if not arrays:
+    if not any(leaf.size for leaf in leaves.values()):
         raise ValueError("the state to save holds no array with elements")
-    return arrays, records
+    return {name: _record(leaf, stored_shape(name, leaf, slots)) for name, leaf in leaves.items()}
+
+
+def arrays_of(state: Any) -> dict[str, jax.Array]:
+    """The arrays to write under their paths. Leaves without elements are in the records only."""
+    return {name: _data(leaf) for name, leaf in named_leaves(state).items() if leaf.size}
+
+
+def stored_shape(name: str, leaf: Any, slots: AllSlots) -> tuple[int, ...]:
+    """Of a leaf as it rests, or of its template."""
+    shape = tuple(leaf.shape)
+    return slots[name].stored(shape) if name in slots else shape
 
 
 def to_request(template: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -113,11 +122,13 @@ def from_store(
     return leaves
 
 
-def mismatches(template: dict[str, Any], records: dict[str, LeafRecord]) -> list[str]:
+def mismatches(
+    template: dict[str, Any], records: dict[str, LeafRecord], slots: AllSlots = AS_THEY_REST
+) -> list[str]:
     """Every way in which the stored leaves are not those asked for, one line each."""
     problems = []
     for name, wanted in template.items():
-        expected = f"{wanted.dtype}[{','.join(map(str, wanted.shape))}]"
+        expected = f"{wanted.dtype}[{','.join(map(str, stored_shape(name, wanted, slots)))}]"
         if name not in records:
             problems.append(f"{name}: not stored, expected {expected}")
         elif str(records[name]) != expected:
@@ -132,9 +143,9 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _record(leaf: jax.Array) -> LeafRecord:
+def _record(leaf: jax.Array, shape: tuple[int, ...]) -> LeafRecord:
     impl = str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
-    return LeafRecord(shape=tuple(leaf.shape), dtype=str(leaf.dtype), key_impl=impl)
+    return LeafRecord(shape=shape, dtype=str(leaf.dtype), key_impl=impl)
 
 
 def _data(leaf: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +11,13 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import leaves as leaf_table
-from jaxtrain.checkpoint.chunks import owned_parts
 from jaxtrain.checkpoint.exchange import agreed, united
-from jaxtrain.checkpoint.manifest import ITEM, Manifest, refuse_other_step
+from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
+from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays, verify_chunks
 from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -37,12 +37,6 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.stores import local_path
-
-
-def _told_by_us(record: logging.LogRecord) -> bool:
-    """Orbax's threads log the whole trace of each error that a save raises here in one line."""
-    return not (record.exc_info and "orbax" in record.pathname)
-
 
 MEND = "make room or mend the directory; the next save tries again"
 
@@ -182,10 +176,17 @@ class CheckpointManager:
         needed = missing * leaf_table.stored_bytes(template) - unfinished_bytes(self.directory)
         check_writable(self.directory, max(0, needed))
 
-    def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: dict[str, Any],
+        slots: AllSlots = AS_THEY_REST,
+    ) -> None:
         """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
-        Waits for the save before it, if that is still in flight. `metadata` is small JSON; it comes
+        slots: of leaves that are stored in another order than they rest in. Waits for the save
+        before it, if that is still in flight. `metadata` is small JSON; it comes
         back as JSON reads it (tuples as lists). `metadata["metrics"]` is what `Best` goes by. Where
         the metadata has a "step", or the state an integer leaf `step`, it is this one.
 
@@ -198,27 +199,30 @@ class CheckpointManager:
         self.wait()
         began = time.perf_counter()
         try:
-            self._save(step, state, metadata, began)
+            self._save(step, state, metadata, slots, began)
         finally:  # on every process, whatever became of it here
             self.clock.saved(step)
             self.blocked_s = time.perf_counter() - began
 
-    def _save(self, step: int, state: Any, metadata: dict[str, Any], began: float) -> None:
-        arrays, records = leaf_table.to_store(state)
+    def _save(
+        self, step: int, state: Any, metadata: dict[str, Any], slots: AllSlots, began: float
+    ) -> None:
+        records = leaf_table.records_of(state, slots)
         json_text(metadata, what=f"metadata of step {step}")
-        refuse_other_step(step, metadata, arrays)
+        refuse_other_step(step, metadata, leaf_table.named_leaves(state))
         self._refuse_old(step)
         last = self.latest()
         # Bytes that this start has not read may have changed: nothing is shared with them.
         earlier = self.directory / str(last) if last in self._trusted else None
         with self._translated("could not be saved", step):
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
-            manager, args, chunk_save = self._open()
+            handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})
-            saving = chunk_save(step, records, metadata, earlier, owned_parts(arrays))
-            with self._settled_if_interrupted(manager):
+            parts = owned_parts(leaf_table.arrays_of(state), slots)
+            saving = handler.ChunkSave(step, records, metadata, earlier, parts)
+            with self._settled_if_interrupted(self._orbax):
                 self._in_flight, self._began = step, began
-                started = manager.save(step, args=args.Composite(**{ITEM: saving}))
+                started = self._orbax.save(step, args=handler.composite(saving))
         if not started:
             self._in_flight = None
             raise CheckpointError(
@@ -228,11 +232,14 @@ class CheckpointManager:
                 remedy="remove step directories there that no run of ours wrote",
             )
 
-    def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int, template: Any, slots: AllSlots = AS_THEY_REST
+    ) -> tuple[Any, dict[str, Any]]:
         """The state saved as `step`, placed as `template` says, and its metadata.
 
         `template` is the state's tree with `jax.ShapeDtypeStruct` leaves that carry shardings (or
         arrays that do); its containers may differ from those that were saved, its paths may not.
+        slots: of leaves that rest in another order than they are stored in.
         Each process reads only chunks of which its devices need a part, and verifies each whole.
 
         Raises:
@@ -243,14 +250,19 @@ class CheckpointManager:
             CheckpointError: there is no such committed step.
         """
         self.wait()
-        return self.restore_from(whole_manifest(self.directory, step), step, template)
+        return self.restore_from(whole_manifest(self.directory, step), step, template, slots)
 
     def restore_from(
-        self, manifest: Manifest, step: int, template: Any, read: Read | None = None
+        self,
+        manifest: Manifest,
+        step: int,
+        template: Any,
+        slots: AllSlots = AS_THEY_REST,
+        read: Read | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """As `restore`, by a manifest of the step and a way to read its chunks (None: here)."""
         wanted = leaf_table.named_leaves(template)
-        if problems := leaf_table.mismatches(wanted, manifest.leaves):
+        if problems := leaf_table.mismatches(wanted, manifest.leaves, slots):
             raise ValueError(
                 f"checkpoint step {step} in {self.directory} does not fit the state asked for in "
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
@@ -259,7 +271,7 @@ class CheckpointManager:
         damages: list[str] = []
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = read_arrays(manifest, leaf_table.to_request(wanted), read)
+            arrays = read_arrays(manifest, leaf_table.to_request(wanted), read, slots)
         except Damaged as error:
             damages = error.damages
         self._note(step, damages)
@@ -341,21 +353,14 @@ class CheckpointManager:
             orbax, self._orbax = self._orbax, None
             orbax.close()
 
-    def _open(self) -> tuple[Any, Any, Any]:
-        """Orbax's manager, its argument types and ours, made at first use."""
+    def _open(self) -> Any:
+        """The module that knows Orbax, and its manager made at first use."""
         # Imported here: it costs more than a second, which a fresh run need not wait for.
-        import orbax.checkpoint as ocp
-
-        from jaxtrain.checkpoint.handler import ChunkSave
+        from jaxtrain.checkpoint import handler
 
         if self._orbax is None:
-            logging.getLogger("absl").addFilter(_told_by_us)
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
-                cleanup_tmp_directories=True,  # what a killed run left half written
-            )
-            self._orbax = ocp.CheckpointManager(self.directory, options=options)
-        return self._orbax, ocp.args, ChunkSave
+            self._orbax = handler.open_orbax(self.directory)
+        return handler
 
     def _refuse_old(self, step: int) -> None:
         last = self.latest()

@@ -1,4 +1,5 @@
-"""Arrays read back from chunks, onto any sharding; every chunk that is touched is verified."""
+"""Arrays read back from chunks, onto any sharding and into slots; every chunk that is touched is
+verified."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtrain.checkpoint.chunks import Box, Chunk, box_of
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.pack import read_chunk
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, Slots, pieces_of
 
 READERS = 4
 
@@ -35,9 +37,13 @@ def read_from(directory: Path) -> Read:
 
 
 def read_arrays(
-    manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], read: Read | None = None
+    manifest: Manifest,
+    wanted: dict[str, jax.ShapeDtypeStruct],
+    read: Read | None = None,
+    slots: AllSlots = AS_THEY_REST,
 ) -> dict[str, jax.Array]:
-    """The arrays of `wanted`, as its shardings place them on this process's devices.
+    """The arrays of `wanted`, as its shardings place them on this process's devices; in `slots`
+    where these have them, their padding zero.
 
     A leaf at a time, so that the host holds the chunks of one. All chunks of which a part is needed
     here are read and verified, whole. Raises Damaged, when everything was looked at.
@@ -48,7 +54,7 @@ def read_arrays(
     with ThreadPoolExecutor(READERS) as pool:
         for leaf, spec in wanted.items():
             try:
-                arrays[leaf] = _read_array(manifest, leaf, spec, read, pool)
+                arrays[leaf] = _read_array(manifest, leaf, spec, read, pool, slots.get(leaf))
             except Damaged as error:
                 damages += error.damages
     if damages:
@@ -75,13 +81,15 @@ def _read_array(
     spec: jax.ShapeDtypeStruct,
     read: Read,
     pool: ThreadPoolExecutor,
+    slots: Slots | None,
 ) -> jax.Array:
     shape, dtype = tuple(spec.shape), np.dtype(spec.dtype)
     assert spec.sharding is not None, "the manager refuses a template without shardings"
     places: dict[Box, list[jax.Device]] = {}
     for device, index in spec.sharding.addressable_devices_indices_map(shape).items():
         places.setdefault(box_of(index or (), shape), []).append(device)
-    touched = [c for c in manifest.chunks.get(leaf, []) if any(c.box.meet(b) for b in places)]
+    needed = [piece.box for box in places for piece in pieces_of(slots, box)]
+    touched = [c for c in manifest.chunks.get(leaf, []) if any(map(c.box.meet, needed))]
     found = list(pool.map(partial(_attempt, read=read, dtype=dtype), touched))
     if damages := [each for each in found if isinstance(each, str)]:
         raise Damaged(damages)
@@ -89,7 +97,7 @@ def _read_array(
     held = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
     shards = []
     for box, devices in places.items():
-        data = _assembled(box, dtype, held)
+        data = _part(box, dtype, held, slots)
         shards += [jax.device_put(data, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec.sharding, shards)
 
@@ -103,6 +111,18 @@ def _attempt(
     except ValueError as error:
         return f"{chunk.leaf} {_span(chunk.box)}: {error}"
     return data if keep else None
+
+
+def _part(
+    box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]], slots: Slots | None
+) -> np.ndarray:
+    """Part `box` of an array, out of chunks of the stored leaf."""
+    if slots is None:
+        return _assembled(box, dtype, held)
+    out = np.zeros(box.shape, dtype)
+    for piece in slots.pieces(box):
+        out[piece.at] = _assembled(piece.box, dtype, held)
+    return out
 
 
 def _assembled(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) -> np.ndarray:

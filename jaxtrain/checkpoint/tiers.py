@@ -15,13 +15,15 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint import leaves as leaf_table
-from jaxtrain.checkpoint.chunks import Chunk, owned_parts
+from jaxtrain.checkpoint.chunks import Chunk
 from jaxtrain.checkpoint.exchange import agreed, gathered
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
+from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.reader import Read, read_from
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -79,15 +81,17 @@ class Checkpoints:
         found = self._found.get(step)
         return self.durable.manifest(step) if found is None else found.manifest
 
-    def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int, template: Any, slots: AllSlots = AS_THEY_REST
+    ) -> tuple[Any, dict[str, Any]]:
         """As `CheckpointManager.restore`; a chunk that is damaged in one tier is read from the
         other."""
         found = self._found.get(step)
         if found is None:
-            return self.durable.restore(step, template)
+            return self.durable.restore(step, template, slots)
         assert self._steps is not None
         read = self._steps.read(found, self._durable_read(step))
-        return self.durable.restore_from(found.manifest, step, template, read)
+        return self.durable.restore_from(found.manifest, step, template, slots, read)
 
     def begin_after(self, step: int | None) -> dict[int, Path]:
         """Leave what is newer than `step` behind: damaged steps are set aside (to where is said),
@@ -123,21 +127,31 @@ class Checkpoints:
             check_writable(root, missing, instead="another LocalTier(directory=...)")
 
     def save(
-        self, step: int, state: Any, metadata: dict[str, Any], *, durable: bool = True
+        self,
+        step: int,
+        state: Any,
+        metadata: dict[str, Any],
+        slots: AllSlots = AS_THEY_REST,
+        *,
+        durable: bool = True,
     ) -> None:
         """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only."""
         blocked = 0.0
         if self._clock is not None:
             self._locally(lambda: self._open().wait(), step)
             began = time.perf_counter()
-            arrays, records = leaf_table.to_store(state)
-            refuse_other_step(step, metadata, arrays)
-            parts = owned_parts(arrays)
-            self._locally(lambda: self._open().save(step, parts, records, metadata), step)
+            records = leaf_table.records_of(state, slots)
+            refuse_other_step(step, metadata, leaf_table.named_leaves(state))
+
+            def begin() -> None:
+                parts = owned_parts(leaf_table.arrays_of(state), slots)
+                self._open().save(step, parts, records, metadata)
+
+            self._locally(begin, step)
             self._clock.saved(step)
             blocked = time.perf_counter() - began
         if durable:
-            self.durable.save(step, state, metadata)
+            self.durable.save(step, state, metadata, slots)
             blocked += self.durable.blocked_s
         self.blocked_s = blocked
 

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Chunk, owned_parts
+from jaxtrain.checkpoint.chunks import Chunk
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import read_manifest
 from jaxtrain.checkpoint.pack import write_chunks
+from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.reader import read_arrays
 from jaxtrain.files.stores import local_path

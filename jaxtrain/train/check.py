@@ -19,7 +19,7 @@ from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.train.assembly import Assembly, examined
 from jaxtrain.train.batches import fields_of
 from jaxtrain.train.memory import argument_bytes, memory_violations
-from jaxtrain.train.natural import natural_form
+from jaxtrain.train.natural import natural_shapes
 from jaxtrain.train.notes import notes
 from jaxtrain.train.pipelined import activation_share
 from jaxtrain.train.rows import open_split
@@ -184,7 +184,7 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
     weights = argument_bytes(assembly)
     weights["total"] = sum(weights.values())
     real_rows = experiment.model.vocab if assembly.built_in else None
-    shapes = natural_form(assembly).abstract.params
+    shapes = natural_shapes(assembly).params
     counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))

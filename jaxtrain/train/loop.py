@@ -38,6 +38,7 @@ from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.generate import generate
 from jaxtrain.train.loading import record_run
+from jaxtrain.train.natural import natural_shapes
 from jaxtrain.train.rates import Rates
 from jaxtrain.train.run_directory import refuse_fewer_steps
 from jaxtrain.train.saving import Saving, checkpoints_of
@@ -192,7 +193,7 @@ class _Loop:
 
     def headline(self, steps: int) -> str:
         session = self.session
-        parameters = sum(leaf.size for leaf in session.natural.form.abstract.params.values())
+        parameters = sum(leaf.size for leaf in natural_shapes(session.assembly).params.values())
         sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
         begin = f"resuming at step {session.start}, " if session.start else session.beginning
         return (

@@ -158,8 +158,9 @@ def stored_splits(abstract: Residuals, splits: Any, stored: Mapping[str, tuple[i
 
     def fits(path: Any, leaf: Any, split: Dims) -> Dims:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        same = tuple(stored[name]) == tuple(leaf.shape)
-        return split if same else ((), *split[1:]) if name.startswith("errors.") else ()
+        if name.startswith("errors."):
+            return split if stored[name][0] == leaf.shape[0] else ((), *split[1:])
+        return split if tuple(stored[name]) == tuple(leaf.shape) else ()
 
     return jax.tree_util.tree_map_with_path(fits, abstract, splits)
 

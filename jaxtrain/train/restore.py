@@ -10,15 +10,15 @@ import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.mesh.sharding import named_sharding
-from jaxtrain.train.natural import NaturalOrder
+from jaxtrain.train.natural import AtRest, natural_shapes, placed
 from jaxtrain.train.residuals import no_residuals, redistributed, stored_splits
 from jaxtrain.train.state import TrainState
 
 PREFIX = "residuals."
 
 
-def restored(order: NaturalOrder, checkpoints: Checkpoints, step: int) -> TrainState:
-    """The state saved as `step`, on the mesh of `order`: read in natural order and laid.
+def restored(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState:
+    """The state saved as `step`, as it rests on this mesh: each device reads what it holds.
 
     All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
     to sum over: those are read as they are and dealt out again, for which each device holds as
@@ -27,32 +27,31 @@ def restored(order: NaturalOrder, checkpoints: Checkpoints, step: int) -> TrainS
     """
     leaves = checkpoints.manifest(step).leaves.items()
     stored = {k.removeprefix(PREFIX): leaf.shape for k, leaf in leaves if k.startswith(PREFIX)}
-    wanted, where = order.form.abstract, order.shardings
-    template = jax.tree.map(_placed, wanted, where)
-    if _shapes(wanted.residuals) == stored or _shapes(wanted.residuals).keys() != stored.keys():
+    wanted = _shapes(natural_shapes(at_rest.assembly).residuals)
+    if wanted == stored or wanted.keys() != stored.keys():
         # Of other leaves the manager says which are missing.
-        return order.laid(checkpoints.restore(step, template)[0])
-    splits = stored_splits(wanted.residuals, order.form.splits.residuals, stored)
+        return checkpoints.restore(step, at_rest.template, at_rest.slots)[0]
+    abstract = at_rest.assembly.abstract.residuals
+    splits = stored_splits(abstract, at_rest.assembly.splits.residuals, stored)
 
     def as_stored(path: Any, leaf: Any, split: Any) -> jax.ShapeDtypeStruct:
-        shape, at = stored[_name(path)], named_sharding(order.mesh, split)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=at)
+        name = _name(path)
+        # Errors have a dim of devices first, here as many as there were; layers stay in slots.
+        errors = name.startswith("errors.")
+        shape = (stored[name][0], *leaf.shape[1:]) if errors else stored[name]
+        return placed(jax.ShapeDtypeStruct(shape, leaf.dtype), named_sharding(at_rest.mesh, split))
 
-    residuals = jax.tree_util.tree_map_with_path(as_stored, wanted.residuals, splits)
-    state = checkpoints.restore(step, replace(template, residuals=residuals))[0]
-    deal = jax.jit(partial(_dealt, order=order), out_shardings=where.residuals)
-    return order.laid(replace(state, residuals=jax.block_until_ready(deal(state.residuals))))
-
-
-def _dealt(stored: Any, order: NaturalOrder) -> Any:
-    assembly = order.assembly
-    e = assembly.experiment
-    first = no_residuals(e.execution.reducer, assembly.parts, e.seed)
-    return redistributed(stored, order.form.abstract.residuals, first)
+    residuals = jax.tree_util.tree_map_with_path(as_stored, abstract, splits)
+    template = replace(at_rest.template, residuals=residuals)
+    state = checkpoints.restore(step, template, at_rest.slots)[0]
+    deal = jax.jit(partial(_dealt, at_rest=at_rest), out_shardings=at_rest.shardings.residuals)
+    return replace(state, residuals=jax.block_until_ready(deal(state.residuals)))
 
 
-def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _dealt(stored: Any, at_rest: AtRest) -> Any:
+    e, parts = at_rest.assembly.experiment, at_rest.assembly.parts
+    first = no_residuals(e.execution.reducer, parts, e.seed)
+    return redistributed(stored, at_rest.assembly.abstract.residuals, first)
 
 
 def _name(path: Any) -> str:

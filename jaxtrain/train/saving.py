@@ -82,7 +82,8 @@ class Saving:
             "metrics": metrics,
             "experiment": config_of(self.session.experiment),
         }
-        self.manager.save(step, self.session.to_save(), metadata, durable=durable)
+        state, slots = self.session.state, self.session.at_rest.slots
+        self.manager.save(step, state, metadata, slots, durable=durable)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")

@@ -23,7 +23,7 @@ from jaxtrain.train.assembly import Assembly, active_mesh, assemble, initial_sta
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
-from jaxtrain.train.natural import NaturalOrder
+from jaxtrain.train.natural import AtRest, natural_shapes
 from jaxtrain.train.restore import restored
 from jaxtrain.train.rows import open_split
 from jaxtrain.train.start import Start, settled_start, starting_params
@@ -50,7 +50,7 @@ class Session:
     start: int
     loader: Loader
     evaluate: Evaluator
-    natural: NaturalOrder
+    at_rest: AtRest
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
     begins: Start | None = None
@@ -88,11 +88,6 @@ class Session:
         self.state, metrics = program(self.state, batch)
         self.guard.push(metrics)
         return metrics
-
-    def to_save(self) -> TrainState:
-        """`state` in natural layer order. In the thread of the steps, so that `alive` waits for it
-        too where an interrupt left it on its way: no other program may run beside it."""
-        return self.dispatcher.submit(self.natural.ordered, self.state).result()
 
     def alive(self) -> bool:
         """Whether the state can be read: a step that failed has donated it. Waits for what an
@@ -132,25 +127,25 @@ def open_session(
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if not assembly.built_in:
         trace_loss(assembly)
-    natural = NaturalOrder(assembly, mesh)
+    at_rest = AtRest(assembly, mesh)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     if held_out and experiment.evaluation is not None:
         evaluate.open()
     if checkpoints is not None:
-        checkpoints.check_space(natural.form.abstract)  # last: it makes the directory
+        checkpoints.check_space(natural_shapes(assembly))  # last: it makes the directory
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
-        state, start = _first_state(natural, where, checkpoints, begins)
+        state, start = _first_state(at_rest, where, checkpoints, begins)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
     session = Session(
-        assembly, mesh, where, dataset, state, start, loader, evaluate, natural, compile_s
+        assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
     )
     session.guard, session.begins = guard, begins
     session.compiled[program_key(assembly.largest_batch, choice)] = program
@@ -173,7 +168,7 @@ def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
 
 
 def _first_state(
-    natural: NaturalOrder,
+    at_rest: AtRest,
     where: TrainState,
     checkpoints: Checkpoints | None,
     begins: Start | None,
@@ -182,8 +177,8 @@ def _first_state(
     sharded: initialised under jit, each device making its part, or reading it."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
-            return restored(natural, checkpoints, start), start
-    return initialise(natural.assembly, where, starting_params(natural, begins)), 0
+            return restored(at_rest, checkpoints, start), start
+    return initialise(at_rest.assembly, where, starting_params(at_rest, begins)), 0
 
 
 def initialise(

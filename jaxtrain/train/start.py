@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.huggingface import read_params, refuse_unfit
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
@@ -23,7 +24,7 @@ from jaxtrain.models.adapters import INTO, is_adapter, without_adapters
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
 from jaxtrain.train.assembly import Assembly
-from jaxtrain.train.natural import NaturalOrder, natural_form
+from jaxtrain.train.natural import AtRest, natural_shapes
 from jaxtrain.train.tuning import matched
 
 PARAMS, AVERAGES = "params.", "ema."
@@ -64,7 +65,7 @@ def settled_start(assembly: Assembly) -> Start | None:
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
-    e, wanted = assembly.experiment, natural_form(assembly).abstract.params
+    e, wanted = assembly.experiment, natural_shapes(assembly).params
     problems = [] if start.leaves is not None else _model_differences(start, e)
     stored_params(start, wanted, problems + _scale_difference(start, e, wanted))
 
@@ -100,21 +101,35 @@ def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) ->
     ]
 
 
-def starting_params(order: NaturalOrder, start: Start | None) -> dict[str, jax.Array]:
+def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array]:
     """Those that are not of the run's own making, as they rest; {} where all are.
 
     start: as `settled_start` gives it. Each device's part is read from what holds it. Raises
     ValueError on every process where one can't read its part, and DamagedCheckpoint.
     """
-    e, wanted = order.assembly.experiment, order.placed_params
     if start is None:
         return {}
+    e, wanted = at_rest.assembly.experiment, at_rest.template.params
+    slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
         base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
-        found = together(lambda: read_params(start.folder, _of_folder(e), base))
-        return order.laid_params(found)
-    stored = together(lambda: stored_params(start, wanted))
-    return order.laid_params(read_stored(stored, wanted))
+        return together(lambda: read_params(start.folder, _of_folder(e), base, slots))
+    shapes = natural_shapes(at_rest.assembly).params
+    stored = together(lambda: stored_params(start, shapes))
+    return _cast(read_stored(stored, wanted, slots), wanted)
+
+
+def _cast(params: dict[str, jax.Array], wanted: Shapes) -> dict[str, jax.Array]:
+    """In the dtypes wanted, each where it is."""
+    other = {k: leaf for k, leaf in params.items() if leaf.dtype != wanted[k].dtype}
+    if not other:
+        return params
+    where = {k: leaf.sharding for k, leaf in other.items()}
+    run = jax.jit(
+        lambda leaves: {k: leaf.astype(wanted[k].dtype) for k, leaf in leaves.items()},
+        out_shardings=where,
+    )
+    return {**params, **jax.block_until_ready(run(other))}
 
 
 def _of_folder(experiment: Experiment) -> DecoderConfig:
@@ -200,9 +215,12 @@ def _difference(name: str, stored: Any, wanted: Any) -> list[str]:
     return [f"{name}: {stored} there, expected {expected}"]
 
 
-def read_stored(stored: Stored, wanted: Shapes) -> dict[str, jax.Array]:
-    """The parameters of a step, as `wanted` has shapes, dtypes and shardings; every chunk of which
-    a part is needed is verified. Raises DamagedCheckpoint on every process if any found damage."""
+def read_stored(
+    stored: Stored, wanted: Shapes, slots: AllSlots = AS_THEY_REST
+) -> dict[str, jax.Array]:
+    """The parameters of a step, as `wanted` has shapes and shardings and in its own dtypes; in
+    `slots`, by their names in `wanted`, where these have them. Every chunk of which a part is
+    needed is verified. Raises DamagedCheckpoint on every process if any found damage."""
     request = {
         source: jax.ShapeDtypeStruct(
             wanted[name].shape,
@@ -214,7 +232,8 @@ def read_stored(stored: Stored, wanted: Shapes) -> dict[str, jax.Array]:
     damages: list[str] = []
     arrays: dict[str, jax.Array] = {}
     try:
-        arrays = read_arrays(stored.manifest, request)
+        laid = {source: slots[name] for name, source in stored.names.items() if name in slots}
+        arrays = read_arrays(stored.manifest, request, slots=laid)
     except Damaged as error:
         damages = error.damages
     if any(gathered("damaged" if damages else "")):

@@ -107,8 +107,28 @@ class Held(NamedTuple):
 
 
 def held_state(session: Session) -> Pieces:
-    state = session.natural.ordered(jax.block_until_ready(session.state))
-    return {name: pieces(leaf) for name, leaf in named_leaves(state).items()}
+    leaves = named_leaves(jax.block_until_ready(session.state))
+    return {name: in_layers(session, name, pieces(leaf)) for name, leaf in leaves.items()}
+
+
+def in_layers(session: Session, name: str, held: list[Piece]) -> list[Piece]:
+    """Of a leaf that is stacked over layers, which rest in slots: a piece for each layer, none of
+    padding."""
+    stacked = ".period." in name and not name.startswith("residuals.factors.")
+    if session.assembly.pipeline is None or not stacked:
+        return held
+    layer_of = session.assembly.pipeline.layout.layer_of
+    at = int(name.startswith("residuals.errors."))  # behind the dim of devices
+    if len(layer_of) == 1:  # without chunks there is no dim for them
+        held = [Piece((*p.start[:at], 0, *p.start[at:]), np.expand_dims(p.data, at)) for p in held]
+    found = []
+    for start, data in held:
+        for chunk, slot in np.ndindex(*data.shape[at : at + 2]):
+            layer = int(layer_of[start[at] + chunk, start[at + 1] + slot])
+            if layer >= 0:
+                one = data[(slice(None),) * at + (chunk, slice(slot, slot + 1))]
+                found.append(Piece((*start[:at], layer, *start[at + 2 :]), one))
+    return found
 
 
 def next_batches(session: Session, count: int) -> list[Pieces]:

@@ -22,6 +22,7 @@ from jaxtrain.experiment.stored import stored_field
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.train.loading import load, static_of
+from jaxtrain.train.natural import in_order
 
 ROOT = Path(__file__).parents[2]
 MESH = jaxtrain.mesh_from_axes(data=1)
@@ -75,10 +76,11 @@ def test_a_run_its_session_and_its_folder_go_on_alike(
 
     averages = load(tmp_path / "run").params
     last = load(tmp_path / "run", averaged=False).params
-    state = result.session.natural.ordered(result.session.state)
+    assembly, state = result.session.assembly, result.session.state
+    ema, params = in_order(assembly, state.ema), in_order(assembly, state.params)
     for name in last:
-        np.testing.assert_array_equal(averages[name], state.ema[name])
-        np.testing.assert_array_equal(last[name], state.params[name])
+        np.testing.assert_array_equal(averages[name], ema[name])
+        np.testing.assert_array_equal(last[name], params[name])
     again = cli.main(["export", str(tmp_path / "run"), "--out", str(out)])
     assert again == cli.REFUSED and "is there already" in capsys.readouterr().err
 

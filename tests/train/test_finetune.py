@@ -29,7 +29,7 @@ from jaxtrain.train.certify import _compared, _run
 from jaxtrain.train.generate import continued
 from jaxtrain.train.layouts import Layout, arranged
 from jaxtrain.train.loading import load, static_of
-from jaxtrain.train.natural import NaturalOrder
+from jaxtrain.train.natural import AtRest, in_order
 from jaxtrain.train.session import _first_state
 from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import TrainState, shardings
@@ -50,13 +50,13 @@ def of(decoder: jaxtrain.Experiment, tuning: FineTuning | None = None, **changes
     return replace(decoder, **given)
 
 
-def placed(experiment: Any, **axes: int) -> NaturalOrder:
+def placed(experiment: Any, **axes: int) -> AtRest:
     spec = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
     assembly = assemble(experiment, spec)
-    return NaturalOrder(assembly, active_mesh(make_mesh(spec), assembly.sizes))
+    return AtRest(assembly, active_mesh(make_mesh(spec), assembly.sizes))
 
 
-def first_state(experiment: Any, **axes: int) -> tuple[NaturalOrder, TrainState]:
+def first_state(experiment: Any, **axes: int) -> tuple[AtRest, TrainState]:
     """As a session has it before its first step; nothing of the step is compiled."""
     order = placed(experiment, **axes)
     where = shardings(order.assembly.abstract, order.assembly.splits, order.mesh)
@@ -142,7 +142,7 @@ def test_a_start_from_a_run_is_that_run_to_the_bit_on_every_mesh(
     ):
         for axes in meshes:
             order, state = first_state(of(decoder, FineTuning(start), ema_decay=0.9), **axes)
-            assert bits(order.ordered(state).params) == bits(expected), (start, axes)
+            assert bits(in_order(order.assembly, state.params)) == bits(expected), (start, axes)
             assert bits(state.ema) == bits(state.params) and int(state.step) == 0
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
 
@@ -161,7 +161,7 @@ def test_a_start_from_a_folder_is_what_was_written_on_every_mesh(
         precision = jaxtrain.Precision(params=jnp.bfloat16) if axes == CUBE else jaxtrain.fp32
         given = of(decoder, start, model=wider, precision=precision)
         order, state = first_state(given, **axes)
-        found = order.ordered(state).params
+        found = in_order(order.assembly, state.params)
         assert found.keys() - source.params.keys() == ADAPTERS
         for name, leaf in source.params.items():
             rows = slice(len(leaf)) if name in ("embedding", "head") else slice(None)
@@ -515,7 +515,7 @@ def test_a_run_begins_from_another_with_adapters_beside_it(
     tuning = FineTuning(FromRun(tmp_path / "source"), lora=QUERIES, trainable=("norm.scale",))
     order, state = first_state(of(decoder, tuning), **STAGES)
     assert order.assembly.places.keys() - order.assembly.frozen == ADAPTERS | {"norm.scale"}
-    found = order.ordered(state).params
+    found = in_order(order.assembly, state.params)
     assert bits({k: found[k] for k in source.params}) == bits(source.params)
     a = np.asarray(found["period.0.mlp.down_lora_a"])
     other = first_state(of(decoder, tuning, seed=9))[1].params["period.0.mlp.down_lora_a"]

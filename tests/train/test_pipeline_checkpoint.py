@@ -27,9 +27,9 @@ from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.generate import generate_ids
 from jaxtrain.train.loop import Result
-from jaxtrain.train.natural import NaturalOrder
+from jaxtrain.train.natural import AtRest, natural_shapes
 from jaxtrain.train.session import initialise
-from jaxtrain.train.state import TrainState, shardings
+from jaxtrain.train.state import TrainState
 
 STEPS = 4
 PLAIN, CHUNKED = Pipeline(), Pipeline("interleaved", chunks=2)
@@ -50,15 +50,14 @@ def piped(
     )
 
 
-def on(experiment: jaxtrain.Experiment, axes: dict[str, int]) -> NaturalOrder:
+def on(experiment: jaxtrain.Experiment, axes: dict[str, int]) -> AtRest:
     spec = jaxtrain.mesh_from_axes(**axes)
     assembly = assemble(experiment, spec)
-    return NaturalOrder(assembly, active_mesh(make_mesh(spec), assembly.sizes))
+    return AtRest(assembly, active_mesh(make_mesh(spec), assembly.sizes))
 
 
-def first_state(order: NaturalOrder) -> TrainState:
-    assembly = order.assembly
-    return initialise(assembly, shardings(assembly.abstract, assembly.splits, order.mesh))
+def first_state(rest: AtRest) -> TrainState:
+    return initialise(rest.assembly, rest.shardings)
 
 
 # What is in a state: every optimizer that keeps something of its own, and compressed sums.
@@ -102,73 +101,122 @@ def slots_by_hand(layers: int, stages: int, chunks: int) -> dict[tuple[int, int]
     return found
 
 
+def in_layers(name: str, leaf: np.ndarray, rest: AtRest) -> np.ndarray:
+    """A leaf with its layers in natural order, each taken from its slot by hand; the leaf itself
+    where it is not stacked over them."""
+    layout = rest.assembly.pipeline.layout if rest.assembly.pipeline else None
+    if layout is None or ".period." not in name or name.startswith("residuals.factors."):
+        return leaf
+    at, many = int(name.startswith("residuals")), layout.chunks > 1
+    out = np.zeros((*leaf.shape[:at], layout.layers, *leaf.shape[at + 1 + many :]), leaf.dtype)
+    for (chunk, slot), layer in slots_by_hand(layout.layers, layout.stages, layout.chunks).items():
+        out[(slice(None),) * at + (layer,)] = leaf[_index(at, chunk, slot, many)]
+    return out
+
+
+def _index(at: int, chunk: int, slot: int, many: bool) -> tuple[Any, ...]:
+    return (slice(None),) * at + ((chunk, slot) if many else (slot,))
+
+
+def in_slots(name: str, leaf: np.ndarray, rest: AtRest, padding: float) -> np.ndarray:
+    """Inverse of `in_layers`, with `padding` in slots that have no layer."""
+    found = named_leaves(rest.assembly.abstract)[name]
+    if found.shape == leaf.shape:
+        return leaf
+    layout = rest.assembly.on_stages.layout
+    at, many = int(name.startswith("residuals")), layout.chunks > 1
+    out = np.full(found.shape, padding, leaf.dtype)
+    for (chunk, slot), layer in slots_by_hand(layout.layers, layout.stages, layout.chunks).items():
+        out[_index(at, chunk, slot, many)] = leaf[(slice(None),) * at + (layer,)]
+    return out
+
+
 @pytest.mark.parametrize(("kind", "cut"), CASES)
-def test_a_state_in_natural_order_is_that_of_one_device(
-    kind: str, cut: str, decoder: jaxtrain.Experiment
+def test_a_save_is_that_of_one_device(
+    kind: str, cut: str, decoder: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
-    """Paths, shapes and types; every layer's numbers from its slot; and back with zero padding."""
+    """Paths, shapes and types; every layer's numbers from its slot, though NaN fills the padding;
+    and back into slots, where the padding is zero."""
     changes, execution = STATES[kind]
     layers, axes, pipeline = MESHES[cut]
-    order = on(piped(of(decoder, layers, **changes), pipeline, **execution), axes)
+    rest = on(piped(of(decoder, layers, **changes), pipeline, **execution), axes)
     unpiped = {axis: n for axis, n in axes.items() if axis != "stage"}
     alone = on(piped(of(decoder, layers, **changes), PLAIN, **execution), unpiped or ONE)
-    due, found = (named_leaves(each.form.abstract) for each in (alone, order))
+    due, found = (named_leaves(natural_shapes(each.assembly)) for each in (alone, rest))
     assert found.keys() == due.keys()
     for name, leaf in found.items():
         if name == "residuals.errors.norm.scale":  # every stage sums it
             continue
         assert (leaf.shape, leaf.dtype) == (due[name].shape, due[name].dtype), name
+    stacked = {name for name in found if found[name].shape != rest_shape(rest, name)}
+    assert stacked == set(rest.slots) and (len(stacked) >= 7 or cut == "even")
 
     rng = np.random.default_rng(0)
     numbers = {
-        k: rng.integers(1, 100, v.shape).astype(v.dtype)
+        k: rng.integers(1, 100, v.shape).astype(v.dtype) if k != "step" else np.int32(4)
         for k, v in found.items()
-        if k.startswith(("params", "ema", "optimizer", "residuals.errors"))
     }
-    structure = jax.tree.structure(order.form.abstract)
+    structure = jax.tree.structure(rest.template)
     filled = [
-        jax.device_put(numbers.get(name, np.zeros(leaf.shape, leaf.dtype)), where)
-        for (name, leaf), where in zip(found.items(), jax.tree.leaves(order.shardings), strict=True)
+        jax.device_put(in_slots(name, numbers[name], rest, np.nan), leaf.sharding)
+        for name, leaf in named_leaves(rest.template).items()
     ]
-    natural = structure.unflatten(filled)
-    laid = order.laid(natural)
-
-    dealt = slots_by_hand(layers, axes["stage"], pipeline.chunks)
-    stacked = 0
-    for name, leaf in named_leaves(laid).items():
-        if ".period." not in name or name not in numbers:
-            continue
-        stacked += 1
-        at, given = int(name.startswith("residuals")), numbers[name]
-        for (chunk, slot), layer in dealt.items():
-            index = (slice(None),) * at + ((chunk, slot) if pipeline.chunks > 1 else (slot,))
-            np.testing.assert_array_equal(leaf[index], given[(slice(None),) * at + (layer,)])
-        assert float(jnp.sum(leaf)) == given.sum(), "padding is not zero"
-    assert stacked >= 7, "the leaves of a block"
-    again = order.ordered(laid)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    natural = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=one) for k, v in found.items()}
+    with CheckpointManager(tmp_path, SavePolicy()) as manager:
+        manager.save(4, structure.unflatten(filled), {}, rest.slots)
+        manager.wait()
+        whole = manager.restore(4, as_tree(natural))[0]
+        for name, leaf in named_leaves(whole).items():
+            assert np.asarray(leaf).tobytes() == numbers[name].tobytes(), name
+        again = manager.restore(4, rest.template, rest.slots)[0]
     for name, leaf in named_leaves(again).items():
-        if name in numbers:
-            np.testing.assert_array_equal(leaf, numbers[name], err_msg=name)
-    assert jax.tree.all(jax.tree.map(lambda a, where: a.sharding == where, again, order.shardings))
-    if cut == "even":
-        assert laid is natural and again is natural, "copied for nothing"
+        np.testing.assert_array_equal(leaf, in_slots(name, numbers[name], rest, 0), err_msg=name)
+    same = jax.tree.map(lambda a, where: a.sharding == where, again, rest.shardings)
+    assert jax.tree.all(same)
 
 
-@pytest.mark.parametrize("cut", ["chunks", "padded", pytest.param("padded chunks", marks=slow)])
-def test_no_device_gathers_a_leaf_to_put_it_in_order(
-    cut: str, decoder: jaxtrain.Experiment
+def rest_shape(rest: AtRest, name: str) -> tuple[int, ...]:
+    return named_leaves(rest.assembly.abstract)[name].shape
+
+
+def as_tree(leaves: dict[str, Any]) -> Any:
+    """Leaves by their paths as nested dicts: containers do not matter to a checkpoint."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split(".")
+        at = tree
+        for key in parents:
+            at = at.setdefault(key, {})
+        at[last] = leaf
+    return tree
+
+
+@pytest.mark.parametrize("cut", MESHES)
+def test_a_save_and_a_restore_run_no_program_and_hold_nothing_twice(
+    cut: str, decoder: jaxtrain.Experiment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where `stage` divides another of its dims, layers change places by all-to-all."""
+    """Not even one that was compiled before: nothing but copies to the host and back."""
     layers, axes, pipeline = MESHES[cut]
-    order = on(piped(of(decoder, layers), pipeline), axes)
-    state = first_state(order)
-    leaves = [jax.tree.leaves(state)[i] for i in order._stacked]
-    natural = [jax.tree.leaves(order.ordered(state))[i] for i in order._stacked]
-    for program, given in ((order._order, leaves), (order._lay, natural)):
-        text = program.lower(given).compile().as_text()
-        assert "all-to-all" in text
-        for other in ("all-gather", "all-reduce", "collective-permute"):
-            assert other not in text
+    rest = on(piped(of(decoder, layers), pipeline), axes)
+    state = jax.block_until_ready(first_state(rest))
+    jax.clear_caches()
+    with CheckpointManager(tmp_path, SavePolicy()) as manager, jax.log_compiles():
+        before = {id(array) for array in jax.live_arrays()}
+        manager.save(0, state, {}, rest.slots)
+        made = [array for array in jax.live_arrays() if id(array) not in before]
+        # Views of shards: they hold the buffers that were there.
+        held = {s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(state) for s in shards(x)}
+        assert all(x.unsafe_buffer_pointer() in held for x in made)
+        manager.wait()
+        found = manager.restore(0, rest.template, rest.slots)[0]
+    assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def shards(leaf: jax.Array) -> Any:
+    return leaf.addressable_shards
 
 
 def test_padding_does_not_make_a_leaf_large_enough_to_compress(
@@ -209,16 +257,10 @@ def losses(*results: Result) -> list[float]:
     return [line["loss"] for result in results for line in result.history]
 
 
-def read_back(run: Path, step: int, like: NaturalOrder) -> TrainState:
+def read_back(run: Path, step: int, like: AtRest) -> TrainState:
     """The checkpoint as a run on `like`'s mesh reads it; raises where it does not fit."""
-    form = like.form.abstract
-    template = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        form,
-        like.shardings,
-    )
     with CheckpointManager(run / "checkpoints", SavePolicy()) as manager:
-        return manager.restore(step, template)[0]
+        return manager.restore(step, like.template, like.slots)[0]
 
 
 EVALUATION = jaxtrain.Evaluation(every=2, batches=3, final_batches=3)
@@ -263,8 +305,9 @@ def test_a_run_goes_from_mesh_to_mesh(
         parts.append(trained(piped(given, pipeline), axes, "run", steps=last))
         session = parts[-1].session
         stored = named_leaves(read_back(tmp_path / "run", last, alone))
-        for name, leaf in named_leaves(session.natural.ordered(session.state)).items():
-            np.testing.assert_array_equal(leaf, stored[name], err_msg=name)
+        for name, leaf in named_leaves(session.state).items():
+            layers_of = in_layers(name, np.asarray(leaf), session.at_rest)
+            np.testing.assert_array_equal(layers_of, stored[name], err_msg=name)
         held = named_leaves(session.state)
         for name in ("params.embedding", "optimizer.0.mu.embedding", "step"):
             np.testing.assert_array_equal(held[name], stored[name])
@@ -292,9 +335,10 @@ def test_compressed_sums_go_on_elsewhere(
     whole = trained(given, {"data": 2}, "whole")
     first = trained(given, dict(data=2, stage=2), "run", steps=2)
     assert first.session is not None
-    saved = first.session.natural.ordered(first.session.state)
-    errors = saved.residuals["errors"]["period.0.mlp.up"]
-    assert errors.shape == (2, 3, 8, 16) and float(jnp.abs(errors).max()) > 0
+    name = "period.0.mlp.up"
+    held = np.asarray(first.session.state.residuals["errors"][name])
+    errors = in_layers(f"residuals.errors.{name}", held, first.session.at_rest)
+    assert errors.shape == (2, 3, 8, 16) and np.abs(errors).max() > 0
     rest = trained(given, {"data": 2}, "run")
     np.testing.assert_allclose(losses(first, rest), losses(whole), rtol=2e-2)
 
@@ -307,11 +351,10 @@ def test_an_interrupted_pipeline_is_saved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And nothing runs beside the program that puts the state in order: collectives of two would
-    wait for each other."""
+    """Whatever runs then has ended before the state is read."""
     given = piped(of(decoder, evaluation=EVALUATION), CHUNKED)
     running: list[Any] = []
-    evaluate, ordered = Evaluator._run, NaturalOrder.ordered
+    evaluate, save = Evaluator._run, CheckpointManager.save
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda i, x: jnp.sin(x @ x), x).sum())
 
     def interrupted(*arguments: Any) -> Any:
@@ -327,11 +370,11 @@ def test_an_interrupted_pipeline_is_saved(
             patch.setattr(arguments[0], "_step", slowly)
             return evaluate(*arguments)
 
-    def watched(order: NaturalOrder, state: TrainState) -> TrainState:
+    def watched(*arguments: Any) -> None:
         assert all(each.is_ready() for each in running), "an evaluation still runs"
-        return ordered(order, state)
+        save(*arguments)
 
-    monkeypatch.setattr(NaturalOrder, "ordered", watched)
+    monkeypatch.setattr(CheckpointManager, "save", watched)
     asked: list[None] = []
 
     def stop() -> bool:
@@ -367,9 +410,9 @@ def test_a_continuation_from_stages_is_that_of_one_device(
     init = jaxtrain.Initialisation(std=0.5)  # so that the likeliest is no matter of rounding
     given = replace(given, model=replace(given.model, init=init, vocab_multiple=32))
 
-    def continued(order: NaturalOrder) -> list[int]:
-        params = first_state(order).params
-        return generate_ids(order.assembly, params, [3, 1, 4], tokens=8, temperature=0.8)
+    def continued(rest: AtRest) -> list[int]:
+        params = first_state(rest).params
+        return generate_ids(rest.assembly, params, [3, 1, 4], tokens=8, temperature=0.8)
 
     found = continued(on(piped(given, pipeline), axes))
     assert found == continued(on(given, ONE)) and len(set(found)) > 1
@@ -387,10 +430,10 @@ def test_held_out_loss_depends_neither_on_stages_nor_on_batches_in_flight(
     data = replace(decoder.data, isolate_documents=True)
     given = of(decoder, layers, data=data)
 
-    def evaluated(order: NaturalOrder) -> list[float]:
-        assembly = order.assembly
-        evaluator = Evaluator(assembly, order.mesh, cache_dir=tmp_path)
-        state = first_state(order)
+    def evaluated(rest: AtRest) -> list[float]:
+        assembly = rest.assembly
+        evaluator = Evaluator(assembly, rest.mesh, cache_dir=tmp_path)
+        state = first_state(rest)
         found = [evaluator(state, batches=n)["eval_loss"] for n in (1, 2, 3, None)]
         return found
 

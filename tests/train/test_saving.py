@@ -131,6 +131,31 @@ def test_a_last_save_that_fails_is_an_error(
         run(tmp_path, saving(own, every=100), steps=3)
 
 
+def test_a_save_for_which_a_device_has_no_memory_is_told(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever tier it is for; the run goes on, and the next save is there."""
+    from jaxtrain.checkpoint import manager, tiers
+
+    copied = manager.owned_parts
+    asked: list[int] = []
+
+    def full(*args: Any) -> Any:
+        asked.append(1)
+        if len(asked) in (1, 4):  # of step 1 to the local tier, of step 2 to the durable one
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+        return copied(*args)
+
+    monkeypatch.setattr(manager, "owned_parts", full)
+    monkeypatch.setattr(tiers, "owned_parts", full)
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    result, told = run(tmp_path, saving(own, local=local), steps=3)
+    lines = [line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line]
+    assert ["NOTE local tier" in line for line in lines] == [True, False]
+    assert "NOT SAVED checkpoint step 2" in lines[1] and "step 1 is committed there" in lines[1]
+    assert result.saved == 3 and {"1", "3"} == {p for p in steps_of(tmp_path) if p.isdecimal()}
+
+
 def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True)
     if done.returncode:
@@ -236,7 +261,10 @@ def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
     run(tmp_path, experiment, steps=4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, told = run(tmp_path, experiment, steps=4)
-    assert "step 4 comes from the local tier" in told and "all 4 steps are done" in told
+    assert (
+        "step 4 comes from the local tier" in told
+        and "the 4 steps asked for, of 6, are done" in told
+    )
     assert "4" in steps_of(tmp_path)
     assert not any(found.damages for found in verify(tmp_path / "run"))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.checkpoint import chunks
 from jaxtrain.checkpoint.huggingface.config import family_of
 from jaxtrain.checkpoint.huggingface.family import Family
 from jaxtrain.checkpoint.huggingface.folder import FLOATS, Box, Folder
@@ -21,6 +22,8 @@ from jaxtrain.checkpoint.huggingface.layout import (
     stored_tensors,
     turned,
 )
+from jaxtrain.checkpoint.leaves import stored_shape
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, pieces_of
 from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -28,13 +31,17 @@ Template = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def read_params(
-    folder: str | Path, config: DecoderConfig, template: Template
+    folder: str | Path,
+    config: DecoderConfig,
+    template: Template,
+    slots: AllSlots = AS_THEY_REST,
 ) -> dict[str, jax.Array]:
-    """The parameters of `config` out of a folder, in natural layer order.
+    """The parameters of `config` out of a folder.
 
-    template: for every leaf its shape, dtype and sharding, as parameters rest in natural order.
-    Each device's shard is read, cast and sent before the next, once where devices share it; with
-    several processes each reads its own. Padded rows of the vocabulary are zero.
+    template: for every leaf its shape, dtype and sharding, as parameters rest. slots: of those that
+    do not rest in natural layer order; what is padding there is zero. Each device's shard is read,
+    cast and sent before the next, once where devices share it; with several processes each reads
+    its own. Padded rows of the vocabulary are zero.
 
     Raises:
         ValueError: before a weight is read: the template is not of this model; a tensor is missing,
@@ -44,9 +51,9 @@ def read_params(
     folder = local_path("folder", folder)
     family, leaves = family_of(folder), leaf_shapes(config)
     with Folder(folder) as files:
-        problems = _template_problems(template, leaves)
+        problems = _template_problems(template, leaves, slots)
         reader = _reader(files, config, family, leaves, problems)
-        return {path: reader.leaf(path, spec) for path, spec in template.items()}
+        return {path: reader.leaf(path, spec, slots) for path, spec in template.items()}
 
 
 def refuse_unfit(folder: str | Path, config: DecoderConfig) -> None:
@@ -74,14 +81,16 @@ def _reader(
     return _Reader(files, tensors, copy)
 
 
-def _template_problems(template: Template, leaves: Mapping[str, LeafShape]) -> list[str]:
+def _template_problems(
+    template: Template, leaves: Mapping[str, LeafShape], slots: AllSlots
+) -> list[str]:
     found = [f"template: {path} is missing" for path in leaves if path not in template]
     for path, spec in template.items():
         if path not in leaves:
             found.append(f"template: {path} is no parameter of this model")
             continue
-        if tuple(spec.shape) != leaves[path].shape:
-            found.append(f"template: {path} is {spec.shape}, and {leaves[path].shape} in the model")
+        if (shape := stored_shape(path, spec, slots)) != leaves[path].shape:
+            found.append(f"template: {path} is {shape}, and {leaves[path].shape} in the model")
         if not jnp.issubdtype(spec.dtype, jnp.floating):
             found.append(f"template: {path} is {spec.dtype}; use a float")
         if spec.sharding is None:
@@ -149,17 +158,19 @@ class _Reader:
             for piece in tensor.pieces:
                 self.parts.setdefault(piece.leaf, []).append((tensor, piece))
 
-    def leaf(self, path: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(self, path: str, spec: jax.ShapeDtypeStruct, slots: AllSlots) -> jax.Array:
         """One leaf. The host holds one shard of it at a time."""
         sharding: Any = spec.sharding
-        wanted: dict[Box, list[jax.Device]] = {}
+        wanted: dict[chunks.Box, list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
-            dims = zip(index, spec.shape, strict=True)
-            box = tuple(dim.indices(size)[:2] for dim, size in dims)
-            wanted.setdefault(box, []).append(device)
+            wanted.setdefault(chunks.box_of(index, spec.shape), []).append(device)
         shards = []
-        for box, devices in wanted.items():
-            values = self.shard(path, box, spec.dtype)
+        for part, devices in wanted.items():
+            values = np.zeros(part.shape, spec.dtype)
+            for piece in pieces_of(slots.get(path), part):
+                spans = zip(*piece.box, strict=True)
+                box = tuple((start, start + n) for start, n in spans)
+                values[piece.at] = self.shard(path, box, spec.dtype)
             # A copy: what a step donates must not be numpy's memory.
             sent = [jax.device_put(values, device, may_alias=False) for device in devices]
             shards += jax.block_until_ready(sent)

@@ -208,7 +208,7 @@ def test_three_steps_between_import_and_export(tmp_path: Path, name: str) -> Non
         assert losses[0] == pytest.approx(float(expected), rel=1e-5)
         assert losses[2] < losses[0]
 
-        write_folder(tmp_path / "out", config, session.to_save().params, max_seq=64)
+        write_folder(tmp_path / "out", config, session.state.params, max_seq=64)
         trained = {
             path: jnp.asarray(np.asarray(leaf)) for path, leaf in session.state.params.items()
         }
