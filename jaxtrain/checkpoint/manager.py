@@ -30,9 +30,9 @@ from jaxtrain.checkpoint.storage import (
     json_text,
     newest,
     refuse_step,
+    refuse_to_begin_again,
     remove_unfinished,
     set_aside,
-    steps_aside,
     unfinished_bytes,
     whole_manifest,
 )
@@ -102,18 +102,8 @@ class CheckpointManager:
         for step in sorted({*self._steps_of_all(), *elsewhere} - self.damaged.keys())[::-1]:
             if step in elsewhere or self._whole_for_all(step):
                 return step
-        aside = steps_aside(self.directory)
-        if not self.damaged and not aside:
-            return None
-        step, error = max(self.damaged.items(), default=(0, None))
-        damages = [f"steps set aside: {', '.join(aside)}"] if aside else []
-        raise DamagedCheckpoint(
-            (error.damages if error else []) + damages,
-            step=step,
-            directory=self.directory,
-            remedy="all steps there are damaged: bring a copy back, or use a new --run-dir to "
-            "begin again",
-        )
+        refuse_to_begin_again(self.directory, self.damaged)
+        return None
 
     def _steps_of_all(self) -> set[int]:
         """Steps that any process sees: a file system may show one to some of them only."""

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -149,6 +149,23 @@ def set_aside(directory: Path, step: int) -> Path:
 def steps_aside(directory: Path) -> list[str]:
     """The names of damaged steps that were set aside."""
     return sorted(path.name for path in directory.glob(f"*{DAMAGED}*"))
+
+
+def refuse_to_begin_again(directory: Path, damaged: Mapping[int, DamagedCheckpoint]) -> None:
+    """Raise DamagedCheckpoint where steps are damaged, or were and are set aside, and none is
+    whole."""
+    aside = steps_aside(directory)
+    if not damaged and not aside:
+        return
+    step, error = max(damaged.items(), default=(0, None))
+    damages = [f"steps set aside: {', '.join(aside)}"] if aside else []
+    raise DamagedCheckpoint(
+        (error.damages if error else []) + damages,
+        step=step,
+        directory=directory,
+        remedy="all steps there are damaged: bring a copy back, or use a new --run-dir to begin "
+        "again",
+    )
 
 
 def failure_of(directory: Path, step: int) -> str | None:
