@@ -20,7 +20,10 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.checkpoint import committed_steps
+from jaxtrain.cli import train as train_command
 from jaxtrain.train import certify as certify_module
+from jaxtrain.train.run_directory import left_in
 from jaxtrain.train.session import Session
 
 ROOT = Path(__file__).parents[1]
@@ -328,15 +331,22 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     assert "DAMAGED in 1 places" in said.err and pack.name in said.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("times", [1, 2])
+LISTENED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = {
+    "ctrl-c": (signal.SIGINT, 1),
+    "a closed terminal": (signal.SIGHUP, 1),
+    "five at a time": (signal.SIGINT, 5),
+    "a second one, later": (signal.SIGTERM, 2),
+}
+
+
+@pytest.mark.parametrize("case", SIGNALS)
 def test_a_signal_saves_the_step_and_exits_with_75(
-    number: signal.Signals, times: int, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Once: after the step. Twice: at once. Either way the same command goes on."""
-    train, handlers = train_of()(), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    take, asked = Session.step, []
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: after the step. Later again: at once. Either way the same command goes on."""
+    (number, times), train = SIGNALS[case], train_of()()
+    handlers, take, asked = [signal.getsignal(s) for s in LISTENED], Session.step, []
 
     def signalled(session: Session, batch: Any) -> Any:
         metrics = take(session, batch)
@@ -348,12 +358,38 @@ def test_a_signal_saves_the_step_and_exits_with_75(
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "step", signalled)
+        if times == 2:
+            patch.setattr(train_command, "TOGETHER_S", 0.0)
         assert cli.main(train) == 75
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "stopped; step 2 is saved in runs/small; the same command goes on"
+    assert [signal.getsignal(s) for s in LISTENED] == handlers
     assert [p.name for p in Path("runs/small/checkpoints").iterdir()] == ["2"]
     assert cli.main(train) == 0
     said = capsys.readouterr().out
     assert "resuming at step 2" in said and "done: 4 steps" in said
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with train_command.Stop().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_no_line_promises_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A config.json removed after the last save; then its directory."""
+    assert cli.main([*train_of()(), "--steps", "2"]) == 0
+    run = Path("runs/small")
+    assert left_in(run) == (2, f"step 2 is saved in {run}; the same command goes on")
+    (run / "config.json").unlink()
+    assert "same command" not in left_in(run)[1] and "put it back" in left_in(run)[1]
+    assert cli.main(train_of()()) == 2
+    shutil.rmtree(run)
+    assert left_in(run) == (None, f"nothing is saved in {run}")
 
 
 @pytest.mark.slow
@@ -403,6 +439,28 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
     assert cli.main([*train, "--run-dir", "whole"]) == 0
     assert [step for step, _ in losses("runs/small")] == list(range(1, 121))
     assert losses("runs/small") == losses("whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="login_tty")
+def test_a_closed_terminal_costs_the_words_and_not_the_run() -> None:
+    """The kernel sends SIGHUP, and nothing can be written any more."""
+    name = write(steps=400, data="Slow(BigramChain(vocab=16, seq={seq}))")
+    master, slave = os.openpty()
+    begin = f"import os, sys; os.login_tty({slave}); os.execv(sys.executable, sys.argv[1:])"
+    train = [sys.executable, "-u", "-m", "jaxtrain.cli", "train", name, "--mesh", mesh()]
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin, *train],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"},
+        pass_fds=[slave],
+    )
+    os.close(slave)
+    said = b""
+    while b"step 3/" not in said:
+        said += os.read(master, 4096)
+    os.close(master)
+    assert process.wait(timeout=120) == 75
+    (saved,) = committed_steps(Path("runs/small/checkpoints"))
+    assert 3 <= saved < 400 and losses("runs/small")[-1][0] == saved
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GLIBC_TUNABLES is Linux's")

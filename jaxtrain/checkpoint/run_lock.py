@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -15,10 +15,11 @@ NAME = ".lock"
 
 
 @contextmanager
-def sole_run(run_dir: Path) -> Iterator[None]:
+def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
     """Holds the run directory, made if need be, until the block or the process ends, however it
-    ends: the lock is the kernel's. Raises ValueError while another run holds it, and for a lock
-    that is a link or no file.
+    ends: the lock is the kernel's. Gives what says whether it still does: not once the directory or
+    the lock in it was removed. Raises ValueError while another run holds it, and for a lock that is
+    a link or no file.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -32,7 +33,15 @@ def sole_run(run_dir: Path) -> Iterator[None]:
         _take(file, run_dir)
         file.truncate(0)
         file.write(str(os.getpid()).encode())
-        yield
+        held = os.fstat(file.fileno())
+        yield lambda: _is_at(run_dir / NAME, held)
+
+
+def _is_at(path: Path, held: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), held)
+    except OSError:
+        return False
 
 
 def refuse_held(run_dir: Path) -> None:

@@ -211,10 +211,19 @@ class Checkpoints:
         run = self._run()
         if not run and jax.process_index() == 0:
             run = secrets.token_hex(8)
-            home = self.directory.parent
-            home.mkdir(parents=True, exist_ok=True)
-            write_text(home / RUN, json.dumps({"run": run, "inode": home.stat().st_ino}))
+            self._name(run)
         return run
+
+    def _name(self, run: str) -> None:
+        home = self.directory.parent
+        home.mkdir(parents=True, exist_ok=True)
+        write_text(home / RUN, json.dumps({"run": run, "inode": home.stat().st_ino}))
+
+    def name_again(self) -> None:
+        """Of a run directory that was removed and is there again: the local directory is still its
+        own. Raises OSError."""
+        if self._steps is not None:
+            self._name(self._steps.root.name)
 
     def _run(self) -> str:
         """What the local directory of this run is called. A copy of the run has another."""

@@ -1,33 +1,32 @@
 """The command line: parses, calls, prints. Everything it does is a function elsewhere.
 
-Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM);
-130 interrupted with nothing saved.
+Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM,
+SIGHUP); 130 interrupted with nothing saved.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import generate, schedule, verify
+from jaxtrain.cli import generate, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     FAILED,
     INTERRUPTED,
     JSON,
-    PREEMPTED,
     REFUSED,
     answer,
     experiment_of,
     mesh_of,
     set_simulation_flags,
+    settle_streams,
     told,
 )
 from jaxtrain.files.stores import local_path
@@ -42,12 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.own_process = arguments is None
     options.interrupted = False
     code = _exit_code(options)
+    if options.own_process:
+        settle_streams()
     if options.own_process and options.interrupted:
-        # The interpreter's own way out crashes in XLA where a compilation was interrupted.
-        with suppress(OSError, KeyboardInterrupt):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # the interpreter's own way out crashes in XLA after a compilation
     return code
 
 
@@ -74,12 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    train = command("train", _train, "train; goes on with what is in the run directory")
-    train.add_argument("experiment", help="a Python file with a function experiment()")
-    train.add_argument("--mesh", default="meshes/cpu_1.toml", help="a mesh file")
-    train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
-    train.add_argument("--steps", type=int, help="stop after so many steps in all")
-    train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+    text = "train; goes on with what is in the run directory"
+    trained = command("train", train.trained, text)
+    train.add_options(trained)
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
@@ -100,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     compiled.add_argument("--mesh", required=True)
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
-    for sub in (train, check, compiled):
+    for sub in (trained, check, compiled):
         text = "another number or word in a field of the experiment, such as optimizer.b1=0.95"
         sub.add_argument(
             "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=text
@@ -125,50 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--out", required=True, help="directory of the token files")
     tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     return parser
-
-
-def _train(options: Any) -> int:
-    spec = mesh_of(options)
-    if spec.simulated:
-        set_simulation_flags(options, spec)
-    from jaxtrain.checkpoint import committed_steps
-    from jaxtrain.train.loop import train
-
-    run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
-    asked: list[int] = []
-
-    def stop(number: int, frame: Any) -> None:
-        if asked:  # asked twice: at once
-            raise KeyboardInterrupt
-        asked.append(number)
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        result = train(
-            options.experiment,
-            spec,
-            run_dir=run_dir,
-            steps=options.steps,
-            settings=options.settings,
-            should_stop=lambda: bool(asked),
-        )
-    except KeyboardInterrupt:
-        options.interrupted = True
-        return PREEMPTED if committed_steps(run_dir / "checkpoints") else INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if result.stopped and result.saved is None:
-        print(
-            f"stopped at step {result.steps}; nothing is saved: the experiment has no checkpoints"
-        )
-        return INTERRUPTED
-    if result.stopped:
-        print(f"stopped; step {result.steps} is saved in {run_dir}; the same command goes on")
-        return PREEMPTED
-    print(f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}")
-    return 0
 
 
 def _check(options: Any) -> int:

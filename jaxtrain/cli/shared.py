@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
@@ -37,6 +38,23 @@ def set_simulation_flags(options: Any, spec: Any) -> None:
     if options.own_process and late and not os.environ.get(STARTED_AGAIN):
         os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def say(text: str) -> None:
+    """A line on the standard output, if that still is there: a terminal may have been closed."""
+    with suppress(OSError):
+        print(text, flush=True)
+
+
+def settle_streams() -> None:
+    """Write out what is held, at the end of a process. What cannot be written is let go: the exit
+    code is the command's, not one of the interpreter's that failed to write."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            with suppress(KeyboardInterrupt):
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def told(options: Any) -> TextIO:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 
 def duration(seconds: float) -> str:
@@ -37,6 +38,26 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
+class _Lasting:
+    """A stream that may go away, such as a terminal that is closed or a pipe's reader that ends:
+    what can no longer be written is dropped, for a run is worth more than what it says."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 class Progress:
     """Shows `step 120/600 loss 3.412 tok/s 81k mfu 0.43 eta 1m20s` for a run of `total` steps.
 
@@ -59,7 +80,7 @@ class Progress:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1: a line every so many steps")
         self._total, self._start, self._every, self._clock = total, start, every, clock
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = _Lasting(sys.stdout if stream is None else stream)
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
         self._skipped = 0.0
@@ -133,7 +154,7 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        console = Console(file=self._stream)
+        console = Console(file=cast(TextIO, self._stream))
         if console.is_dumb_terminal:  # it cannot move the cursor, so a bar would draw nothing
             self._terminal = False
             return

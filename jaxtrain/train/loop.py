@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
-from jaxtrain.checkpoint.run_config import refuse_other_experiment
-from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
-from jaxtrain.experiment import (
-    RESUMABLE,
-    Experiment,
-    completed,
-    config_of,
-    load_experiment,
-    with_fields,
-)
+from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.telemetry.metrics import (
-    DelayedMetrics,
-    MetricsWriter,
-    read_metrics,
-    refuse_unusable,
-)
+from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.telemetry.profiler import Profiler
-from jaxtrain.telemetry.progress import Progress
 from jaxtrain.train.generate import generate
-from jaxtrain.train.loading import record_run
 from jaxtrain.train.natural import natural_shapes
-from jaxtrain.train.rates import Rates
-from jaxtrain.train.run_directory import refuse_fewer_steps
+from jaxtrain.train.run_directory import RunDirectory, refuse_fewer_steps, refuse_unfit
+from jaxtrain.train.run_log import RunLog
 from jaxtrain.train.saving import Saving, checkpoints_of
 from jaxtrain.train.session import CACHE_DIR, Session, open_session
-
-SKIPPED_AT_MOST = 20
-"""So many steps skipped in a row, not counting those that look for a loss scale, end a run: the
-parameters have not moved since, and nothing says that they will."""
+from jaxtrain.train.shielded import Shielded
 
 
 @dataclass
@@ -104,13 +83,9 @@ def train(
             f"{experiment.steps}, for which its schedules are made; use steps="
             f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
         )
-    config, process = {"experiment": config_of(experiment)}, jax.process_index()
+    config = {"experiment": config_of(experiment)}
     if run is not None:
-        if process == 0:  # the others of this run come when it is already held
-            refuse_held(run)
-        known = partial(completed, experiment=experiment)
-        refuse_other_experiment(run, config, ignore=RESUMABLE, completed=known)
-        refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
+        refuse_unfit(run, config, experiment)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     policy = experiment.checkpoints
@@ -121,62 +96,57 @@ def train(
             refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
         session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True)
         stack.callback(session.close)
-        if run is not None and process == 0:
-            stack.enter_context(sole_run(run))
-            record_run(run, config, session.dataset)
-        output = (stream or sys.stdout) if process == 0 else io.StringIO()
-        loop = _Loop(session, run, saves, output, should_stop)
+        first, directory = jax.process_index() == 0, None
+        if run is not None and first:
+            directory = RunDirectory(run, config, session.dataset)
+            stack.callback(directory.close)
+        log = RunLog(session, run, (stream or sys.stdout) if first else io.StringIO(), last)
+        stack.callback(log.close)
+        loop = _Loop(session, log, saves, directory, should_stop)
         stack.callback(loop.close)
-        return loop.run(last)
+        return loop.run()
 
 
 class _Loop:
     def __init__(
         self,
         session: Session,
-        run_dir: Path | None,
+        log: RunLog,
         saves: Checkpoints | None,
-        stream: TextIO,
+        directory: RunDirectory | None,
         should_stop: Callable[[], bool],
     ) -> None:
-        e = session.experiment
-        self.session, self.should_stop = session, should_stop
-        self.saving = Saving(saves, session, self.tell) if saves else None
-        self.result = Result(e, session.start, run_dir, session=session)
-        self.stream = stream
-        self.delayed = DelayedMetrics()
-        self.rates = Rates(session.assembly)
-        self.profiler = Profiler(e.logging.profile, run_dir or Path("."))
-        self.writer: MetricsWriter | None = None
-        if run_dir is not None:
-            self.writer = MetricsWriter(
-                run_dir,
-                start=session.start + 1,
-                tensorboard=e.logging.tensorboard,
-                process=jax.process_index(),
-            )
-        self.skipped = int(session.state.skipped)
-        self.skipped_in_a_row = 0
-        self.tripped = session.guard.tripped
-        self.waited = 0.0
+        self.session, self.log, self.directory = session, log, directory
+        self.should_stop = should_stop
+        self.saving = Saving(saves, session, log.tell) if saves else None
+        self.shielded = Shielded()
+        self.result = Result(session.experiment, session.start, log.run_dir, session=session)
+        self.result.history = log.history
+        self.profiler = Profiler(session.experiment.logging.profile, log.run_dir or Path("."))
+        self.evaluated_at: int | None = None
 
-    def run(self, steps: int) -> Result:
-        session, e = self.session, self.session.experiment
-        self.last = steps
-        self.progress = Progress(steps, session.start, self.stream, e.logging.every)
+    @property
+    def experiment(self) -> Experiment:
+        return self.session.experiment
+
+    @property
+    def last(self) -> int:
+        return self.log.last
+
+    def run(self) -> Result:
         if self.saving:
-            self.saving.begin()
-        self.progress.message(self.headline(steps))
+            self.shielded(self.saving.begin)
+        self.log.tell(self.headline())
         try:
-            self.loop(steps)
+            self.loop()
         except KeyboardInterrupt:
-            self.interrupted()
+            self.shielded.to_the_end(self.leave, "interrupted")
             raise
         except Exception as error:
-            self.failed(error)
+            self.shielded.to_the_end(self.failed, error)
             raise
         if not self.result.stopped:
-            if session.start == steps:
+            if self.session.start == self.last:
                 self.already_done()
             self.finish()
         return self.result
@@ -185,24 +155,24 @@ class _Loop:
         """The last step was saved before: tell what the run reached, and evaluate again."""
         done, whole = self.session.start, self.experiment.steps
         asked = f"all {done} steps" if done == whole else f"the {done} steps asked for, of {whole},"
-        self.progress.message(f"{asked} are done")
-        run_dir = self.result.run_dir
-        self.result.history = read_metrics(run_dir) if run_dir is not None else []
+        self.log.tell(f"{asked} are done")
+        if self.result.run_dir is not None:
+            self.result.history = read_metrics(self.result.run_dir)
         if self.experiment.evaluation is not None:
             self.run_evaluation(self.session.start)
 
-    def headline(self, steps: int) -> str:
+    def headline(self) -> str:
         session = self.session
         parameters = sum(leaf.size for leaf in natural_shapes(session.assembly).params.values())
         sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
         begin = f"resuming at step {session.start}, " if session.start else session.beginning
         return (
             f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
-            f"{steps} steps, compiled in {session.compile_s:.1f}s"
+            f"{self.last} steps, compiled in {session.compile_s:.1f}s"
         )
 
-    def loop(self, steps: int) -> None:
-        session, e = self.session, self.session.experiment
+    def loop(self) -> None:
+        session, e, steps = self.session, self.experiment, self.last
         metrics: dict[str, Any] = {}
         for step in range(session.start, steps):
             at, batch = session.loader.next()
@@ -211,123 +181,49 @@ class _Loop:
             metrics = session.step(batch)
             self.profiler.after(step, metrics)
             done = self.result.steps = step + 1
-            self.log(self.delayed.push(done, metrics))
-            self.refuse_skipping()
+            self.log.push(done, metrics)
+            self.log.refuse_skipping()
             evaluates = e.evaluation and (done % e.evaluation.every == 0 or done == steps)
-            tier = self.saving and self.saving.due(done)
+            tier = self.saving and self.shielded(self.saving.due, done)
             rated = self.saving and self.saving.rated
             if evaluates and rated:
                 self.run_evaluation(done)
                 tier = "durable"
             if tier or done == steps:
-                self.save(last=done == steps, durable=tier != "local")
+                self.shielded(self.save, done == steps, tier != "local")
             if evaluates and not rated:
                 self.run_evaluation(done)
             if self.should_stop() and done < steps:
-                self.save(last=True)
-                self.ended = self.result.stopped = True
+                self.shielded(self.save, True)
+                self.log.last, self.result.stopped = done, True
                 break
-        self.log(self.delayed.flush())
-        self.refuse_skipping()
-
-    def refuse_skipping(self) -> None:
-        if self.skipped_in_a_row < SKIPPED_AT_MOST:
-            return
-        last, scaled = self.result.history[-1], self.experiment.precision.loss_scale is not None
-        least = ", at the least loss scale" if scaled else ""
-        raise ValueError(
-            f"the gradients of {self.skipped_in_a_row} steps in a row, up to step {last['step']}, "
-            f"were not finite{least} (learning rate {last['learning_rate']:.3g}, loss "
-            f"{last['loss']:.3g}); each was skipped, so the parameters are those before them; use "
-            f"a lower learning rate, a longer warmup or clip_norm=1.0{', or bf16' * scaled}, or "
-            "look in the model and its data for values that are not finite"
-        )
-
-    def count_skipped(self, values: dict[str, Any]) -> None:
-        """Steps skipped in a row; one that only lowers the loss scale is not counted."""
-        scale, skipped = self.experiment.precision.loss_scale, int(values["skipped"])
-        if skipped == self.skipped:
-            self.skipped_in_a_row = 0
-        elif scale is None or scale.factor == 1 or values["loss_scale"] <= scale.minimum:
-            self.skipped_in_a_row += 1
-        self.skipped = skipped
+        self.log.flush()
+        self.log.refuse_skipping()
 
     def run_evaluation(self, step: int) -> None:
         """Evaluate with the clock stopped; the values join the metrics of `step`."""
         evaluation = self.experiment.evaluation
         assert evaluation is not None
-        self.log(self.delayed.flush(), hold=True)
-        with self.rates.paused():
+        self.log.hold()
+        with self.log.rates.paused():
             final = step >= self.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
         self.result.evaluation, self.evaluated_at = values, step
         text = " ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.progress.message(f"step {step} {text}")
-        self.write_held(values)
+        self.log.tell(f"step {step} {text}")
+        self.log.evaluated(values)
 
-    def write_held(self, values: dict[str, float]) -> None:
-        held, self.held = self.held, None
-        if held is not None:
-            self.write(held[0], {**held[1], **values})
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.session.experiment
-
-    evaluated_at: int | None = None
-    held: tuple[int, dict[str, Any]] | None = None
-    ended = False
-    """Whether `result.steps` is the last step that this start takes."""
-
-    def log(self, found: tuple[int, dict[str, Any]] | None, *, hold: bool = False) -> None:
-        """Metrics of a step that is finished, to the history, the screen and, when due, files."""
-        if found is None:
-            return
-        step, values = found
-        self.count_skipped(values)
-        waited, self.waited = self.session.loader.wait_s - self.waited, self.session.loader.wait_s
-        values = {**values, **self.rates.of(step), "data_s": waited}
-        self.result.history.append({"step": step, **values})
-        self.progress.update(step, values)
-        self.tell_trip(values)
-        ends = (self.session.start + 1, self.result.steps if self.ended else self.last)
-        if hold:
-            self.held = (step, values)
-        elif step % self.experiment.logging.every == 0 or step in ends:
-            self.write(step, values)
-
-    def tell_trip(self, values: dict[str, Any]) -> None:
-        """Once; steps are counted from 0 in the metric and from 1 in what is told. The step after
-        the one that was sampled was already on its way."""
-        tripped = int(values.get("guard_tripped", -1))
-        if tripped < 0 or self.tripped >= 0:
-            return
-        self.tripped = tripped
-        error, cosine = (values.get(f"reducer_{name}", math.nan) for name in ("error", "cosine"))
-        self.progress.message(
-            f"step {tripped + 1} compressed sums are beyond the guard's bounds (error {error:.3g}, "
-            f"cosine {cosine:.3g}): sums are exact from step {tripped + 3} on"
-        )
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        if self.writer is None:
-            return
-        try:
-            self.writer.write(step, values)
-        except OSError as error:  # a full disk; the run is worth more than its log
-            self.tell(f"NOT LOGGED step {step}: {error}; the run goes on")
-
-    def tell(self, text: str) -> None:
-        self.progress.message(text)
-
-    def save(self, *, last: bool, durable: bool = True) -> None:
-        """last: nothing comes after it. Then it raises CheckpointError, which is told otherwise."""
+    def save(self, last: bool, durable: bool = True) -> None:
+        """last: nothing comes after it. Then it raises what is told otherwise: CheckpointError, and
+        ValueError where the run directory is gone and cannot be written again."""
         if self.saving is None:
             return
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
-        with self.rates.paused():
+        with self.log.rates.paused():
             step, metrics = self.result.steps, self.evaluated(self.result.steps)
+            if not self.mended(last):
+                return
             if last:
                 self.saving.save_last(step, metrics)
             else:
@@ -335,38 +231,53 @@ class _Loop:
         if last:
             self.result.saved = self.result.steps
 
+    def mended(self, last: bool) -> bool:
+        """Whether the run directory is there to save in, and can be gone on from."""
+        assert self.saving is not None
+        try:
+            found = self.directory.written_again() if self.directory else None
+            if found is not None:
+                self.saving.manager.name_again()
+                self.log.tell(f"NOTE {found}")
+                self.log.write_again()
+        except (OSError, ValueError) as error:
+            if last:
+                raise
+            self.log.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
+            return False
+        return True
+
     def evaluated(self, step: int) -> dict[str, float]:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
         e = self.experiment.evaluation
         alike = e is not None and (step < self.last or e.final_batches == e.batches)
         return self.result.evaluation if alike and self.evaluated_at == step else {}
 
-    def interrupted(self, word: str = "interrupted") -> None:
+    def leave(self, word: str) -> None:
         """Save what is whole: the state after the last finished step."""
         if self.saving is None:
-            self.progress.message(f"{word}; nothing is saved without checkpoints in a run_dir")
+            self.log.tell(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
             latest = self.saving.manager.latest()
-            self.progress.message(f"the last step failed; the newest save is {latest}")
+            self.log.tell(f"{word}: the last step failed; the newest save is {latest}")
             return
-        self.result.steps = int(self.session.state.step)
+        self.result.steps = self.log.last = int(self.session.state.step)
         self.save(last=True)
-        self.progress.message(f"{word}; saved step {self.result.steps}")
-        self.ended = True
-        self.log(self.delayed.flush())
-        self.write_held({})
+        self.log.tell(f"{word}; saved step {self.result.steps}")
+        self.log.flush()
+        self.log.evaluated({})
 
     def failed(self, error: Exception) -> None:
         """As for an interrupt; what else fails then is noted on the error that came first."""
         try:
-            self.interrupted("failed")
+            self.leave("failed")
         except Exception as second:
             error.add_note(f"saving what was reached failed too: {second}")
 
     def finish(self) -> None:
         """The last words: what was reached against reference compressors, and a sample."""
-        e, say = self.experiment, self.progress.message
+        e, say = self.experiment, self.log.tell
         reached = self.result.evaluation.get("bits_per_byte")
         if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
             bits = reference_bits(e.data)
@@ -393,8 +304,5 @@ class _Loop:
         )
 
     def close(self) -> None:
+        self.shielded.close()
         self.profiler.close()
-        if hasattr(self, "progress"):
-            self.progress.close()
-        if self.writer is not None:
-            self.writer.close()

@@ -77,6 +77,18 @@ def test_the_newest_of_both_tiers_is_restored(tmp_path: Path) -> None:
     assert kept == [10, 11, 12], "two finished, and the one that was being written"
 
 
+def test_a_run_directory_that_is_there_again_keeps_its_local_tier(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        tiers.save(1, state(1), {"step": 1}, durable=False)
+        tiers.wait()
+        shutil.rmtree(tmp_path / "run")
+        tiers.name_again()
+        tiers.save(2, state(2), {"step": 2}, durable=False)
+    found, step = restored(tmp_path)
+    assert step == 2 and equal(found, 2)
+    assert len(list((tmp_path / "memory").iterdir())) == 1
+
+
 def test_a_local_tier_that_is_gone_leaves_the_durable(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
     shutil.rmtree(tmp_path / "memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 
 import pytest
@@ -22,6 +23,32 @@ def run(stream: io.StringIO, steps: range, total: int, every: int, step_s: float
             progress.update(
                 step, {"loss": 3.41215, "tokens_per_s": 81234.0, "mfu_full": 0.432, "seed": 1}
             )
+
+
+class Gone(Terminal):
+    """A terminal that was closed after some writes."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self.left = writes
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_closed_stream_no_longer_takes_is_dropped(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gone, "isatty", lambda _: terminal)
+    stream = Gone(writes=2)
+    run(stream, range(1, 26), total=25, every=10)
+    with Progress(25, 0, stream) as progress:
+        progress.message("nobody reads this")
+    assert stream.left < 0 < len(stream.getvalue())
 
 
 def test_plain_lines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain.data import BigramChain
 from jaxtrain.telemetry.metrics import read_metrics
+from jaxtrain.train.run_directory import left_in
 
 
 def trained(folder: Path, experiment: jaxtrain.Experiment) -> jaxtrain.Result:
@@ -111,3 +113,45 @@ def test_a_run_that_only_skips_ends_with_an_error(own: jaxtrain.Experiment, tmp_
         )  # fmt: skip
     assert "skipped 20" in stream.getvalue()
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+REMOVED = {
+    "the directory": (
+        lambda run: run.rename(run.with_name("away")),
+        "run directory .*run was removed below",
+    ),
+    "config.json": (lambda run: (run / "config.json").unlink(), "config.json or the lock of"),
+}
+
+
+@pytest.mark.parametrize("what", REMOVED)
+@pytest.mark.parametrize("saves", [1000, 2])
+def test_what_is_removed_below_a_run_is_told_and_written_again(
+    what: str, saves: int, own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """At the next save. The run goes on to the bit, and nobody else gets into its directory."""
+    remove, said = REMOVED[what]
+    given = replace(own, steps=8, checkpoints=jaxtrain.SavePolicy(every=saves))
+    run, mesh, stream, asked = tmp_path / "run", jaxtrain.mesh_from_axes(data=1), io.StringIO(), []
+
+    def train(run: Path = run, **options: Any) -> jaxtrain.Result:
+        return jaxtrain.train(given, mesh, run_dir=run, cache_dir=tmp_path, **options)
+
+    def ask() -> bool:
+        asked.append(None)
+        if len(asked) == 3:
+            remove(run)
+        if len(asked) == 5 and saves == 2:
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"):
+                train()
+        return len(asked) == 5
+
+    assert train(stream=stream, should_stop=ask).saved == 5
+    assert len(re.findall(f"NOTE {said}", stream.getvalue())) == 1
+    assert left_in(run)[1].endswith("the same command goes on")
+    rest = train(stream=io.StringIO())
+    whole = train(tmp_path / "whole", stream=io.StringIO())
+    assert [line["loss"] for line in rest.history] == [line["loss"] for line in whole.history[5:]]
+    logged = {line["step"]: line["loss"] for line in read_metrics(run)}
+    assert logged.keys() >= {5, 6, 7, 8}
+    assert logged.items() <= {line["step"]: line["loss"] for line in whole.history}.items()

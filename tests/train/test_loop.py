@@ -23,6 +23,7 @@ from jaxtrain.data import BatchRamp, Loader
 from jaxtrain.train import session
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.loop import Result
+from jaxtrain.train.saving import Saving
 
 STEPS = 6
 Train = Callable[..., Result]
@@ -218,6 +219,26 @@ def test_a_signal_within_a_step_waits_for_it(
         patch.setattr(session, "compile_step", signalled)
         trained(own, stream=stream)
     assert "saved step 3" in stream.getvalue()
+    assert_same_state(trained(own), whole)
+
+
+@pytest.mark.parametrize("then", [lambda: True, interrupt], ids=["stop", "interrupt"])
+def test_interrupts_while_it_saves_lose_nothing(
+    own: jaxtrain.Experiment, trained: Train, monkeypatch: pytest.MonkeyPatch, then: Any
+) -> None:
+    """Five of them, 5 ms apart: they end the wait for the save, not the save."""
+    whole, save, stream = trained(own, name="whole"), Saving._save, io.StringIO()
+
+    def struck(*args: Any, **options: Any) -> None:
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.005)
+        save(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Saving, "_save", struck)
+        trained(own, stream=stream, should_stop=after(3, then))
+    assert "interrupted; saved step 3" in stream.getvalue()
     assert_same_state(trained(own), whole)
 
 

@@ -261,10 +261,7 @@ def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
     run(tmp_path, experiment, steps=4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     _, told = run(tmp_path, experiment, steps=4)
-    assert (
-        "step 4 comes from the local tier" in told
-        and "the 4 steps asked for, of 6, are done" in told
-    )
+    assert "step 4 comes from the local tier" in told and "the 4 steps asked for" in told
     assert "4" in steps_of(tmp_path)
     assert not any(found.damages for found in verify(tmp_path / "run"))
 
