@@ -74,10 +74,10 @@ class MeshSpec:
         return dict(self.axes) | {a: 1 for a in MESH_AXES if a not in dict(self.axes)}
 
     @property
-    def usable_bytes(self) -> float:
+    def usable_bytes(self) -> int:
         """What a program and its arrays may take of one device."""
         stated = self.facts.usable_gbytes or self.chip.usable_gbytes
-        return (stated or self.chip.hbm_gbytes) * 1e9
+        return round((stated or self.chip.hbm_gbytes) * 1e9)
 
     def size(self, axis: str) -> int:
         """Size of one mesh axis, 1 where the file does not name it."""

@@ -86,12 +86,17 @@ def block_rows(rows: int, experts: int) -> int:
     return min(LARGEST_BLOCK, 1 << max(rows // (4 * experts), 8).bit_length() - 1)
 
 
+def block_count(rows: int, experts: int) -> int:
+    """Blocks for any choice of experts: most are taken if each has one row, and one of them all
+    the others."""
+    taken = min(experts, rows)
+    return (rows - taken) // block_rows(rows, experts) + taken
+
+
 def planned(chosen: jax.Array, experts: int) -> Plan:
     """The rows of these choices [tokens, k], in the order of experts, and within one of tokens."""
     count = chosen.size
-    block = block_rows(count, experts)
-    taken = min(experts, count)  # by most if each has one row, and one of them all the others
-    blocks = (count - taken) // block + taken
+    block, blocks = block_rows(count, experts), block_count(count, experts)
     of_slot = chosen.reshape(-1)
     order = jnp.argsort(of_slot, stable=True)
     sizes = jnp.sum(of_slot[:, None] == jnp.arange(experts)[None], axis=0)

@@ -66,6 +66,13 @@ class Tiling(NamedTuple):
                     starts.append((a, b))
         return starts
 
+    def pairs(self) -> int:
+        """(query, key) pairs of one sequence that are multiplied, hidden ones of its tiles too."""
+        if self.unrolled():
+            tiles = ((queries, run) for queries, runs in self.trimmed() for run in runs)
+            return sum(len(queries) * len(run) for queries, run in tiles)
+        return len(self.equal()) * self.query_block * self.key_block
+
     def segments_of(self, a: Any, queries: int, b: Any, keys: int) -> tuple[jax.Array, ...]:
         """Segments of the queries [rows, queries] and keys [rows, keys] of a tile, if any."""
         if self.segments is None:

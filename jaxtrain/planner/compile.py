@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
+from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, unpredicted
 from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.telemetry.branches import branch_violations
@@ -33,16 +35,25 @@ CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
 """Gives what the compiler writes to the process's standard error while the context is open."""
 
 REMATERIALISED = "Involuntary full rematerialization"
+SQUEEZED = re.compile(r"Can't reduce memory use below (\S+).*only reduced to (\S+)")
+"""What XLA logs where making values again does not save enough memory; the program is made all the
+same."""
+
+MORE = 1.01
+"""Times the FLOPs that the source asks for: a program of more has products made again. None that
+is asked for is left uncounted, so the room is for what XLA adds, such as padding."""
 
 
 @dataclass(frozen=True)
 class CompileReport:
     """A compiled step, on one device.
 
-    memory: bytes, as `telemetry.hlo.peak_memory` has them. fits: whether the peak is within the
-    chip's memory; None where either is unknown. sent: what the program sends, by (kind, mesh axes,
-    dtype): count and bytes. contract: None where XLA chose the collectives. overlap: by kind, empty
-    where the program has no schedule. flops: of matmuls XLA sees; `opaque`: kernels it does not.
+    memory: bytes, as `telemetry.hlo.peak_memory` has them. fits: whether the peak is within what a
+    program may take of the chip, and XLA has not said otherwise; None where it is unknown. sent:
+    what the program sends, by (kind, mesh axes, dtype): count and bytes. contract: None where XLA
+    chose the collectives. overlap: by kind, empty where the program has no schedule. flops: of
+    matmuls XLA sees; asked_flops: of those the source asks for, at the most, None where that is not
+    known; `opaque`: kernels XLA does not see.
     """
 
     checked: CheckReport
@@ -50,6 +61,7 @@ class CompileReport:
     fits: bool | None
     compile_s: float
     flops: float
+    asked_flops: float | None
     opaque: dict[str, int]
     sent: dict[Key, tuple[int, float]]
     contract: Contract | None
@@ -85,8 +97,10 @@ class CompileReport:
         fits = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}[self.fits]
         lines = [
             self.checked.summary(),
-            f"compiled in {self.compile_s:.1f} s; bytes per device: {memory}: {fits}",
-            f"matmul FLOPs of a device's step: {self.flops:,.0f}",
+            f"compiled in {self.compile_s:.1f} s; bytes per device: {memory}; a program may take "
+            f"{self.checked.assembly.spec.usable_bytes:,.0f}: {fits}",
+            f"matmul FLOPs of a device's step: {self.flops:,.0f}"
+            + ("" if self.asked_flops is None else f"; asked for: {self.asked_flops:,.0f}"),
         ]
         if self.opaque:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
@@ -115,9 +129,11 @@ class CompileReport:
         return {
             "fits": self.fits,
             "bytes_per_device": sizes,
+            "usable_bytes": self.checked.assembly.spec.usable_bytes,
             "collectives": found,
             "contract": None if self.contract is None else not self.contract.broken,
             "flops": self.flops,
+            "asked_flops": self.asked_flops,
             "compile_s": self.compile_s,
             "violations": list(self.violations),
         }
@@ -150,8 +166,9 @@ def compile_experiment(
     `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
 
     violations: a broken contract, collectives in branches that devices take differently, weights
-    that XLA gathers whole because it finds no better way. Raises ValueError with every violation of
-    experiment and mesh, and where the mesh can neither be made nor compiled for.
+    that XLA gathers whole because it finds no better way, memory that it cannot save, products that
+    it makes again to save it. Raises ValueError with every violation of experiment and mesh, where
+    the mesh can neither be made nor compiled for, and where the compiler refuses so much memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
@@ -165,25 +182,30 @@ def compile_experiment(
     traced = trace_step(assembly, active, where, choice=steady(assembly))
     law = branch_violations(traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active))
     lowered = traced.lower()
-    with (compiler_log or _unseen)() as log:
+    with (compiler_log or _unseen)() as log, _refused_by(spec):
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - began, program_text(compiled)
     found, memory = collectives(text), peak_memory(compiled)
     stated = unpredicted(assembly) is None
     held = contract(assembly, lowered_collectives(lowered), found) if stated else None
-    peak, room = memory["peak_bytes"], spec.chip.hbm_gbytes
+    peak, squeezed = memory["peak_bytes"], _squeezed(log())
+    flops, asked = dot_flops(text), asked_flops(assembly)
     scheduled = "is_scheduled=true" in text.partition("\n")[0]
     return CompileReport(
         checked=checked,
         memory=memory,
-        fits=None if peak is None or not room else peak <= room * 1e9,
+        fits=False if squeezed else None if peak is None else peak <= spec.usable_bytes,
         compile_s=elapsed,
-        flops=dot_flops(text),
+        flops=flops,
+        asked_flops=asked,
         opaque=opaque_kernels(text),
         sent=seen(found, assembly.sizes),
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
-        violations=(*law, *_rematerialised(log()), *_broken(held)),
+        violations=(
+            *(*law, *_rematerialised(log()), *squeezed, *_made_again(flops, asked)),
+            *_broken(held),
+        ),
     )
 
 
@@ -213,6 +235,39 @@ def _unseen() -> AbstractContextManager[Callable[[], str]]:
 def _rematerialised(log: str) -> list[str]:
     lines = [line.strip() for line in log.splitlines() if REMATERIALISED in line]
     return [f"XLA gathers a whole tensor to split it another way: {line}" for line in lines]
+
+
+def _squeezed(log: str) -> list[str]:
+    return [
+        f"XLA can make the step no smaller than {found[2]}, and has {found[1]} for it: use more "
+        f"microbatches or devices"
+        for found in SQUEEZED.finditer(log)
+    ]
+
+
+def _made_again(flops: float, asked: float | None) -> list[str]:
+    if asked is None or flops <= MORE * asked:
+        return []
+    return [
+        f"XLA recomputes {flops / asked - 1:.0%} more matmul FLOPs than the source asks for, to "
+        f"squeeze the step in: {flops:,.0f} for {asked:,.0f}; use more microbatches, or "
+        f"LayerLoop(remat='full') if that is not the one, whose price is known"
+    ]
+
+
+@contextmanager
+def _refused_by(spec: MeshSpec) -> Iterator[None]:
+    """TPUs' compiler makes no program that does not fit."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        raise ValueError(
+            f"{spec.where}: the step does not fit a {spec.chip.name}: {told} Use more microbatches "
+            f"or devices, or LayerLoop(remat='full')"
+        ) from error
 
 
 def _broken(held: Contract | None) -> list[str]:

@@ -1,0 +1,163 @@
+"""The FLOPs that the source asks for, against the model's own count and against compiled steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxtrain
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn.attention import Cudnn, Reference
+from jaxtrain.nn.blockwise import Blockwise
+from jaxtrain.nn.online_softmax import AttentionMask, Scoring
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.nn.tiling import Tiling
+from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.train.assembly import Assembly, active_mesh, assemble
+from jaxtrain.train.shrink import shrink
+from jaxtrain.train.state import shardings
+from jaxtrain.train.step import compile_step
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def assembled(
+    axes: dict[str, int],
+    remat: str = "none",
+    *,
+    experts: int = 0,
+    seq: int = 16,
+    unroll: bool = True,
+    **execution: Any,
+) -> Assembly:
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    (block,) = small.model.period
+    if experts:
+        block = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts))
+    execution = {"loop": LayerLoop(unroll=unroll, remat=remat), **execution}
+    e = replace(
+        small,
+        model=replace(small.model, period=(block,)),
+        data=replace(small.data, seq=seq),
+        execution=jaxtrain.Execution(**execution),
+    )
+    return assemble(e, jaxtrain.mesh_from_axes(**axes))
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"tensor": 2}, CUBE], ids=str)
+def test_all_devices_together_are_asked_for_the_models_own_flops(axes: dict[str, int]) -> None:
+    """Dense attention, everything saved: three forward passes, of the padded vocabulary."""
+    assembly = assembled(axes, attention=Reference())
+    e = assembly.experiment
+    padded = replace(e.model, vocab=e.model.padded_vocab)
+    whole = padded.flops(seq=e.data.seq, sequences=e.batch).train_full
+    asked = asked_flops(assembly)
+    assert asked is not None and asked * assembly.spec.devices == whole
+
+
+def test_what_is_made_again_is_asked_for() -> None:
+    """By each policy: the products of the weights, of the attention, of both, of neither."""
+
+    def asked(remat: str, **given: Any) -> float:
+        found = asked_flops(assembled({"data": 1}, remat, **given))
+        assert found is not None
+        return found
+
+    flops = assembled({"data": 1}).experiment
+    forward = flops.model.flops(seq=16, sequences=flops.batch)
+    head = 2 * flops.model.embed * flops.model.vocab * 16 * flops.batch
+    products = forward.matmul - head
+    # Its two products, of one tile cut to the mask.
+    attention = forward.attention_full
+    none = asked("none")
+    assert asked("dots_and_attention") == none
+    assert asked("attention") - none == products
+    assert asked("dots") - none == attention
+    assert asked("full") - none == products + attention
+    assert asked("none", attention=Cudnn()) == none - 3.5 * attention
+    experts = asked("none", experts=4)
+    assert asked("dots", experts=4) - experts > attention, "a mixture is saved by `none` alone"
+
+
+@pytest.mark.parametrize("seq", [16, 500, 4096])
+@pytest.mark.parametrize("window", [None, 64])
+def test_pairs_of_tiles_are_the_visible_ones_and_the_rest_of_their_tiles(
+    seq: int, window: int | None
+) -> None:
+    blocks, mask = Blockwise(64, 128), AttentionMask(window=window)
+    tiling = Tiling(blocks.query_block, blocks.key_block, seq, Scoring(mask, 1.0), None)
+    seen = sum(min(i + 1, window or seq) for i in range(seq))
+    rows = -(-seq // 64) * 64
+    assert seen <= tiling.pairs() <= seen + rows * (64 + 2 * 128)
+
+
+ASKED_WHOLE = [
+    ({"data": 1}, "dots_and_attention", {}),
+    pytest.param({"fsdp": 2}, "none", {"seq": 1024}, marks=pytest.mark.slow),
+    pytest.param({"data": 1}, "none", {"attention": Reference()}, marks=pytest.mark.slow),
+]
+ASKED_AT_MOST = [
+    ({"tensor": 2}, "full", {"experts": 4, "unroll": False}),
+    pytest.param({"fsdp": 2, "tensor": 2}, "full", {"unroll": False}, marks=pytest.mark.slow),
+    pytest.param({"data": 1}, "attention", {}, marks=pytest.mark.slow),
+    pytest.param({"data": 1}, "dots", {}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2}, "none", {"experts": 4}, marks=pytest.mark.slow),
+]
+
+
+def compiled_over_asked(axes: dict[str, int], remat: str, given: dict[str, Any]) -> float:
+    assembly = assembled(axes, remat, **given)
+    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
+    where = shardings(assembly.abstract, assembly.splits, mesh)
+    asked = asked_flops(assembly)
+    assert asked is not None
+    return dot_flops(compile_step(assembly, mesh, where).as_text()) / asked
+
+
+@pytest.mark.parametrize(("axes", "remat", "given"), ASKED_WHOLE, ids=str)
+def test_a_compiled_step_has_what_is_asked_for(
+    axes: dict[str, int], remat: str, given: dict[str, Any]
+) -> None:
+    assert compiled_over_asked(axes, remat, given) == 1.0
+
+
+@pytest.mark.parametrize(("axes", "remat", "given"), ASKED_AT_MOST, ids=str)
+def test_a_compiled_step_has_no_more_than_is_asked_for(
+    axes: dict[str, int], remat: str, given: dict[str, Any]
+) -> None:
+    """What is made again and read by nobody XLA leaves out: the last product of a block."""
+    assert 0.9 < compiled_over_asked(axes, remat, given) <= 1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(execution=jaxtrain.Execution(mode="gspmd")),
+        dict(optimizer=jaxtrain.Muon(0.1)),
+        dict(execution=jaxtrain.Execution(attention=lambda *given: given[0])),
+    ],
+    ids=("gspmd", "Muon", "a kernel of one's own"),
+)
+def test_where_it_is_not_known_nothing_is_asked(change: dict[str, Any]) -> None:
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    assert asked_flops(assemble(replace(small, **change), jaxtrain.mesh_from_axes(fsdp=2))) is None
+
+
+def test_a_pipeline_asks_by_its_ticks_which_are_not_counted_here() -> None:
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    assert asked_flops(assemble(small, jaxtrain.mesh_from_axes(stage=2))) is None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_compiler() -> Any:
+    """What a program multiplies is settled before its code is made."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
