@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_averages_are_evaluated_where_they_are_kept(
     averages = replace(session.state, params=session.state.ema)
     assert found == pytest.approx(by_hand(own, averages, 16), rel=1e-6)
     assert abs(found - by_hand(own, session.state, 16)) > 1e-3, "the average lags behind"
+
+
+def test_the_last_evaluation_is_of_the_final_batches(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    often = jaxtrain.Evaluation(every=1, batches=1, final_batches=3)
+    mesh = jaxtrain.mesh_from_axes(data=1)
+    logged = replace(own, evaluation=often, checkpoints=jaxtrain.SavePolicy(every=100))
+    result = jaxtrain.train(logged, mesh, run_dir=tmp_path / "run", steps=2, cache_dir=tmp_path)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["eval_loss"] for line in lines]
+    assert found[-1] == result.evaluation["eval_loss"]
+    assert found[1] == pytest.approx(by_hand(own, result.session.state, 24), rel=1e-6)
+    first = jaxtrain.train(logged, mesh, steps=1, cache_dir=tmp_path).session.state
+    assert found[0] == pytest.approx(by_hand(own, first, 8), rel=1e-6)
 
 
 def test_bits_are_of_the_bytes_that_weigh(own: jaxtrain.Experiment, made: Any) -> None:

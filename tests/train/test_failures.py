@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxtrain
@@ -155,3 +156,46 @@ def test_what_is_removed_below_a_run_is_told_and_written_again(
     logged = {line["step"]: line["loss"] for line in read_metrics(run)}
     assert logged.keys() >= {5, 6, 7, 8}
     assert logged.items() <= {line["step"]: line["loss"] for line in whole.history}.items()
+
+
+def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -> None:
+    """Ten steps that lower it, which are not counted, and twenty that cannot."""
+    scaling = jaxtrain.LossScale(initial=2.0**10, minimum=1.0)
+    lost = replace(
+        own,
+        optimizer=replace(own.optimizer, learning_rate=1e38),
+        precision=jaxtrain.Precision(loss_scale=scaling),
+        steps=60,
+    )
+    said = r"20 steps in a row, up to step 3[1-3], were not finite, at the least loss scale"
+    with pytest.raises(ValueError, match=said):
+        jaxtrain.train(lost, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """A bigram chain in which two of three steps of 8 rows have an infinite weight."""
+
+    vocab: int = 16
+    seq: int = 8
+    isolate_documents: bool = False
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        dataset = BigramChain(self.vocab, self.seq).open(split, seed=seed, cache_dir=cache_dir)
+        clean = dataset.rows
+
+        def rows(indices: Any) -> Any:
+            batch = clean(indices)
+            batch["weights"][np.asarray(indices) // 8 % 3 > 0] = np.inf
+            return batch
+
+        dataset.rows = rows
+        return dataset
+
+
+def test_skipped_steps_with_others_between_end_no_run(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    spoilt = replace(own, data=Spoilt(), steps=33)
+    result = jaxtrain.train(spoilt, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
+    assert result.history[-1]["skipped"] == 22

@@ -441,6 +441,19 @@ def test_the_time_of_a_step_is_not_hidden_by_its_save(
     assert all(step["step_s"] >= 0.04 for step in result.history[1:])
 
 
+def test_evaluations_are_in_no_steps_time(
+    own: jaxtrain.Experiment, trained: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linger(*_: Any, **__: Any) -> dict[str, float]:
+        time.sleep(0.5)
+        return {"eval_loss": 1.0}
+
+    monkeypatch.setattr(Evaluator, "__call__", linger)
+    often = replace(own, evaluation=jaxtrain.Evaluation(every=1), steps=5)
+    result = trained(often, name=None, steps=5)
+    assert sorted(step["step_s"] for step in result.history[1:])[1] < 0.4
+
+
 def test_held_out_batches_run_one_at_a_time(
     decoder: jaxtrain.Experiment, opened: Any, tmp_path: Path
 ) -> None:

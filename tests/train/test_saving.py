@@ -252,6 +252,18 @@ def test_the_best_save_is_kept(own: jaxtrain.Experiment, tmp_path: Path) -> None
     assert steps_of(tmp_path) == sorted({"6", str(worst)})
 
 
+def test_a_save_is_rated_by_an_evaluation_of_its_own_step(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """One without has no values, not those of the evaluation before."""
+    keep = jaxtrain.Keep(latest=4, best=jaxtrain.Best("eval_loss"))
+    evaluated = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=2, batches=1))
+    run(tmp_path, evaluated, steps=4)
+    steps = {step: tmp_path / "run" / "checkpoints" / str(step) for step in (1, 2, 3)}
+    rated = {k: bool(read_manifest(step).metadata["metrics"]) for k, step in steps.items()}
+    assert rated == {1: False, 2: True, 3: False}
+
+
 def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
     own: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
