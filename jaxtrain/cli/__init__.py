@@ -1,7 +1,7 @@
 """The command line: parses, calls, prints. Everything it does is a function elsewhere.
 
 Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM,
-SIGHUP); 130 interrupted with nothing saved.
+SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxtrain.cli.shared import (
     INTERRUPTED,
     JSON,
     REFUSED,
+    UNREAD,
     answer,
     experiment_of,
     mesh_of,
@@ -54,6 +55,12 @@ def _exit_code(options: Any) -> int:
     except ValueError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:
+        return UNREAD
+    except SystemExit as error:  # so rich leaves where nobody reads
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return UNREAD
     except OSError as error:
         print(f"jaxtrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
         return REFUSED

@@ -9,6 +9,9 @@ from typing import Any
 from jaxtrain.cli.shared import JSON, told
 from jaxtrain.files.stores import local_path
 
+DRAWN, PICTURED = 10_000, 200_000
+"""Boxes, at most: some seconds on a terminal; a file that a browser still opens."""
+
 
 def add_options(schedule: argparse.ArgumentParser) -> None:
     source = schedule.add_mutually_exclusive_group(required=True)
@@ -50,10 +53,18 @@ def draw(options: Any) -> int:
         schedule = make_schedule(options.kind, **given)
     times = {name: getattr(options, name) for name in ("forward", "backward", "weight", "head")}
     costs = Costs(**{name: time for name, time in times.items() if time is not None})
+    if svg_file is not None and schedule.ticks * schedule.stages > PICTURED:
+        raise ValueError(
+            f"--svg: {schedule.ticks} ticks of {schedule.stages} stages are no picture; draw "
+            f"fewer microbatches, for at most {PICTURED:,} boxes"
+        )
     out = told(options)
     console = Console(file=out)
-    for part in grid(schedule, console.width):
-        console.print(part)
+    if schedule.ticks * schedule.stages <= DRAWN:
+        for part in grid(schedule, console.width):
+            console.print(part)
+    else:
+        print(f"{schedule.ticks} ticks of {schedule.stages} stages are not drawn", file=out)
     print(figures(schedule, costs), file=out)
     if svg_file is not None:
         svg_file.write_text(svg(schedule, costs), encoding="utf-8")

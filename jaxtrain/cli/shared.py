@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
+UNREAD = 141
+"""As a shell says of a program that SIGPIPE ended: `jaxtrain ... | head -1`."""
 JSON = "JSON alone on the standard output; what people read goes to standard error"
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 

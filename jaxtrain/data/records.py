@@ -41,6 +41,9 @@ class JsonLines(FileSource):
             return Document(text=_text_of(record, self.text_field), prompt=prompt)
         except UnicodeDecodeError as error:
             raise ValueError(undecodable(path, error, offset=offset)) from error
+        except RecursionError:
+            where = f"{path}:{_line_number(path, offset)}"
+            raise ValueError(f"{where}: nests too deep; take the line out") from None
         except json.JSONDecodeError as error:
             where = f"{path}:{_line_number(path, offset)}"
             raise ValueError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error

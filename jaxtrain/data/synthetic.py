@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.dataset import Batch, check_split
+from jaxtrain.data.dataset import Batch, check_count, check_split
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BigramChain:
 
     def __post_init__(self) -> None:
         for name in ("vocab", "seq", "successors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+            if problems := check_count(name, getattr(self, name), 1):
+                raise ValueError(problems[0])
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> _ChainDataset:
         check_split(split)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.array_file import DamagedFile
-from jaxtrain.data.dataset import Dataset, check_split
+from jaxtrain.data.dataset import Dataset, check_count, check_split
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
 from jaxtrain.data.source import Document, Source, StdlibSource, documents, fingerprint
@@ -40,8 +40,8 @@ class TextData:
     isolate_documents: bool = True
 
     def __post_init__(self) -> None:
-        if self.seq < 1:
-            raise ValueError(f"seq={self.seq} holds no token; use 1 or more")
+        if problems := check_count("seq", self.seq, 1):
+            raise ValueError(problems[0])
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Dataset:
         """The split's rows. Held-out rows do not depend on `seed`, so that runs compare.

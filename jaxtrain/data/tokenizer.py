@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.data.dataset import check_count
 from jaxtrain.files.json_text import parsed
 from jaxtrain.files.regular import read_text, write_text
 from jaxtrain.files.stores import store_violations
@@ -123,6 +124,10 @@ class ByteTokenizer:
         return bytes(i for i in ids if i != self.eos).decode("utf-8", errors="replace")
 
 
+LARGEST_TRAINED = 2**22
+"""Tokens; four times the largest vocabulary published. The trainer takes memory for all at once."""
+
+
 @dataclass(frozen=True)
 class BpeTokenizer:
     """Byte-level BPE (Sennrich et al. 2016; GPT-2's byte alphabet), trained on the train split.
@@ -137,13 +142,10 @@ class BpeTokenizer:
     eos: str = EOS
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.vocab < 257:
-            problems.append(f"vocab={self.vocab} cannot hold 256 bytes and eos; use 257 or more")
-        if self.min_frequency < 1:
-            problems.append(f"min_frequency={self.min_frequency} counts pairs; use 1 or more")
-        if not self.eos:
-            problems.append("eos is empty; name the token that ends a document")
+        problems = check_count("vocab", self.vocab, 257, LARGEST_TRAINED)  # 256 bytes and eos
+        problems += check_count("min_frequency", self.min_frequency, 1)
+        if not isinstance(self.eos, str) or not self.eos:
+            problems.append(f"eos={self.eos!r} must be the token that ends a document")
         if problems:
             raise ValueError("BpeTokenizer: " + "; ".join(problems))
 
@@ -211,22 +213,34 @@ class TokenizerFile:
     ) -> HuggingFaceVocabulary:
         try:
             content = read_text(Path(self.path))
-            parsed(content)
+            return HuggingFaceVocabulary(content, eos=self.eos)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path} is not a readable tokenizer.json: {error}") from error
-        return HuggingFaceVocabulary(content, eos=self.eos)
+            raise ValueError(f"{self.path} cannot be used as a tokenizer: {error}") from error
+
+
+LARGEST_ID = 2**24
+"""No vocabulary comes near it; one number is kept for each id."""
+
+
+def opened(content: str) -> Any:
+    """A tokenizer.json as the library has it. Raises ValueError for what is none."""
+    from tokenizers import Tokenizer
+
+    parsed(content)
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # the library's errors have no class of their own
+        raise ValueError(f"it is no tokenizer.json: {error}") from error
 
 
 class HuggingFaceVocabulary:
-    """A tokenizer.json at work."""
+    """A tokenizer.json at work. Raises ValueError for what is none, and for one without `eos`."""
 
     def __init__(self, content: str, *, eos: str) -> None:
-        from tokenizers import Tokenizer
-
         self.json = content
         self.eos_token = eos
         self.key = hashlib.sha256(f"{eos}\0{content}".encode()).hexdigest()
-        self._tokenizer = Tokenizer.from_str(content)
+        self._tokenizer = opened(content)
         # Text that spells a special token is text: a document must not be able to end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -238,6 +252,8 @@ class HuggingFaceVocabulary:
             )
         self.eos = ids[eos]
         self.size = max(ids.values()) + 1
+        if self.size > LARGEST_ID:
+            raise ValueError(f"it has the id {self.size - 1:,}; ids below {LARGEST_ID:,} are read")
         self.token_bytes = _token_bytes(json.loads(content), ids, self.size)
 
     def __reduce__(self) -> tuple[Any, ...]:

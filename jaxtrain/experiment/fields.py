@@ -62,6 +62,12 @@ class Execution:
         refuse(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
 
 
+def seed_violations(seed: int) -> list[str]:
+    if isinstance(seed, int) and 0 <= seed < SEEDS:
+        return []
+    return [f"seed={seed!r} must lie in [0, 2**32); use for example seed=0"]
+
+
 LONGEST_SAMPLE = 2**20
 """Tokens; no model is known to read more."""
 
@@ -169,8 +175,8 @@ class Experiment:
                 violations.append(
                     f"{name}={held!r} has no {method}; use a value such as jaxtrain.{example}"
                 )
-        if isinstance(self.seed, int) and not 0 <= self.seed < SEEDS:
-            violations.append(f"seed={self.seed} must lie in [0, 2**32); use for example seed=0")
+        if isinstance(self.seed, int):
+            violations += seed_violations(self.seed)
         refuse(violations)
 
     @property

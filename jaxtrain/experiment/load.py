@@ -38,14 +38,14 @@ def load_experiment(path: str | Path) -> Experiment:
     sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises is told as its own mistake
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is its own mistake
         raise ValueError(f"{path} does not load: {_told(error, path, module)}") from error
     make = getattr(module, "experiment", None)
     if not callable(make):
         raise ValueError(f"{path} has no function experiment(); define one that returns Experiment")
     try:
         experiment = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: experiment() failed: {_told(error, path, module)}") from error
     if not isinstance(experiment, Experiment):
         raise ValueError(
@@ -55,7 +55,7 @@ def load_experiment(path: str | Path) -> Experiment:
     return experiment
 
 
-def _told(error: Exception, path: Path, module: types.ModuleType) -> str:
+def _told(error: BaseException, path: Path, module: types.ModuleType) -> str:
     """The error, and the line of the file it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     path = path.resolve()
@@ -64,7 +64,7 @@ def _told(error: Exception, path: Path, module: types.ModuleType) -> str:
     return f"{at}{type(error).__name__}: {error}{_field_meant(error, module)}"
 
 
-def _field_meant(error: Exception, module: types.ModuleType) -> str:
+def _field_meant(error: BaseException, module: types.ModuleType) -> str:
     """The field nearest to a misspelt one of a dataclass that the file imports."""
     found = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
     kind = found and getattr(module, found[1], None)
@@ -148,7 +148,7 @@ def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # also of endless brackets
         return text
 
 

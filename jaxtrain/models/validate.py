@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from jaxtrain.models.decoder import DecoderConfig
 
 
+LAYERS, EXPERTS, ALL_EXPERTS, SIZE = 2**14, 2**14, 2**20, 2**31 - 1
+"""At most: ten times the deepest and the most divided models known; and what an index of 32 bits
+counts. What claims more is no model, and would be listed layer by layer."""
+
+
 def violations(config: DecoderConfig) -> list[str]:
     """Each wrong field with its remedy."""
     if found := _layers_unknown(config):
@@ -32,6 +37,7 @@ def violations(config: DecoderConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None and not holds(value):
             found.append(f"{name}={value}; use {NEEDED[holds]}, or None for none")
+    found += _beyond_any(config)
     found += _scale_violations(config)
     if not _whole(config.embed):
         return found  # heads are told against it
@@ -107,7 +113,33 @@ def _layers_unknown(config: DecoderConfig) -> list[str]:
         blocks = getattr(config, name)
         if not isinstance(blocks, tuple) or not all(hasattr(b, "attention") for b in blocks):
             found.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
-    return found
+    return found or too_many("layers", config.layers, LAYERS)
+
+
+def _beyond_any(config: DecoderConfig) -> list[str]:
+    """Counts that no model has."""
+    found = []
+    for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens", "learned_positions"):
+        found += too_many(name, getattr(config, name), SIZE)
+    for at, block in enumerate(dict.fromkeys(config.blocks)):
+        a = block.attention
+        sizes = _counts(block) | {"head_dim": a.head_dim, "window": a.window}
+        for name, size in sizes.items():
+            most = EXPERTS if name.startswith("mlp.experts") else SIZE
+            found += too_many(f"block {at}: {name}", size, most)
+    experts = [getattr(block.mlp, "experts", 0) for block in config.blocks]
+    whole = all(isinstance(each, int) for each in experts)
+    return found + (
+        too_many("mlp.experts of all layers", sum(experts), ALL_EXPERTS) if whole else []
+    )
+
+
+def too_many(name: str, value: Any, most: int) -> list[str]:
+    """That a count is beyond any model's; of what is no count nothing is said."""
+    if not isinstance(value, int) or value <= most:
+        return []
+    shown = value if value < 10**20 else "a number of more than 20 digits"
+    return [f"{name}={shown} is more than any model has; use {most} or less"]
 
 
 def _scale_violations(config: DecoderConfig) -> list[str]:

@@ -18,6 +18,9 @@ import numpy as np
 
 from jaxtrain.mesh.hardware import did_you_mean, refuse
 
+ENTRIES = 2**23
+"""Of one table, at most: ten times those of the largest pipelines published; some seconds' work."""
+
 KINDS = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 
 
@@ -117,6 +120,12 @@ def _violations(kind: str, stages: int, microbatches: int, chunks: int) -> list[
         for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
+    entries = 0 if found else stages * chunks * (microbatches + stages)
+    if entries > ENTRIES:
+        found.append(
+            f"stages={stages}, microbatches={microbatches}, chunks={chunks}: a table of some "
+            f"{entries:,} entries; use fewer microbatches or stages, for {ENTRIES:,} at most"
+        )
     if kind not in KINDS:
         found.append(f"kind={kind!r} is no schedule{nearest_kind(kind)}")
     if kind in ("gpipe", "one_f_one_b") and isinstance(chunks, int) and chunks > 1:

@@ -25,7 +25,7 @@ from jaxtrain.mesh.hardware import refuse
 from jaxtrain.pipeline.analysis import violations
 from jaxtrain.pipeline.schedule import Schedule
 
-_WORK = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+_WORK = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 def read_schedule(path: str | Path) -> Schedule:
@@ -65,6 +65,11 @@ def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, lis
                 problems.append(f"line {number}: {cell!r} does one kind of work twice in a tick")
     chunks = 1 + max((chunk for *_, chunk in found), default=0)
     microbatches = 1 + max((m for *_, m, _ in found), default=0)
+    if (works := microbatches * chunks) > len(rows):
+        problems.append(
+            f"{microbatches} microbatches of {chunks} chunks are {works} works of a kind for every "
+            f"stage, which does one in a tick, and there are {len(rows)} ticks"
+        )
     tables = {letter: np.full((len(rows), stages), -1) for letter in "FBW"}
     for tick, stage, letter, microbatch, chunk in found:
         if stage < stages:

@@ -35,6 +35,8 @@ from jaxtrain.train.step import make_train_step
 STEPS = 5
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 """Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
+MOST_DEVICES = 64
+"""More fake devices than cores take minutes a step."""
 SMALLEST_SCALE = 1e-4
 
 
@@ -114,6 +116,11 @@ def certify(
     is XLA's to keep.
     """
     refuse(count("devices", devices, 1))
+    if devices > MOST_DEVICES:
+        raise ValueError(
+            f"devices={devices}: a certificate runs every layout on fake devices of one machine; "
+            f"use {MOST_DEVICES} or fewer, such as 8, on which every axis is met"
+        )
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     if not isinstance(experiment.model, DecoderConfig):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.experiment.fields import length_violations
+from jaxtrain.experiment.fields import length_violations, seed_violations
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.communicator import Local
@@ -43,7 +43,7 @@ def generate(
     """
     if not session.assembly.built_in:
         raise ValueError("generate needs a DecoderConfig; a model of one's own has its own way")
-    refuse(sampling_violations(tokens, temperature))
+    refuse(sampling_violations(tokens, temperature, seed))
     begun = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,
@@ -107,7 +107,7 @@ def generate_text(
     Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer: before a
     weight is read.
     """
-    refuse(sampling_violations(tokens, temperature))
+    refuse(sampling_violations(tokens, temperature, seed))
     found = load(path, step=step, cache_dir=cache_dir, trust=trust)
     if (kept := found.tokenizer) is None:
         why = f": {found.lacking}" if found.lacking else ""
@@ -128,9 +128,10 @@ def generate_text(
     return following(kept.vocabulary.decode, begun, until(ids, kept.ends))
 
 
-def sampling_violations(tokens: int, temperature: float) -> list[str]:
-    """As `Sample` has them, and `check` of a sample."""
+def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[str]:
+    """As `Sample` has them, and `check` of a sample; and as `Experiment` has a seed."""
     found = count("tokens", tokens, 1) or length_violations(tokens)
+    found += seed_violations(seed)
     return found + at_least("temperature", temperature, 0)
 
 
@@ -177,7 +178,7 @@ def continued(
 ) -> list[int]:
     """`generate_ids` of a model's static form, config and parameters, which `order` puts in natural
     layer order."""
-    refuse(_violations(config, prompt, tokens, temperature))
+    refuse(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
     comm = Local(precision.compute)
     run = jax.jit(partial(_generate, static, comm, order, tokens, temperature))
     key = named_key(jax.random.key(seed), "sample")

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.checkpoint.run_config import NAME
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import HuggingFaceVocabulary, Vocabulary
+from jaxtrain.data.tokenizer import LARGEST_ID, HuggingFaceVocabulary, Vocabulary, opened
 from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
@@ -99,13 +99,20 @@ def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
     content = text_of(folder / TOKENIZER)
     if content is None:
         return None
+    try:
+        return _tokenizer_of(folder, content)
+    except ValueError as error:
+        raise ValueError(f"{folder / TOKENIZER} cannot be used as a tokenizer: {error}") from error
+
+
+def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
     said = _said(folder)
     eos, numbers = said.token("eos"), said.ids("eos")
     if eos is None and numbers:
         eos = _token_of(content, numbers[0])
     if eos is None:
         raise ValueError(
-            f"{folder}: neither eos_token in {SETTINGS} nor eos_token_id in {NAME} or {GENERATION} "
+            f"neither eos_token in {SETTINGS} nor eos_token_id in {NAME} or {GENERATION} "
             f"names a token of {TOKENIZER}; add one of them"
         )
     vocabulary = HuggingFaceVocabulary(content, eos=eos)
@@ -145,7 +152,8 @@ class _Said:
     def token(self, name: str) -> str | None:
         """The text of bos, eos or pad."""
         said = self.settings.get(f"{name}_token")
-        return said.get("content") if isinstance(said, dict) else said
+        said = said.get("content") if isinstance(said, dict) else said
+        return said if isinstance(said, str) else None
 
     def ids(self, name: str) -> list[int]:
         return self.numbers.get(name, [])
@@ -161,7 +169,7 @@ def _said(folder: Path) -> _Said:
             given = raw.get(f"{name}_token_id")
             found = given if isinstance(given, list) else [given]
             mine = numbers.setdefault(name, [])
-            mine += [i for i in found if type(i) is int and i not in mine]
+            mine += [i for i in found if type(i) is int and 0 <= i < LARGEST_ID and i not in mine]
     return _Said(settings, numbers)
 
 
@@ -180,9 +188,7 @@ def _said_of_same(folder: Path | None, bare: HuggingFaceVocabulary) -> _Said:
 
 
 def _token_of(content: str, number: int) -> str | None:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(content).id_to_token(number)
+    return opened(content).id_to_token(number)
 
 
 def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, said: _Said) -> int | None:
@@ -191,9 +197,12 @@ def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, said: _Said) -> int | 
     if (first := vocabulary.begins_with()) is not None:
         return first
     raw, kind = json_object(folder / NAME), said.settings.get("tokenizer_class")
-    own = any(name in BEGINS_TEXT for name in raw.get("architectures") or ())
-    usual = own if kind is None else "Llama" in kind
-    return raw.get("bos_token_id") if said.settings.get("add_bos_token", usual) else None
+    built = raw.get("architectures")
+    own = isinstance(built, list) and any(name in BEGINS_TEXT for name in built)
+    usual = own if kind is None else "Llama" in str(kind)
+    first = raw.get("bos_token_id")
+    known = type(first) is int and 0 <= first < LARGEST_ID
+    return first if known and said.settings.get("add_bos_token", usual) else None
 
 
 def text_of(path: Path) -> str | None:

@@ -118,6 +118,7 @@ def _of_run(
         raise ValueError(own) from error
     if not isinstance(config, DecoderConfig):
         raise ValueError(own)
+    refuse(f"{path}: its model", config.violations())
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)

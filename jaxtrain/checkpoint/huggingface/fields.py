@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.models.validate import SIZE, too_many
+
 HARMLESS = {
     "architectures",
     "attention_dropout",
@@ -57,12 +59,15 @@ class Fields:
         self.taken.add(name)
         return self.given.get(name)
 
-    def count(self, name: str, otherwise: int | None = None) -> int:
-        """A whole number from 1; `otherwise` where it is null or missing."""
+    def count(self, name: str, otherwise: int | None = None, most: int = SIZE) -> int:
+        """A whole number from 1 to `most`; `otherwise` where it is null or missing."""
         found = self.value(name)
         if found is None and otherwise is not None:
             return otherwise
         if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
+            if violations := too_many(f"{self.where}{name}", found, most):
+                self.problems += violations
+                return 1
             return found
         return self._wrong(name, "a whole number of at least 1", 1)
 

@@ -19,6 +19,7 @@ from jaxtrain.checkpoint.huggingface.fields import Fields
 from jaxtrain.checkpoint.huggingface.rope import read_rope, write_rope
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.validate import LAYERS
 from jaxtrain.nn.norm import RMSNorm
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -88,7 +89,7 @@ def read_llama(fields: Fields, kind: str) -> DecoderConfig:
         activation=fields.choice("hidden_act", ACTIVATIONS),
         bias=kind == "llama" and fields.flag("mlp_bias"),
     )
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", most=LAYERS)
     blocks = tuple(
         BlockConfig(replace(attention, window=window), mlp, norm=norm)
         for window in _windows(fields, kind, layers)

@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.huggingface.llama import (
 )
 from jaxtrain.models.block import BlockConfig, MoeConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.validate import EXPERTS
 
 _MOE = f"{LAYER}block_sparse_moe."
 _EXPERT = {"w1": "mlp.gate", "w3": "mlp.up", "w2": "mlp.down"}
@@ -46,7 +47,7 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     dense = config.blocks[0].mlp
     moe = MoeConfig(
         hidden=dense.hidden,
-        experts=fields.count("num_local_experts"),
+        experts=fields.count("num_local_experts", most=EXPERTS),
         experts_per_token=fields.count("num_experts_per_tok"),
         activation=dense.activation,
     )
