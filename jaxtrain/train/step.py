@@ -13,6 +13,7 @@ import optax
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.named import sum_over
+from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.explicit import Explicit
@@ -276,6 +277,7 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
 
     def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         axes = tuple(assembly.sizes)
+        params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
         total, count = sum_over("loss", jnp.stack(on_device(params, rest, batch)), axes)
         return total, count
 

@@ -246,3 +246,16 @@ def test_whole_batches_need_no_weights(own: jaxtrain.Experiment, made: Any) -> N
     assert evaluator(state, batches=2)["eval_loss"] == pytest.approx(by_hand, rel=1e-6)
     with pytest.raises(ValueError, match="no weights"):
         evaluator(state, batches=None)
+
+
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"tensor": 2}], ids=str)
+def test_a_batch_that_is_whole_on_every_device_is_evaluated_in_chunks(
+    axes: dict[str, int], decoder: jaxtrain.Experiment, made: Any
+) -> None:
+    """The loss of several chunks of tokens is summed in a loop, whose sums differ by device."""
+    model = replace(decoder.model, layers=2, chunk_tokens=decoder.data.seq)
+    found = []
+    for mesh in ({}, axes):
+        evaluator, state = made(replace(decoder, model=model), **mesh)
+        found.append(evaluator(state, batches=1)["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
