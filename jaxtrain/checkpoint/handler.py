@@ -26,7 +26,7 @@ from jaxtrain.checkpoint.manifest import (
     write_part,
     write_synced,
 )
-from jaxtrain.checkpoint.pack import NOTHING, Earlier, write_chunks
+from jaxtrain.checkpoint.pack import NOTHING, Earlier, Sharing, write_chunks
 from jaxtrain.checkpoint.storage import describe
 
 
@@ -45,8 +45,8 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         place, process = Path(directory), jax.process_index()
         parts, args.parts = args.parts, []  # what is held of the state goes with this frame
         try:
-            earlier = _earlier(args.earlier)
-            chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, earlier)
+            sharing = Sharing(_earlier(args.source), _earlier(args.apart))
+            chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
         except OSError as error:
             if jax.process_count() == 1:
                 raise
@@ -81,12 +81,13 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ChunkHandler, for_save=True)
 @dataclass
 class ChunkSave(ocp.args.CheckpointArgs):
-    """earlier: the directory of a committed step whose chunks need not be written again."""
+    """source, apart: directories of committed steps, as `pack.Sharing` has them."""
 
     step: int
     records: dict[str, LeafRecord]
     metadata: dict[str, Any]
-    earlier: Path | None
+    source: Path | None
+    apart: Path | None
     parts: list[Part] = field(repr=False)
 
 

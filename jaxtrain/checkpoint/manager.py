@@ -49,9 +49,11 @@ class CheckpointManager:
     it happened in or by the next one.
 
     `save` copies the state off the devices and returns; digests are taken and bytes reach the disk
-    behind the next steps (Mohan et al. 2021). Chunks that are as in the newest committed step are
-    not written again. One save is in flight at a time. With several processes all of them make the
-    same calls in the same order, on a directory they share. Not safe to use from two threads.
+    behind the next steps (Mohan et al. 2021). What does not change is not written at every save:
+    steps hold two copies of it in turn, one where a single step is kept (`Retention.sharing`); a
+    step's files have its chunks and nothing else. One save is in flight at a time. With several
+    processes all of them make the same calls in the same order, on a directory they share. Not safe
+    to use from two threads.
 
     Orbax is imported by the first `save`: what is asked before the first step of a fresh run
     (`latest`, `should_save`, `check_space`), and `restore`, stay cheap.
@@ -160,11 +162,11 @@ class CheckpointManager:
     def check_space(self, template: Any) -> None:
         """Refuse, before a run, a directory too full for as many of this state as the policy keeps.
 
-        One more than `keep` exist while the newest is written; those already there are paid for.
+        One more than `keep` exist while the newest is written; those already there are paid for by
+        what they take on the disk (`Retention.bytes_needed`).
         """
-        missing = max(1, self.policy.keeping.latest + 1 - len(self.steps()))
-        needed = missing * leaf_table.stored_bytes(template) - unfinished_bytes(self.directory)
-        check_writable(self.directory, max(0, needed))
+        needed = self._retention.bytes_needed(leaf_table.stored_bytes(template))
+        check_writable(self.directory, max(0, needed - unfinished_bytes(self.directory)))
 
     def save(
         self,
@@ -201,15 +203,14 @@ class CheckpointManager:
         json_text(metadata, what=f"metadata of step {step}")
         refuse_other_step(step, metadata, leaf_table.named_leaves(state))
         self._refuse_old(step)
-        last = self.latest()
-        # Bytes that this start has not read may have changed: nothing is shared with them.
-        earlier = self.directory / str(last) if last in self._trusted else None
         with self._translated("could not be saved", step):
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
             handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})
             parts = owned_parts(leaf_table.arrays_of(state), slots)
-            saving = handler.ChunkSave(step, records, metadata, earlier, parts)
+            # Bytes that this start has not read may have changed: they are not held again.
+            source, apart = self._retention.sharing(step, self._trusted)
+            saving = handler.ChunkSave(step, records, metadata, source, apart, parts)
             with self._settled_if_interrupted(self._orbax):
                 self._in_flight, self._began = step, began
                 started = self._orbax.save(step, args=handler.composite(saving))

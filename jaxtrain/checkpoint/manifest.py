@@ -2,7 +2,7 @@
 digest.
 
     STEP/state/manifest.json          the first line holds the digest of the rest
-    STEP/state/{step}.{process}.pack  the chunks; a pack of an earlier step is a hard link to it
+    STEP/state/{step}.{process}*.pack the chunks; a pack of an earlier step is a hard link to it
 
 Nothing here imports Orbax, so that a fresh run learns cheaply that there is nothing to resume.
 """

@@ -1,15 +1,20 @@
 """Packs: the files that hold chunks, one after the other, with nothing between.
 
-Every byte of a pack is of one chunk, so every damaged byte has a name. A pack is never changed
-once it is written; a later step that has some of its chunks unchanged holds it by a hard link, and
-it goes with the last step that does.
+    {step}.{process}.pack        what changed since the save before, and all small chunks
+    {step}.{process}.still.pack  what did not, of SMALL bytes and more
+
+Every byte of a pack is of one chunk, so every damaged byte has a name. A pack is never changed once
+it is written. One of chunks that stand still may be held by a later step too, by a hard link, and
+goes with the last step that holds it: whole or not at all, so that nothing is on the disk that no
+step needs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +29,11 @@ PIECE = 2**18
 Digest = Callable[[str, Box, np.ndarray], str]
 
 
+SMALL = 16 * 2**10
+"""A chunk of fewer bytes is always written: a link would save less than the file it is."""
+STILL = ".still.pack"
+
+
 class Earlier(NamedTuple):
     """The chunks of an earlier step, and where its packs are. `sizes`: bytes of each pack."""
 
@@ -31,77 +41,127 @@ class Earlier(NamedTuple):
     chunks: Mapping[tuple[str, Box], Chunk]
     sizes: Mapping[str, int]
 
+    def has(self, piece: Part, found: str) -> bool:
+        """Whether it has the piece as it is now, of digest `found`."""
+        chunk = self.chunks.get((piece.leaf, piece.box))
+        return chunk is not None and chunk.digest == found
+
 
 NOTHING = Earlier(Path(), {}, {})
+
+
+class Sharing(NamedTuple):
+    """source: the step whose packs may be held again. apart: one that is kept beside the new step,
+    and holds none of the packs that this takes from `source`: no damage to one file is in both."""
+
+    source: Earlier
+    apart: Earlier
+
+
+ALONE = Sharing(NOTHING, NOTHING)
 
 
 def write_chunks(
     directory: Path,
     name: str,
     parts: Iterable[Part],
-    earlier: Earlier = NOTHING,
+    sharing: Sharing = ALONE,
     *,
     digest_of: Digest = digest,
 ) -> list[Chunk]:
-    """Write `parts` as chunks of the pack `name`, but for those that `earlier` has, and return all.
+    """Write `parts` as chunks of the pack `name`, and of one beside it for those that stand still,
+    but for those in packs that are linked, and return all.
 
     Digests are taken ahead of the writes, in a thread of their own. Everything is on the disk when
     this returns. Raises OSError.
     """
     pieces = [piece for part in parts for piece in cut(part)]
-    shared = _Shared(directory, earlier)
-    chunks, offset = [], 0
-    with (directory / name).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        moved = stack.enter_context(_Pack(directory / name))
+        still = stack.enter_context(_Pack(directory / (name.removesuffix(".pack") + STILL)))
+
+        def digests(some: list[Part]) -> Iterator[str]:
+            return pool.map(lambda p: digest_of(p.leaf, p.box, p.data), some)
+
         try:
-            digests = pool.map(lambda p: digest_of(p.leaf, p.box, p.data), pieces)
-            for piece, found in zip(pieces, digests, strict=True):
-                chunk = shared.find(piece, found)
-                if chunk is None:
-                    chunk = Chunk(piece.leaf, piece.box, found, name, offset, piece.data.nbytes)
-                    _write(file, as_bytes(piece.data))
-                    offset += piece.data.nbytes
-                chunks.append(chunk)
+            chunks = _linked(directory, sharing, pieces, digests)
+            others = [piece for piece in pieces if (piece.leaf, piece.box) not in chunks]
+            for piece, found in zip(others, digests(others), strict=True):
+                known = sharing.source.has(piece, found) or sharing.apart.has(piece, found)
+                pack = still if known and piece.data.nbytes >= SMALL else moved
+                chunks[piece.leaf, piece.box] = pack.write(piece, found)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-        os.fsync(file.fileno())
-    if not offset:
-        (directory / name).unlink()
-    return chunks
+    return list(chunks.values())
 
 
-class _Shared:
-    """Chunks of an earlier step that need not be written again."""
+class _Pack:
+    """A pack that is being written; there is none where nothing is."""
 
-    def __init__(self, directory: Path, earlier: Earlier) -> None:
-        self.directory, self.earlier = directory, earlier
-        self.linked: dict[str, bool] = {}
-        live = dict.fromkeys(earlier.sizes, 0)
-        for chunk in earlier.chunks.values():
-            live[chunk.pack] += chunk.size
-        # Mostly chunks that nothing needs any more: let it go with the steps that have them.
-        self.stale = {pack for pack, size in earlier.sizes.items() if 2 * live[pack] < size}
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._file: FileIO | None = None
 
-    def find(self, piece: Part, found: str) -> Chunk | None:
-        chunk = self.earlier.chunks.get((piece.leaf, piece.box))
-        if chunk is None or chunk.digest != found or chunk.pack in self.stale:
-            return None
-        if chunk.pack not in self.linked:
-            self.linked[chunk.pack] = self.link(chunk.pack)
-        return chunk if self.linked[chunk.pack] else None
+    def __enter__(self) -> _Pack:
+        return self
 
-    def link(self, pack: str) -> bool:
-        """Whether the pack is here now; False where it is not whole or the file system cannot."""
-        source = self.earlier.directory / pack
-        try:
-            if source.stat().st_size != self.earlier.sizes[pack]:
-                return False
-            os.link(source, self.directory / pack)
-        except FileExistsError:
-            return True  # another process of this save was first
-        except OSError:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if self._file is not None:
+            with self._file:
+                if kind is None:
+                    os.fsync(self._file.fileno())
+
+    def write(self, piece: Part, found: str) -> Chunk:
+        if self._file is None:
+            self._file = self.path.open("wb", buffering=0)
+        size, offset = piece.data.nbytes, self.size
+        _write(self._file, as_bytes(piece.data))
+        self.size += size
+        return Chunk(piece.leaf, piece.box, found, self.path.name, offset, size)
+
+
+def _linked(
+    directory: Path,
+    sharing: Sharing,
+    pieces: list[Part],
+    digests: Callable[[list[Part]], Iterator[str]],
+) -> dict[tuple[str, Box], Chunk]:
+    """The chunks in packs of the source that are here now too: those of which every chunk is as it
+    was."""
+    source = sharing.source
+    held: dict[str, set[tuple[str, Box]]] = {}
+    for key, chunk in source.chunks.items():
+        if chunk.pack.endswith(STILL):
+            held.setdefault(chunk.pack, set()).add(key)
+    wanted = set().union(*held.values())
+    asked = [piece for piece in pieces if (piece.leaf, piece.box) in wanted]
+    same = {
+        (piece.leaf, piece.box)
+        for piece, found in zip(asked, digests(asked), strict=True)
+        if source.has(piece, found)
+    }
+    taken = {
+        pack for pack, keys in held.items() if keys <= same and _link(directory, sharing, pack)
+    }
+    return {key: source.chunks[key] for pack in taken for key in held[pack]}
+
+
+def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
+    """Whether the pack is here now; False where `apart` relies on it, it is not whole, or the file
+    system cannot."""
+    source, apart = sharing
+    try:
+        found = (source.directory / pack).stat()
+        if found.st_size != source.sizes[pack]:
             return False
-        return True
+        files = [(apart.directory / other).stat() for other in apart.sizes]
+        if any(os.path.samestat(found, other) for other in files):
+            return False
+        os.link(source.directory / pack, directory / pack)
+    except OSError:
+        return False
+    return True
 
 
 def _write(file: FileIO, data: memoryview) -> None:

@@ -1,7 +1,8 @@
-"""Which committed steps a policy does not keep, and their removal."""
+"""Which committed steps a policy does not keep, their removal, and the room that saves need."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxtrain.checkpoint.policy import Keep
@@ -10,6 +11,8 @@ from jaxtrain.checkpoint.storage import (
     committed_steps,
     describe,
     discard_steps,
+    freed_bytes,
+    newest,
     whole_manifest,
 )
 
@@ -23,13 +26,35 @@ class Retention:
         self.metrics: dict[int, dict[str, float]] = {}
         """By step: of those saved in this start, and those that were looked at."""
 
+    def sharing(self, step: int, trusted: Collection[int]) -> tuple[Path | None, Path | None]:
+        """For a save of `step`: the step whose files it may hold too, if it is one of `trusted`,
+        and one that is kept beside it and must not depend on the same files, if there is any.
+
+        So of what several kept steps have, there are two copies on the disk at least, and no
+        damage to one file is in all of them. Where one step alone is kept there is one copy.
+        """
+        steps = committed_steps(self.directory)
+        apart = newest(sorted(self._kept([*steps, step]) - {step}))
+        source = newest([s for s in steps if s != apart])
+        return self._path(source if source in trusted else None), self._path(apart)
+
+    def bytes_needed(self, state_bytes: int) -> int:
+        """The most that saves of a state may need on the disk beyond what steps there take, but for
+        those that `Keep.every` adds: these grow with the run.
+
+        As if nothing of the state stood still: as many copies of it as are kept, and one while
+        the newest is written; steps that are there give their room back as they go.
+        """
+        best = self.keep.best
+        most = self.keep.latest + (best.n if best is not None else 0) + 1
+        every = self.keep.every
+        going = [s for s in committed_steps(self.directory) if every is None or s % every]
+        return max(state_bytes, most * state_bytes - freed_bytes(self.directory, going))
+
     def drop_old(self, step: int) -> None:
         """Remove what is not kept, now that `step` is committed. Raises CheckpointError."""
         steps = committed_steps(self.directory)
-        if self.keep.best is not None:
-            for other in (s for s in steps if s not in self.metrics):
-                self.metrics[other] = self._stored(other)
-        kept = self.keep.kept({s: self.metrics.get(s, {}) for s in steps})
+        kept = self._kept(steps)
         unwanted = [s for s in steps if s not in kept]
         try:
             discard_steps(self.directory, unwanted)
@@ -40,6 +65,15 @@ class Retention:
                 directory=self.directory,
                 remedy=f"remove {', '.join(map(str, unwanted))} there",
             ) from error
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        if self.keep.best is not None:
+            for other in (s for s in steps if s not in self.metrics):
+                self.metrics[other] = self._stored(other)
+        return self.keep.kept({s: self.metrics.get(s, {}) for s in steps})
+
+    def _path(self, step: int | None) -> Path | None:
+        return None if step is None else self.directory / str(step)
 
     def _stored(self, step: int) -> dict[str, float]:
         try:

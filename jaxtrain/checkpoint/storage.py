@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -205,6 +205,19 @@ def unfinished_bytes(directory: Path) -> int:
     """What `remove_unfinished` would give back."""
     files = (p for left in directory.glob(UNFINISHED) for p in left.rglob("*") if p.is_file())
     return sum(p.stat().st_size for p in files if p.stat().st_nlink == 1)
+
+
+def freed_bytes(directory: Path, steps: Iterable[int]) -> int:
+    """What the disk has back when all of these committed steps are gone: a pack that several hold
+    counts once, and one that something else holds too (a step that stays, or was set aside) not at
+    all."""
+    found: dict[tuple[int, int], list[os.stat_result]] = {}
+    for step in steps:
+        for pack in (directory / str(step) / ITEM).glob("*.pack"):
+            with suppress(OSError):  # gone since
+                at = pack.stat()
+                found.setdefault((at.st_dev, at.st_ino), []).append(at)
+    return sum(at[0].st_size for at in found.values() if at[0].st_nlink <= len(at))
 
 
 def check_writable(
