@@ -42,6 +42,7 @@ TRACER_FREE = (
     *("planner/__init__.py", "planner/facts.py", "planner/sent.py"),
     *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline_traffic.py"),
     *("planner/token_traffic.py", "planner/weight_traffic.py", "planner/backward_work.py"),
+    "planner/pipeline_work.py",
     *("collectives/__init__.py", "collectives/cost.py", "collectives/steps.py"),
 )
 """Files that must not import JAX when they are imported (the start of a process waits for it)."""

@@ -129,11 +129,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: Any) -> int:
+    from jaxtrain.planner.overhead import overhead
     from jaxtrain.train.check import check
 
     here = not options.data_elsewhere
     report = check(experiment_of(options), options.mesh, data_here=here)
-    return answer(options, report, report.table(), report.summary())
+    work = overhead(report.assembly)
+    if work is None:
+        return answer(options, report, report.table(), report.summary())
+    texts = (report.table(), report.summary(), work.summary())
+    return answer(options, report, *texts, pipeline_work=work.as_json())
 
 
 def _certify(options: Any) -> int:

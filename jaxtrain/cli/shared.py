@@ -69,9 +69,10 @@ def progress(options: Any) -> Callable[[str], None]:
     return lambda text: print(text, flush=True, file=told(options))
 
 
-def answer(options: Any, report: Any, *texts: str) -> int:
-    """What a command has found: `texts` for people, with --json the report for a program."""
+def answer(options: Any, report: Any, *texts: str, **more: Any) -> int:
+    """What a command has found: `texts` for people, with --json the report for a program, and
+    `more` beside it."""
     print(*texts, sep="\n", file=told(options))
     if options.json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(report.as_json() | more))
     return 0

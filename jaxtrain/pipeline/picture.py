@@ -8,6 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.pipeline.analysis import bubble, cost, in_flight, slots, spans
+from jaxtrain.pipeline.config import SAVES
+from jaxtrain.pipeline.overhead import (
+    executed_over_useful,
+    handed_over_useful,
+    published_in_flight,
+    warnings,
+)
 from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.pipeline.table_file import cell
 
@@ -45,24 +52,31 @@ def _part(cells: list[list[str]], ticks: range, width: int) -> Table:
 
 
 def figures(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (frozen)
-    """Cost, bubble and memory, with the published formula beside what the table has."""
+    """Cost, bubble, work that nobody needs, and memory, with the published formula beside what the
+    table has; then why another table would be the better one."""
     s = schedule
     held = ", ".join(f"{name} {count}" for name, count in slots(s).items())
     loops = ", ".join(f"{span.kinds} x {span.stop - span.start}" for span in spans(s))
     found = f"{cost(s, costs):g}"
+    kept, again = (executed_over_useful(s, keep_residuals=keep) for keep in (True, False))
     lines = [
         f"{s.kind}: {s.stages} stages, {s.microbatches} microbatches, {s.chunks} "
         f"chunk{'s' if s.chunks > 1 else ''} a stage; {s.ticks} ticks in loops of {loops}",
         f"cost: {found} {_unit(costs)}{_published(s, costs)}",
         f"bubble: {100 * bubble(s, costs):.1f}% of the step",
-        f"inputs held at once by each stage: {' '.join(map(str, in_flight(s)))}",
+        f"work done over work needed, for idle ticks work too: arithmetic of the blocks {kept:.3f} "
+        f'with save="residuals", {again:.3f} with save="inputs", where B runs F again; activations '
+        f"handed on {handed_over_useful(s):.3f}",
+        f"inputs held at once by each stage: {' '.join(map(str, in_flight(s)))}{_elsewhere(s)}",
         f"buffers that every stage is given, of one microbatch's activations each: {held}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"warning: {text}" for text in warnings(s, costs))])
 
 
 def as_json(schedule: Schedule, costs: Costs = Costs()) -> dict[str, Any]:  # noqa: B008 (frozen)
-    """What scripts may rely on."""
+    """What scripts may rely on. executed_over_useful: of the blocks' arithmetic by what F keeps;
+    published_in_flight: None where there is no such figure."""
+    published = published_in_flight(schedule)
     return {
         "kind": schedule.kind,
         "stages": schedule.stages,
@@ -73,7 +87,22 @@ def as_json(schedule: Schedule, costs: Costs = Costs()) -> dict[str, Any]:  # no
         "bubble": bubble(schedule, costs),
         "in_flight": [int(n) for n in in_flight(schedule)],
         "slots": slots(schedule),
+        "executed_over_useful": {
+            save: executed_over_useful(schedule, keep_residuals=save == "residuals")
+            for save in SAVES
+        },
+        "handed_over_useful": handed_over_useful(schedule),
+        "published_in_flight": None if published is None else published[1],
+        "warnings": warnings(schedule, costs),
     }
+
+
+def _elsewhere(s: Schedule) -> str:
+    published = published_in_flight(s)
+    if published is None:
+        return ""
+    source, held = published
+    return f"; {source}, stages not in step: {' '.join(map(str, held))}"
 
 
 def _unit(costs: Costs) -> str:

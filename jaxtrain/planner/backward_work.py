@@ -46,13 +46,15 @@ AFTER_UP = ("mlp.gate_bias", "mlp.up_bias")
 class Work(NamedTuple):
     """Of one turn of the remat policy's body. rows, columns: row products' output gradients are
     gathered, column products' input gradients scattered, so often; rows_again, columns_again: what
-    the forward pass did, repeated. weights: whether any matrix is read."""
+    the forward pass did, repeated. weights: whether any matrix is read. made: values made again,
+    each with the number of its block."""
 
     rows: int = 0
     columns: int = 0
     rows_again: int = 0
     columns_again: int = 0
     weights: bool = False
+    made: frozenset[tuple[int, str]] = frozenset()
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[Work, int]]]:
@@ -107,6 +109,7 @@ def body_work(facts: StepFacts, blocks: Sequence[str], *, below: bool) -> Work:
         sum(value in ("x1", "x2") for _, value in again),
         sum(value in ("g1", "g2") for _, value in again),
         body.weights or any(value in PRODUCTS_OF for _, value in again),
+        frozenset(again),
     )
 
 

@@ -21,6 +21,7 @@ from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, unpredicted
 from jaxtrain.planner.contract import Contract, Key, contract, seen
+from jaxtrain.planner.overhead import overhead
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.hlo_text import program_text
@@ -102,6 +103,8 @@ class CompileReport:
             f"matmul FLOPs of a device's step: {self.flops:,.0f}"
             + ("" if self.asked_flops is None else f"; asked for: {self.asked_flops:,.0f}"),
         ]
+        work = overhead(self.checked.assembly)
+        lines += [] if work is None else [work.summary()]
         if self.opaque:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
@@ -118,7 +121,7 @@ class CompileReport:
         return "\n".join([*lines, *self.violations])
 
     def as_json(self) -> dict[str, Any]:
-        """What scripts may rely on."""
+        """What scripts may rely on; `pipeline_work` is there only on a mesh with stages."""
         parts = self.checked.bytes_per_device
         sizes = {"params": parts["params"], "optimizer": parts["optimizer"]}
         sizes |= {"temp": self.memory["temp_bytes"], "peak": self.memory["peak_bytes"]}
@@ -126,6 +129,7 @@ class CompileReport:
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
             for k, (n, b) in sorted(self.sent.items())
         ]
+        work = overhead(self.checked.assembly)
         return {
             "fits": self.fits,
             "bytes_per_device": sizes,
@@ -136,6 +140,7 @@ class CompileReport:
             "asked_flops": self.asked_flops,
             "compile_s": self.compile_s,
             "violations": list(self.violations),
+            **({} if work is None else {"pipeline_work": work.as_json()}),
         }
 
 

@@ -126,6 +126,18 @@ class PipelineFacts:
     ends_alone: bool = False
 
 
+@dataclass(frozen=True)
+class FlopFacts:
+    """Matmul FLOPs of all devices together. blocks: forward, on one microbatch, by path prefix of a
+    block and the name that `backward_work.MADE_OF` has for what is made: "q", "a" (of the whole
+    square of scores), "r1", "u", "r2". head: forward, on one microbatch, padded rows of the
+    vocabulary too. needed: of a step, forward and backward, with nothing made twice."""
+
+    blocks: Mapping[str, Mapping[str, int]]
+    head: int
+    needed: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """The explicit step of a decoder.

@@ -65,7 +65,7 @@ def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
 
 
-def _outside(facts: StepFacts, part: str) -> list[str]:
+def blocks_outside(facts: StepFacts, part: str) -> list[str]:
     """Blocks before ("prefix.") or behind ("suffix.") the pipeline."""
     return [name for name in facts.layers.outside if name.startswith(part)]
 
@@ -87,14 +87,14 @@ def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From ids to the first stage."""
     wide = (*facts.tensor, p.axis)
     yield from tokens.scattered(facts, "embedding", wide, 1)
-    yield from tokens.forward(facts, wide, len(_outside(facts, "prefix.")))
+    yield from tokens.forward(facts, wide, len(blocks_outside(facts, "prefix.")))
     yield from _between(facts, p, "pipeline input", "all_gather")
 
 
 def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """The gradients that come out of the first stage; blocks there run forward again, but for what
     of the last one is not needed."""
-    wide, blocks = (*facts.tensor, p.axis), _outside(facts, "prefix.")
+    wide, blocks = (*facts.tensor, p.axis), blocks_outside(facts, "prefix.")
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
     if blocks:
         yield from tokens.scattered(facts, "embedding, again for B", wide, 1)
@@ -107,7 +107,7 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From the last stage through head and loss, and back."""
-    wide, blocks = (*facts.tensor, p.axis), _outside(facts, "suffix.")
+    wide, blocks = (*facts.tensor, p.axis), blocks_outside(facts, "suffix.")
     yield from _between(facts, p, "pipeline output", "reduce_scatter")
     yield from tokens.forward(facts, wide, len(blocks))
     yield from tokens.head(facts, wide)
@@ -127,8 +127,8 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     gradient of its input is needed."""
     layers, axes = facts.layers, facts.tensor
     if not p.kept:
-        whole, part = _run_again(facts, p)
-        needed = _needed_of_block(facts, p)
+        whole, part = run_again(facts, p)
+        needed = needed_of_block(facts, p)
         yield from _rerun(facts, axes, layers.period * whole, layers.period * part, needed)
         turns = whole + part * _needs_weights(facts, p)
         yield from _fetched(facts, p, "weights of a layer, again for B", turns)
@@ -145,7 +145,7 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     yield from _weight_gradients(facts, p, _of_experts(facts, blocks) if p.weight else blocks)
 
 
-def _run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
+def run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
     """(turns of a chunk run whole, turns whose result nobody needs): the last one's, unless it is a
     turn of a loop like the others, or goes to the head."""
     layers = facts.layers
@@ -153,7 +153,7 @@ def _run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
     return (p.depth, 0) if looped or p.late_head else (p.depth - 1, 1)
 
 
-def _needed_of_block(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
+def needed_of_block(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
     """(column, row) products that make what B keeps of the last block: where there is W, also the
     input of its last product."""
     return NEEDED_OF_BLOCK["none" if p.weight else facts.layers.remat]
@@ -164,7 +164,7 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     are for what it keeps, or are kept themselves, or come in a loop for the turn after."""
     layers = facts.layers
     ahead = layers.prefetch and not layers.unroll and p.depth > 2
-    return any(_needed_of_block(facts, p)) or not layers.reshard or ahead
+    return any(needed_of_block(facts, p)) or not layers.reshard or ahead
 
 
 def _rerun(

@@ -15,6 +15,7 @@ from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
+from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.train.assembly import Assembly, examined
 from jaxtrain.train.batches import fields_of
@@ -88,7 +89,9 @@ class CheckReport:
         """Of the schedule: its shape, `ticks`, `cost` (in forward passes of a stage, B as two),
         `bubble` (a share of the step) and `buffers` of every stage: for inputs and cotangents, of
         `activation_bytes` each; for what F keeps (residuals) and B leaves to W (stashes) of one
-        microbatch. Of the layers how many there are and in how many `slots`."""
+        microbatch. `published_in_flight`: how many works' activations each stage keeps at once
+        where stages are not in step, or None. Of the layers how many there are and in how many
+        `slots`."""
         if self.assembly.pipeline is None:
             return None
         schedule, layout = self.assembly.pipeline
@@ -97,6 +100,7 @@ class CheckReport:
         parts = (ways(axes, self.assembly.sizes) for axes in splits["tokens"])
         _, rows, seq = map(floordiv, tokens.shape, parts)
         share = activation_share(self.assembly, rows, seq)
+        published = published_in_flight(schedule)
         return {
             "schedule": schedule.kind,
             "stages": schedule.stages,
@@ -106,6 +110,7 @@ class CheckReport:
             "cost": cost(schedule),
             "bubble": bubble(schedule),
             "buffers": slots(schedule, keep_residuals=e.execution.pipeline.keeps_residuals),
+            "published_in_flight": None if published is None else published[1],
             "activation_bytes": math.prod(share) * jnp.dtype(e.precision.compute).itemsize,
             "layers": layout.layers,
             "slots": layout.layers + layout.padding,
@@ -131,7 +136,7 @@ class CheckReport:
             f"\npipeline: {found['schedule']}, {cut}, {m} microbatch{'es' if m > 1 else ''}: "
             f"{found['ticks']} ticks, cost {found['cost']:g} forward passes of a stage, bubble "
             f"{found['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in held)}, "
-            f"an input of {found['activation_bytes']:,} bytes{self._fuller()}"
+            f"an input of {found['activation_bytes']:,} bytes{_elsewhere(found)}{self._fuller()}"
         )
         layers, room = found["layers"], found["slots"]
         if room == layers:
@@ -209,6 +214,11 @@ def _count(shape: tuple[int, ...], leaf: Leaf, vocab: int | None) -> int:
     """`shape`: in natural layer order."""
     named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
     return math.prod(vocab if axis == "vocab" and vocab else size for axis, size in named)
+
+
+def _elsewhere(pipeline: dict[str, Any]) -> str:
+    held = pipeline["published_in_flight"]
+    return "" if held is None else f", where stages not in step keep {max(held)} works'"
 
 
 def _line(row: list[str], widths: list[int]) -> str:

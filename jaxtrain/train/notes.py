@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.block import MoeConfig
 from jaxtrain.nn.loss import chunk_count
+from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.train.assembly import Assembly
 
 MANY = 4
@@ -15,7 +16,8 @@ def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
     if not assembly.built_in:
         return []
-    return _routers(assembly) + _chunks(assembly)
+    tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
+    return [*_routers(assembly), *_chunks(assembly), *(f"pipeline: {text}" for text in tables)]
 
 
 def _routers(assembly: Assembly) -> list[str]:

@@ -1,0 +1,94 @@
+"""What a schedule costs beside its time: work that nobody needs, memory, and whether it pays.
+
+In lock-step a stage works in every tick, on nothing that counts where it is not its turn: an idle
+tick costs arithmetic and bytes as a busy one does.
+"""
+
+from __future__ import annotations
+
+from jaxtrain.pipeline.analysis import cost, slots, spans
+from jaxtrain.pipeline.schedule import Costs, Schedule, make_schedule
+from jaxtrain.pipeline.slots import training
+
+
+def ticks_of(schedule: Schedule, kind: str) -> int:
+    """Ticks in which any stage does that kind of work, and so every stage."""
+    return sum(span.stop - span.start for span in spans(schedule) if kind in span.kinds)
+
+
+def executed_over_useful(schedule: Schedule, *, keep_residuals: bool) -> float:
+    """Arithmetic of the blocks that all stages run in a step, over what the step needs of them: F,
+    the input's and the weights' gradients alike, once for each microbatch. Where F keeps no
+    residuals every B runs F again. Remat comes on top."""
+    work = {"F": 1, "B": 1 if schedule.weight is not None else 2, "W": 1}
+    run = sum(work[kind] * ticks_of(schedule, kind) for kind in schedule.tables)
+    if not keep_residuals:
+        run += ticks_of(schedule, "B")
+    return run / (3 * schedule.microbatches * schedule.chunks)
+
+
+def handed_over_useful(schedule: Schedule) -> float:
+    """Activations and gradients that stages hand to one another in a step, over those that a stage
+    reads; 1.0 where nothing is handed on."""
+    rows, _ = training(schedule, keep_residuals=False)
+    senders = schedule.stages if schedule.chunks > 1 else schedule.stages - 1
+    sent = read = 0
+    for kind, received in (("F", rows.receive_input), ("B", rows.receive_cotangent)):
+        for span in rows.spans:
+            arrived = int((received[span.start : span.stop] >= 0).sum())
+            if kind in span.kinds and arrived:
+                sent, read = sent + senders * (span.stop - span.start), read + arrived
+    return sent / read if read else 1.0
+
+
+def published_in_flight(schedule: Schedule) -> tuple[str, list[int]] | None:
+    """Where it was published, and [stages]: for how many works a stage then keeps activations at
+    once. Stages are not in step there; None where there is no such figure.
+
+    GPipe: Huang et al. 2019, section 2.3. 1F1B and its interleaved form: Narayanan et al. 2021,
+    section 2.2, and Megatron-LM's warm-up of 2(R - 1 - r) + (V - 1)R works for M divided by R.
+    ZB-H1: Qi et al. 2023, section 3.1.
+    """
+    r, m, v = schedule.stages, schedule.microbatches, schedule.chunks
+    if schedule.kind == "gpipe":
+        return "Huang et al. 2019", [m] * r
+    if schedule.kind == "one_f_one_b":
+        return "Narayanan et al. 2021", [min(m, r - stage) for stage in range(r)]
+    if schedule.kind == "interleaved" and m % r == 0:
+        warm = [2 * (r - 1 - stage) + (v - 1) * r for stage in range(r)]
+        return "Narayanan et al. 2021", [min(m * v, each + 1) for each in warm]
+    if schedule.kind == "zero_bubble" and v == 1:
+        return "ZB-H1, Qi et al. 2023", [min(m, r)] * r
+    return None
+
+
+def warnings(schedule: Schedule, costs: Costs = Costs()) -> list[str]:  # noqa: B008 (frozen)
+    """Why another table would be the better one; empty for 1F1B, and wherever a table pays."""
+    plain = make_schedule("one_f_one_b", schedule.stages, schedule.microbatches)
+    found, its, theirs = [], cost(schedule, costs), cost(plain, costs)
+    held, of_plain = slots(schedule), slots(plain)
+    more = {k: n for k, n in held.items() if n > of_plain.get(k, 0)}
+    # Sums of sevenths are equal but for their rounding.
+    if its >= theirs * (1 - 1e-9) and (more or its > theirs * (1 + 1e-9)):
+        than = ", ".join(f"{n} {k} for {of_plain.get(k, 0)}" for k, n in more.items())
+        kept = f"and holds {than}" if more else "and saves no memory"
+        found.append(
+            f"no cheaper than 1F1B: costs {its:g} where one_f_one_b costs {theirs:g}, {kept}"
+            f"{_remedy(schedule, costs, theirs)}"
+        )
+    if schedule.weight is not None and schedule.stages == 2:
+        found.append(
+            "zero bubble does not pay on two stages: it saves at most one W a step, and B and W "
+            "apart cost more than B whole in every microbatch (a seventh of a W where it was "
+            "measured, experiments/LOG.md of 2026-11-22); use one_f_one_b or interleaved"
+        )
+    return found
+
+
+def _remedy(schedule: Schedule, costs: Costs, plain: float) -> str:
+    """The nearest number of microbatches with which chunks pay; else the plain schedule."""
+    r, m = schedule.stages, schedule.microbatches
+    if schedule.kind in ("interleaved", "zero_bubble") and schedule.chunks > 1 and m % r:
+        near = [each for each in (m - m % r, m + r - m % r) if each]
+        return f"; use one_f_one_b, or microbatches={' or '.join(map(str, near))}"
+    return "; use one_f_one_b"
