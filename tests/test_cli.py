@@ -516,7 +516,8 @@ def test_certify_exits_with_1_when_a_layout_failed(
     passed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = certify_module.Layout((("data", 8),))
-    difference = certify_module.Difference(layout, 0.0 if passed else 1.0, 0.0, 0.0, True, "a")
+    loss = 0.0 if passed else 1.0
+    difference = certify_module.Difference(layout, loss, 0.0, 0.0, True, "a", 0.0, 0.0, "params a")
 
     def certify(experiment: Any, **options: Any) -> Any:
         assert options == {"devices": 8, "which": "all", "full": False}
@@ -530,6 +531,7 @@ def test_certify_exits_with_1_when_a_layout_failed(
     found = json.loads(said.out)
     assert found["failed"] == (0 if passed else 1)
     assert {"layouts", "failed", "worst_loss_rel", "worst_grad_rel"} <= set(found)
+    assert {"worst_eval_rel", "worst_state_rel"} <= set(found)
 
 
 BENCH = ["bench", "collectives", "--mesh", str(ROOT / "meshes" / "cpu_8.toml")]

@@ -6,9 +6,28 @@ Its options are in no list that a program could read, and change with its versio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from jaxtrain.mesh.hardware import PLATFORMS
+
+QUICK_TO_COMPILE: dict[str, bool | int] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""Of XLA:CPU, for programs that are compiled for longer than they run: LLVM optimises nothing, and
+gets fewer and simpler functions. The same sums in the same precision."""
+
+
+@cache
+def quick_to_compile(device: Any) -> dict[str, bool | int]:
+    """Those of QUICK_TO_COMPILE that the compiler of `device` takes: not the same ones in every
+    version of jaxlib, and none off CPU."""
+    if device.platform != "cpu":
+        return {}
+    options = QUICK_TO_COMPILE.items()
+    return {k: v for k, v in options if not option_violations({k: v}, device)}
 
 
 def option_violations(options: Mapping[str, bool | int | float | str], device: Any) -> list[str]:

@@ -1,15 +1,29 @@
 """The certificate: the same experiment gives the same run on every mesh.
 
-For each layout: initial parameters equal to the bit, losses of five steps within 1e-5 (relative),
-gradients within 1e-5 (max|a-b| / max|b| per leaf), the gradient norm within 1e-5, all against one
-device. The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to
-those of the layout; fp16 is in none. bf16 layouts of a mixture send every token to all experts:
-near a tie rounding decides which one is chosen.
+Each layout is held against one device. Initial parameters are equal to the bit. In fp32:
+
+- loss and gradient norm of each of five steps, and one evaluation, within 1e-5: |a-b| / |b|;
+- the gradient of each leaf, within 1e-5: max|a-b| / max|b|. With SGD in each step, else in the
+  first;
+- each leaf after five steps, within 1e-4: of parameters and their averages sum|a-b| / sum|b-first|,
+  of the optimizer's state sum|a-b| / sum|b|.
+
+The last two are wider and of sums because Adam and its like divide a gradient by its own size: what
+is rounding in an element near zero becomes a whole step, and moves the gradients that come after.
+In bf16 all bounds are wider, and gradients are those of the first step.
+
+The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to those of
+the layout, in half of the layouts its optimizer too; fp16 is in none. bf16 layouts of a mixture
+send every token to all experts: near a tie rounding decides which one is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter, deque
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,29 +33,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.experiment import Experiment, load_experiment
-from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.optim.fields import count, refuse
-from jaxtrain.train.assembly import active_mesh, assemble
-from jaxtrain.train.batches import PlacedRows, fields_of, numbered
-from jaxtrain.train.layouts import PRECISIONS, Layout, arranged, layouts
-from jaxtrain.train.natural import in_order
-from jaxtrain.train.rows import open_split
-from jaxtrain.train.session import CACHE_DIR, initialise
+from jaxtrain.train.layouts import PRECISIONS, Layout, layouts
+from jaxtrain.train.outcome import STEPS, Outcome, Program, program
 from jaxtrain.train.shrink import shrink
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import make_train_step
 
-STEPS = 5
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 """Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
+STATE_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
+"""Of parameters, averages and optimizer state after the last step."""
 MOST_DEVICES = 64
 """More fake devices than cores take minutes a step."""
 SMALLEST_SCALE = 1e-4
+"""Of the largest gradient. A gradient that is zero in exact arithmetic (a key bias without RoPE:
+softmax ignores it) has only rounding to compare: no leaf's is measured on a finer scale, and what
+an optimizer makes of one that is smaller is not compared."""
+ROUNDING = STEPS * 2.0**-24
+"""Each step rounds a parameter once: a difference of that share of its value is none."""
+
+Leaves = Mapping[str, np.ndarray]
 
 
 class Difference(NamedTuple):
-    """How far a layout is from its one-device run; `error` is set when it did not run."""
+    """How far a layout is from its one-device run; `error` is set when it did not run. grad_rel is
+    that of `worst_leaf`, state_rel (parameters, averages, optimizer state) of `worst_state`."""
 
     layout: Layout
     loss_rel: float
@@ -49,6 +65,9 @@ class Difference(NamedTuple):
     norm_rel: float
     init_equal: bool
     worst_leaf: str
+    eval_rel: float = np.inf
+    state_rel: float = np.inf
+    worst_state: str = ""
     error: str = ""
 
     def __str__(self) -> str:
@@ -58,14 +77,16 @@ class Difference(NamedTuple):
         init = "equal" if self.init_equal else "DIFFERS"
         return (
             f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
-            f"norm {self.norm_rel:.1e} init {init}  {self.layout}"
+            f"norm {self.norm_rel:.1e} eval {self.eval_rel:.1e} state {self.state_rel:.1e} "
+            f"({self.worst_state}) init {init}  {self.layout}"
         )
 
     @property
     def passed(self) -> bool:
-        bound = BOUNDS[jnp.dtype(PRECISIONS[self.layout.precision].compute).name]
-        worst = max(self.loss_rel, self.grad_rel, self.norm_rel)
-        return not self.error and self.init_equal and bool(worst <= bound)
+        dtype = jnp.dtype(PRECISIONS[self.layout.precision].compute).name
+        worst = max(self.loss_rel, self.grad_rel, self.norm_rel, self.eval_rel)
+        near = worst <= BOUNDS[dtype] and self.state_rel <= STATE_BOUNDS[dtype]
+        return not self.error and self.init_equal and bool(near)
 
 
 @dataclass
@@ -80,15 +101,17 @@ class Certificate:
         return [d for d in self.differences if not d.passed]
 
     def worst(self, what: str, dtype: str = "fp32") -> float:
-        """The largest `loss_rel` or `grad_rel` among layouts of that precision."""
+        """The largest `loss_rel`, `grad_rel`, .. among layouts of that precision."""
         found = [getattr(d, what) for d in self.differences if d.layout.precision == dtype]
         return max(found, default=0.0)
 
     def summary(self) -> str:
         return (
             f"{len(self.differences)} layouts run of {self.closed_count} due, "
-            f"{len(self.failed)} failed; worst fp32 loss {self.worst('loss_rel'):.1e}, gradient "
-            f"{self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}); worst bf16 gradient "
+            f"{len(self.failed)} failed; worst fp32 loss {self.worst('loss_rel'):.1e}, "
+            f"gradient {self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}), "
+            f"state after {STEPS} steps {self.worst('state_rel'):.1e} (bound "
+            f"{STATE_BOUNDS['float32']:.0e}); worst bf16 gradient "
             f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e})"
         )
 
@@ -98,6 +121,8 @@ class Certificate:
             "failed": len(self.failed),
             "worst_loss_rel": self.worst("loss_rel"),
             "worst_grad_rel": self.worst("grad_rel"),
+            "worst_eval_rel": self.worst("eval_rel"),
+            "worst_state_rel": self.worst("state_rel"),
         }
 
 
@@ -108,7 +133,7 @@ def certify(
     which: str = "quick",
     full: bool = False,
     stop_at_failure: bool = False,
-) -> Iterator[tuple[Difference, Certificate]]:
+) -> Generator[tuple[Difference, Certificate], None, None]:
     """Each layout's difference as it is found, and the certificate so far.
 
     Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for no
@@ -128,49 +153,110 @@ def certify(
     if not full:
         experiment = shrink(experiment, devices=devices)
     due, closed_count = layouts(devices, which)
+    # What is compiled ahead is lost when a failure ends the certificate.
+    ahead = 0 if stop_at_failure else os.cpu_count() or 1
     certificate, references = Certificate(closed_count), {}
-    for layout in due:
-        reference = layout.reference()
-        if reference not in references:
-            references[reference] = _run(experiment, reference)
-        difference = _compared(experiment, layout, references[reference])
-        certificate.differences.append(difference)
-        yield difference, certificate
-        if stop_at_failure and not difference.passed:
-            return
+    left = Counter(layout.reference() for layout in due)
+    with closing(_programs(experiment, due, ahead)) as programs:
+        for layout in due:
+            reference = layout.reference()
+            if reference not in references:
+                references[reference] = next(programs).result()()
+            difference = _compared(layout, next(programs), references[reference])
+            left[reference] -= 1
+            if not left[reference]:
+                del references[reference]
+            certificate.differences.append(difference)
+            yield difference, certificate
+            if stop_at_failure and not difference.passed:
+                return
     assert len(certificate.differences) == closed_count, "a layout was skipped"
 
 
-class _Outcome(NamedTuple):
-    init: dict[str, np.ndarray]
-    losses: np.ndarray
-    norms: np.ndarray
-    grads: dict[str, np.ndarray]
+def _programs(
+    experiment: Experiment, due: list[Layout], ahead: int
+) -> Generator[Future[Program], None, None]:
+    """The program of each layout, that of its reference before the first that needs it. XLA
+    compiles outside Python's lock: so many more are compiled while one runs. One runs at a time:
+    the collectives of two hang simulated devices."""
+    references = {layout.reference(): at for at, layout in reversed([*enumerate(due)])}
+    wanted: deque[Layout] = deque()
+    for at, layout in enumerate(due):
+        reference = layout.reference()
+        wanted.extend([reference, layout] if references[reference] == at else [layout])
+    compiling: deque[Future[Program]] = deque()
+    with ThreadPoolExecutor(max(ahead, 1)) as pool:
+        try:
+            while wanted or compiling:
+                while wanted and len(compiling) <= ahead:
+                    compiling.append(pool.submit(program, experiment, wanted.popleft()))
+                yield compiling.popleft()
+        finally:
+            for each in compiling:
+                each.cancel()
 
 
-def _compared(experiment: Experiment, layout: Layout, reference: _Outcome) -> Difference:
+def _compared(
+    layout: Layout,
+    compiled: Future[Program],
+    reference: Outcome,
+) -> Difference:
     try:
-        outcome = _run(experiment, layout)
+        found = compiled.result()()
     except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        return Difference(layout, np.inf, np.inf, np.inf, False, "", text)
-    equal = all(np.array_equal(reference.init[k], v) for k, v in outcome.init.items())
-    # A gradient that is zero in exact arithmetic (a key bias without RoPE: softmax ignores it) has
-    # only rounding to compare: no leaf is measured on a finer scale than this share of the largest.
-    floor = SMALLEST_SCALE * max(np.max(np.abs(g)) for g in reference.grads.values())
-    errors = {k: _relative(g, reference.grads[k], floor=floor) for k, g in outcome.grads.items()}
-    leaf = max(errors, key=lambda k: np.nan_to_num(errors[k], nan=np.inf))
+        return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
+    return difference(layout, found, reference)
+
+
+def difference(layout: Layout, found: Outcome, reference: Outcome) -> Difference:
+    """How far `found` is from the run that it must equal."""
+    grads, state = _gradients(found, reference), _state(found, reference)
+    leaf, part = (max(errors, key=errors.__getitem__) for errors in (grads, state))
     return Difference(
         layout,
-        _relative(outcome.losses, reference.losses, each=True),
-        errors[leaf],
-        _relative(outcome.norms, reference.norms, each=True),
-        equal,
+        _relative(found.losses, reference.losses, each=True),
+        grads[leaf],
+        _relative(found.norms, reference.norms, each=True),
+        all(np.array_equal(reference.init[k], v) for k, v in found.init.items()),
         leaf,
+        _relative(found.eval_loss, reference.eval_loss, each=True),
+        state[part],
+        part,
     )
 
 
-def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float = 1e-30) -> float:
+def _gradients(found: Outcome, reference: Outcome) -> dict[str, float]:
+    """The error of each leaf, the worst of all steps that are compared."""
+    errors: dict[str, float] = {}
+    for grads, expected in zip(found.grads, reference.grads, strict=True):
+        floor = SMALLEST_SCALE * _largest(expected)
+        for k, g in grads.items():
+            errors[k] = max(errors.get(k, 0.0), _relative(g, expected[k], floor=floor))
+    return errors
+
+
+def _state(found: Outcome, reference: Outcome) -> dict[str, float]:
+    """Of parameters, averages and an optimizer's leaves by their names, what was not rounding in
+    the first gradient."""
+    first, zero = reference.grads[0], np.zeros(())
+    floor = SMALLEST_SCALE * _largest(first)
+    rounding = {k for k, g in first.items() if np.max(np.abs(g)) < floor}
+    errors = {}
+    for what in ("params", "averages", "optimizer"):
+        expected = getattr(reference, what)
+        for k, leaf in getattr(found, what).items():
+            if not any(k == name or k.endswith(f"['{name}']") for name in rounding):
+                before = zero if what == "optimizer" else reference.init[k]
+                errors[f"{what} {k}"] = _moved_apart(leaf, expected[k], before)
+    return errors
+
+
+def _largest(leaves: Leaves) -> float:
+    return max(float(np.max(np.abs(leaf))) for leaf in leaves.values())
+
+
+def _relative(a: Any, b: Any, *, each: bool = False, floor: float = 1e-30) -> float:
     """max|a-b| / max|b|, or max(|a-b| / |b|) where `each`. nan counts as a difference."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     scale = np.abs(b) if each else np.max(np.abs(b))
@@ -178,38 +264,10 @@ def _relative(a: np.ndarray, b: np.ndarray, *, each: bool = False, floor: float 
     return np.inf if np.isnan(worst) else worst
 
 
-def _run(experiment: Experiment, layout: Layout) -> _Outcome:
-    """STEPS steps on the layout. Gradients are those of the first; of leaves where that is zero (A
-    of an adapter: its B begins so) those of the second."""
-    e = arranged(experiment, layout)
-    dataset = open_split(e, "train", CACHE_DIR.expanduser())
-    assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
-    count = int(np.prod([n for _, n in layout.axes]))
-    mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[:count]).reshape([n for _, n in layout.axes]),
-        [a for a, _ in layout.axes],
-        axis_types=(jax.sharding.AxisType.Auto,) * len(layout.axes),
-    )
-    mesh = active_mesh(mesh, assembly.sizes)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
-    state = initialise(assembly, where)
-    init = jax.tree.map(np.asarray, state.params)
-    placed = PlacedRows(dataset, assembly.batch_shardings(mesh), e.microbatches)
-    rows = numbered(e.batch)
-    step = jax.jit(
-        make_train_step(assembly, mesh, keep_gradients=True),
-        in_shardings=(where, assembly.batch_shardings(mesh)),
-        compiler_options=assembly.compiler_options or None,
-    )
-    found, grads = [], {}
-    for at in range(STEPS):
-        state, metrics = step(state, placed.rows(rows(at)))
-        kept = metrics.pop("gradients")
-        if at < 2:
-            made = jax.tree.map(np.asarray, kept)
-            grads = {k: grads[k] if k in grads and grads[k].any() else g for k, g in made.items()}
-        found.append({k: float(v) for k, v in metrics.items()})
-    losses = np.array([m["loss"] for m in found])
-    norms = np.array([m["grad_norm"] for m in found])
-    init, grads = (jax.tree.map(np.asarray, in_order(assembly, x)) for x in (init, grads))
-    return _Outcome(init, losses, norms, grads)
+def _moved_apart(a: Any, b: Any, before: Any) -> float:
+    """sum|a-b| / sum|b-before|, without differences of one rounding a step."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    apart = np.abs(a - b)
+    apart = np.where(apart <= ROUNDING * np.abs(b), 0.0, apart)
+    share = float(np.sum(apart) / np.maximum(np.sum(np.abs(b - before)), 1e-30))
+    return np.inf if np.isnan(share) else share

@@ -33,6 +33,7 @@ class Evaluator:
         self._dispatcher = ThreadPoolExecutor(1)
         self._at_once = evaluated_at_once(assembly)
         self._data: Any = None
+        self._step: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
         """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
@@ -86,6 +87,18 @@ class Evaluator:
         where = self._assembly.batch_shardings(self._mesh)
         self._placed = PlacedRows(self._data, where, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+
+    def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
+        """Compile now, for a state that rests so, what the first call would."""
+        self.open()
+        abstract, where = averaged(self._assembly.abstract), averaged(shardings)
+        placed = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            (abstract, self._assembly.abstract.rest),
+            (where, shardings.rest),
+        )
+        rows = self._placed.rows(self._numbers(0, self._at_once))
+        self._step = self._step.lower(*placed, rows).compile(compiler_options=compiler_options)
 
     def _run(self, *arguments: Any) -> Any:
         """One at a time: programs that do not wait for each other's results would run side by side,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.collectives.choice import Collectives
@@ -17,6 +19,7 @@ from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
 from jaxtrain.models.block import MlpConfig, MoeConfig
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.elementwise import SGD
 from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.train.covering import covering_array, factorisation_count, factorisations
@@ -33,24 +36,26 @@ class Layout(NamedTuple):
     loop: str = "unrolled, remat none"
     dropout: float = 0.0
     precision: str = "fp32"
+    optimizer: str = "own"
     pipeline: str = "none"
     periods: int | None = None
     """Of layers; None: as many as a small model has."""
+    activation: str = "own"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
-        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None}
+        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None, "activation": "own"}
         rest = (f"{k}={v}" for k, v in self._asdict().items() if v != unsaid.get(k, ...))
         return f"{sizes}: {' '.join(rest)}"
 
     def reference(self) -> Layout:
-        """The one-device run it must equal."""
-        plain = Layout((("data", 1),))
-        kept = {name: getattr(self, name) for name in SEMANTIC}
-        return plain._replace(**kept)
+        """The one-device run it must equal: in one microbatch, but with dropout, whose masks are
+        those of a microbatch."""
+        plain = Layout((("data", 1),), microbatches=self.microbatches if self.dropout else 1)
+        return plain._replace(**{name: getattr(self, name) for name in SEMANTIC})
 
 
-SEMANTIC = ("microbatches", "packing", "dropout", "precision", "periods")
+SEMANTIC = ("packing", "dropout", "precision", "optimizer", "periods", "activation")
 """Fields that change what is computed; the others may not."""
 
 SHARDING: dict[str, ShardingRules] = {
@@ -107,6 +112,20 @@ PIPELINES: dict[str, Pipeline] = {
 }
 IN_PIPELINES = ("explicit", "explicit, ring", "explicit, recursive")
 """Modes of the pipelines' pairwise array."""
+SGD_AND_AVERAGES = SGD(0.5, momentum=0.9, weight_decay=0.1), 0.9
+"""An optimizer and a decay of averaged weights. What a step makes of a gradient is linear in it, so
+that gradients can be compared in every step; those of Adam's kind make a whole step of rounding
+where a gradient is near zero."""
+OPTIMIZERS = {"own": None, "SGD, averages": SGD_AND_AVERAGES}
+
+
+def steep(x: jax.Array) -> jax.Array:
+    """SiLU but for its derivative at zero, which is none: an idle or a padding slot of a pipeline
+    that works on zeros makes every gradient it gets into not a number."""
+    return jax.nn.silu(x) + 1e-8 * jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+
+
+ACTIVATIONS = {"own": None, "steep at zero": steep}
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
 MESHES = (
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -175,6 +194,7 @@ def _options(devices: int, meshes: list[dict[str, int]]) -> dict[str, list[Any]]
         "microbatches": [2, 1],
         "dropout": [0.0, 0.1],
         "precision": list(PRECISIONS),
+        "optimizer": list(OPTIMIZERS),
     }
 
 
@@ -185,6 +205,7 @@ def _staged_options(devices: int, meshes: list[dict[str, int]]) -> dict[str, lis
         "mode": list(IN_PIPELINES),
         "microbatches": [4, 2],
         "periods": [4, 3],
+        "activation": list(ACTIVATIONS),
     }
 
 
@@ -194,7 +215,7 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     mode = MODES[layout.mode]
     parts: dict[str, Any] = {
         part: tuple(
-            replace(block, dropout=d, mlp=_chosen_surely(block.mlp, layout.precision))
+            replace(block, dropout=d, mlp=_mlp(block.mlp, layout))
             for block in getattr(e.model, part)
         )
         for part in ("prefix", "period", "suffix")
@@ -203,9 +224,12 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
         ends = len(e.model.prefix) + len(e.model.suffix)
         parts["layers"] = ends + layout.periods * len(e.model.period)
     model = replace(e.model, dropout=d, **parts)
+    optimizer, ema_decay = OPTIMIZERS[layout.optimizer] or (e.optimizer, e.ema_decay)
     return replace(
         e,
         model=model,
+        optimizer=optimizer,
+        ema_decay=ema_decay,
         data=replace(e.data, isolate_documents=layout.packing),
         microbatches=layout.microbatches,
         precision=PRECISIONS[layout.precision],
@@ -222,9 +246,11 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     )
 
 
-def _chosen_surely(mlp: MlpConfig | MoeConfig, precision: str) -> MlpConfig | MoeConfig:
-    """In bf16 a token that is near a tie takes another expert where rounding falls another way, and
-    no bound holds for what becomes of it: there all experts take all tokens."""
-    if precision == "fp32" or not isinstance(mlp, MoeConfig):
+def _mlp(mlp: MlpConfig | MoeConfig, layout: Layout) -> MlpConfig | MoeConfig:
+    """With the layout's activation. In bf16 a token that is near a tie takes another expert where
+    rounding falls another way, and no bound holds for what becomes of it: there all experts take
+    all tokens."""
+    mlp = replace(mlp, activation=ACTIVATIONS[layout.activation] or mlp.activation)
+    if layout.precision == "fp32" or not isinstance(mlp, MoeConfig):
         return mlp
     return replace(mlp, experts_per_token=mlp.experts)

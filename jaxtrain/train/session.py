@@ -186,6 +186,11 @@ def initialise(
 ) -> TrainState:
     """The initial state on its devices; the same bits on every mesh. given: parameters that it
     begins with, as they rest; they are donated."""
+    return initial_program(assembly, where)(given or {})
+
+
+def initial_program(assembly: Assembly, where: TrainState) -> Any:
+    """What `initialise` calls with the parameters given."""
 
     def make(given: dict[str, jax.Array]) -> TrainState:
         e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
@@ -193,7 +198,7 @@ def initialise(
             e, assembly.transform, assembly.parts, assembly.pipeline, trained, given
         )
 
-    return jax.jit(make, out_shardings=where, donate_argnums=0)(given or {})
+    return jax.jit(make, out_shardings=where, donate_argnums=0)
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:

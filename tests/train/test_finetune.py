@@ -25,11 +25,12 @@ from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.train.assembly import active_mesh, assemble
-from jaxtrain.train.certify import _compared, _run
+from jaxtrain.train.certify import difference
 from jaxtrain.train.generate import continued
 from jaxtrain.train.layouts import Layout, arranged
 from jaxtrain.train.loading import load, static_of
 from jaxtrain.train.natural import AtRest, in_order
+from jaxtrain.train.outcome import program
 from jaxtrain.train.session import _first_state
 from jaxtrain.train.start import settled_start
 from jaxtrain.train.state import TrainState, shardings
@@ -312,10 +313,10 @@ def test_losses_are_those_of_one_device(
     given = of(decoder, SETS[name], data=jaxtrain.BigramChain(16, 8, isolate_documents=True))
     key = name, layout.reference()
     if key not in one_device_runs:
-        one_device_runs[key] = _run(given, layout.reference())
-    trained = one_device_runs[key].grads.keys()
+        one_device_runs[key] = program(given, layout.reference())()
+    trained = one_device_runs[key].grads[0].keys()
     assert trained == ADAPTERS if name == "lora" else trained < one_device_runs[key].init.keys()
-    found = _compared(given, layout, one_device_runs[key])
+    found = difference(layout, program(given, layout)(), one_device_runs[key])
     assert found.passed, found
 
 

@@ -8,7 +8,16 @@ from itertools import combinations, product
 import pytest
 
 from jaxtrain.train.covering import covering_array, factorisation_count, factorisations
-from jaxtrain.train.layouts import EVERYWHERE, MESHES, STAGED, _options, _staged_options, layouts
+from jaxtrain.train.layouts import (
+    EVERYWHERE,
+    MESHES,
+    PIPELINES,
+    STAGED,
+    Layout,
+    _options,
+    _staged_options,
+    layouts,
+)
 
 
 @pytest.mark.parametrize(("devices", "count"), [(8, 20), (4, 10), (2, 4), (1, 1)])
@@ -70,3 +79,18 @@ def test_all_holds_every_mesh_in_both_modes_and_quick(devices: int) -> None:
 def test_an_unknown_set_of_layouts_is_refused() -> None:
     with pytest.raises(ValueError, match="'some'; use 'quick' or 'all'"):
         layouts(8, "some")
+
+
+@pytest.mark.parametrize(("dropout", "microbatches"), [(0.0, 1), (0.1, 4)])
+def test_accumulation_is_held_against_one_microbatch(dropout: float, microbatches: int) -> None:
+    """But for dropout, whose masks are those of a microbatch."""
+    layout = Layout((("data", 8),), microbatches=4, dropout=dropout, periods=3)
+    expected = Layout((("data", 1),), microbatches=microbatches, dropout=dropout, periods=3)
+    assert layout.reference() == expected
+
+
+def test_a_steep_activation_is_met_on_stages_that_layers_do_not_divide() -> None:
+    """By every pipeline, and in padding slots, whose work is on zeros."""
+    steep = [x for x in layouts(8, "quick")[0] if x.activation != "own"]
+    assert {x.pipeline for x in steep} == set(PIPELINES) - {"none"}
+    assert any((x.periods or 0) % dict(x.axes)["stage"] for x in steep)
