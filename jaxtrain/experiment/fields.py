@@ -119,7 +119,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logging:
-    """every: steps between logged lines. profile: steps to trace. tensorboard: write events."""
+    """every: steps between logged lines, whose speeds are means since the line before. profile:
+    steps to trace. tensorboard: write events."""
 
     every: int = 10
     profile: Steps | None = None

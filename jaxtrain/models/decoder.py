@@ -89,10 +89,12 @@ class DecoderConfig:
         """What of the model does not split over mesh axes of these sizes."""
         return mesh_violations(self, rules, sizes, explicit=explicit)
 
-    def flops(self, *, seq: int, sequences: int) -> ModelFlops:
+    def flops(
+        self, *, seq: int, sequences: int, documents: Mapping[int, float] | None = None
+    ) -> ModelFlops:
         """Matmul FLOPs of a forward pass over `sequences` sequences; the padded rows of the
         vocabulary are not counted, nor is the embedding look-up; of experts those that a token
-        goes through."""
+        goes through. documents: as for `forward_flops`."""
         matmuls = [Matmul("head", self.embed, self.vocab)]
         layers = []
         for block in self.blocks:
@@ -105,7 +107,7 @@ class DecoderConfig:
                 met *= block.mlp.experts_per_token
             matmuls += [Matmul("mlp", self.embed, block.mlp.hidden, count=met)]
             layers.append(Attention(a.heads, size, window=a.window))
-        return forward_flops(matmuls, layers, seq=seq, sequences=sequences)
+        return forward_flops(matmuls, layers, seq=seq, sequences=sequences, documents=documents)
 
     def build(self, key: jax.Array, *, kernel: Any = None) -> Decoder:
         """The module; `kernel` is the attention kernel, None lets the platform choose."""

@@ -25,7 +25,6 @@ from jaxtrain.optim.leaves import (
     matrices,
 )
 from jaxtrain.optim.muon import Muon
-from jaxtrain.optim.rate import Rate
 
 __all__ = [
     "ELEMENTWISE",
@@ -47,10 +46,8 @@ __all__ = [
 
 class Optimizer(Protocol):
     """What a training run asks of an optimizer; a user's own need only have these. What it needs
-    beyond each number by itself is the partitioner's to find."""
-
-    @property
-    def learning_rate(self) -> Rate: ...
+    beyond each number by itself is the partitioner's to find. Its learning rate is logged where
+    `optax.inject_hyperparams` puts it into the state."""
 
     def violations(self, steps: int) -> list[str]:
         """What is wrong with this optimizer in a run of `steps`; empty when all is well."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxtrain.optim.fields import count, positive, refuse
 from jaxtrain.optim.schedule import Constant, RateFn, Schedule
@@ -71,3 +75,18 @@ def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
     schedule = value if isinstance(value, Schedule) else Constant(float(value))
     unscaled = schedule.build(steps)
     return unscaled if factor == 1.0 else lambda step: factor * unscaled(step)
+
+
+def injected_rate(state: Any) -> jax.Array | None:
+    """The one learning rate that an optax state holds as `optax.inject_hyperparams` writes it; None
+    where it holds none, or several."""
+    found = [
+        node.hyperparams["learning_rate"]
+        for node in jax.tree.leaves(state, is_leaf=_holds_rate)
+        if _holds_rate(node)
+    ]
+    return found[0] if len(found) == 1 and jnp.ndim(found[0]) == 0 else None
+
+
+def _holds_rate(node: Any) -> bool:
+    return "learning_rate" in getattr(node, "hyperparams", {})

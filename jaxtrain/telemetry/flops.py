@@ -7,7 +7,7 @@ activations, is not model FLOPs and lowers the utilisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -85,21 +85,31 @@ def train_flops(forward: int) -> int:
 
 
 def forward_flops(
-    matmuls: Iterable[Matmul], attention: Iterable[Attention], *, seq: int, sequences: int = 1
+    matmuls: Iterable[Matmul],
+    attention: Iterable[Attention],
+    *,
+    seq: int,
+    sequences: int = 1,
+    documents: Mapping[int, float] | None = None,
 ) -> ModelFlops:
     """Forward FLOPs of `sequences` sequences of `seq` tokens, over all devices together.
 
-    The output head is a `Matmul` like any other; the embedding look-up is none.
+    documents: where attention stays within documents, how many of each length there are in all the
+    sequences; None where a sequence is one. The output head is a `Matmul` like any other; the
+    embedding look-up is none.
     Raises `ValueError` when seq or sequences is not positive.
     """
     if seq < 1 or sequences < 1:
         raise ValueError(f"seq={seq} and sequences={sequences} must both be at least 1")
     weights = sum(matmul.k * matmul.n * matmul.count for matmul in matmuls)
-    layers = tuple(attention)
+    layers, lengths = tuple(attention), {seq: sequences} if documents is None else documents
     return ModelFlops(
         matmul=2 * weights * seq * sequences,
         attention_full=sum(layer.flops(seq * seq) for layer in layers) * sequences,
-        attention_causal=sum(layer.flops(layer.pairs(seq)) for layer in layers) * sequences,
+        attention_causal=sum(
+            layer.flops(round(sum(layer.pairs(n) * count for n, count in lengths.items())))
+            for layer in layers
+        ),
     )
 
 

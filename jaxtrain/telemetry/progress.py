@@ -34,6 +34,7 @@ def compact(number: float) -> str:
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda value: f"{value:.3f}"),
     ("tokens_per_s", "tok/s", compact),
+    ("examples_per_s", "examples/s", compact),
     ("mfu_full", "mfu", lambda value: f"{value:.2f}"),
 )
 

@@ -30,8 +30,10 @@ from jaxtrain.train.shielded import Shielded
 
 @dataclass
 class Result:
-    """What a run gives back. `stopped`: it was asked to stop before its last step. `saved`: the
-    step it can go on from, None when nothing was saved."""
+    """What a run gives back. `history`: a line of metrics for each step that this start took, of
+    long runs every so many (see `History`); all that was logged is in metrics.jsonl. `stopped`: it
+    was asked to stop before its last step. `saved`: the step it can go on from, None when nothing
+    was saved."""
 
     experiment: Experiment
     steps: int
@@ -121,7 +123,7 @@ class _Loop:
         self.saving = Saving(saves, session, log.tell) if saves else None
         self.shielded = Shielded()
         self.result = Result(session.experiment, session.start, log.run_dir, session=session)
-        self.result.history = log.history
+        self.result.history = log.history.lines
         self.profiler = Profiler(session.experiment.logging.profile, log.run_dir or Path("."))
         self.evaluated_at: int | None = None
 
@@ -157,7 +159,8 @@ class _Loop:
         asked = f"all {done} steps" if done == whole else f"the {done} steps asked for, of {whole},"
         self.log.tell(f"{asked} are done")
         if self.result.run_dir is not None:
-            self.result.history = read_metrics(self.result.run_dir)
+            for line in read_metrics(self.result.run_dir):
+                self.log.history.add(line)
         if self.experiment.evaluation is not None:
             self.run_evaluation(self.session.start)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data import Dataset
+from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.train.batches import Batch, fields_of
 
+AHEAD = 64
+"""Batches that are kept count of at once: more than any loader holds."""
 WEIGHTS = "weights"
 DECODER_READS = ("tokens", "targets")
 
@@ -70,6 +72,40 @@ class Ended:
             return rows
         weights = rows[WEIGHTS]
         return {**rows, WEIGHTS: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
+
+
+class Documents:
+    """A dataset that counts the documents in the rows it gives, a batch after the other from that
+    of step `start` + 1 on: attention stays within them, so FLOPs depend on their lengths."""
+
+    def __init__(self, dataset: Dataset, batch: int | BatchRamp, start: int) -> None:
+        self._dataset, self._batch, self._step = dataset, batch, start + 1
+        self._found: dict[int, dict[int, float]] = {}
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        rows = self._dataset.rows(indices)
+        lengths, counts = np.unique(document_lengths(rows["segments"]), return_counts=True)
+        share = batch_of(self._batch, self._step - 1) / len(indices)  # of this process
+        self._found[self._step] = dict(
+            zip(lengths.tolist(), (counts * share).tolist(), strict=True)
+        )
+        self._found.pop(self._step - AHEAD, None)  # nobody asked
+        self._step += 1
+        return rows
+
+    def of(self, step: int) -> dict[int, float] | None:
+        """Length of a document -> how many the batch of that step had, by the rows of this process;
+        once for each step."""
+        return self._found.pop(step, None)
+
+
+def document_lengths(segments: np.ndarray) -> np.ndarray:
+    """Tokens of each document in rows of `segments` [rows, seq]; 0 is padding, and counts as
+    none."""
+    begins = np.ones(segments.shape, bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    at = np.flatnonzero(begins)
+    return np.diff(np.append(at, segments.size))[segments.reshape(-1)[at] > 0]
 
 
 def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) -> None:

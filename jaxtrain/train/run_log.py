@@ -11,6 +11,7 @@ import jax
 
 from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter
 from jaxtrain.telemetry.progress import Progress
+from jaxtrain.train.history import History
 from jaxtrain.train.rates import Rates
 from jaxtrain.train.session import Session
 
@@ -20,20 +21,18 @@ parameters have not moved since, and nothing says that they will."""
 
 
 class RunLog:
-    """Metrics of a run that is to end at step `last`, each read a step late. `history` has a line
-    for each step; the files one for every `Logging.every`-th, the first, the last and those that
-    were evaluated."""
+    """Metrics of a run that is to end at step `last`, each read a step late. The files have a line
+    for every `Logging.every`-th step, the first, the last and those that were evaluated."""
 
     def __init__(self, session: Session, run_dir: Path | None, stream: TextIO, last: int) -> None:
         self.session, self.run_dir, self.last = session, run_dir, last
-        self.history: list[dict[str, Any]] = []
-        self.rates = Rates(session.assembly)
+        self.history = History()
+        self.rates = Rates(session.assembly, session.documents)
         self.progress = Progress(last, session.start, stream, session.experiment.logging.every)
         self._delayed = DelayedMetrics()
         self._writer = self._opened(session.start + 1)
         self._skipped, self._in_a_row = int(session.state.skipped), 0
         self._tripped = session.guard.tripped
-        self._waited = 0.0
         self._held: tuple[int, dict[str, Any]] | None = None
 
     def tell(self, text: str) -> None:
@@ -61,7 +60,7 @@ class RunLog:
         """Go on in new files: the old ones were removed."""
         if self._writer is not None:
             self._writer.close()
-            last = self.history[-1]["step"] if self.history else self.session.start
+            last = self.history.lines[-1]["step"] if self.history.lines else self.session.start
             self._writer = self._opened(last + 1)
 
     def close(self) -> None:
@@ -81,10 +80,8 @@ class RunLog:
             return
         step, values = found
         self._count_skipped(values)
-        waited = self.session.loader.wait_s
-        values = {**values, **self.rates.of(step), "data_s": waited - self._waited}
-        self._waited = waited
-        self.history.append({"step": step, **values})
+        values = {**values, **self.rates.of(step, self.session.loader.wait_s)}
+        self.history.add({"step": step, **values})
         self.progress.update(step, values)
         self._tell_trip(values)
         ends = (self.session.start + 1, self.last)
@@ -94,6 +91,7 @@ class RunLog:
             self._write(step, values)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
+        self.rates.written()
         if self._writer is None:
             return
         try:
@@ -114,14 +112,16 @@ class RunLog:
         """Raises ValueError when nothing but skipped steps is left."""
         if self._in_a_row < SKIPPED_AT_MOST:
             return
-        last, scaled = self.history[-1], self.session.experiment.precision.loss_scale is not None
-        least = ", at the least loss scale" if scaled else ""
+        scaled, last = self.session.experiment.precision.loss_scale, self.history.lines[-1]
+        least = "" if scaled is None else ", at the least loss scale"
+        rate = last.get("learning_rate")
+        at = "" if rate is None else f"learning rate {rate:.3g}, "
         raise ValueError(
             f"the gradients of {self._in_a_row} steps in a row, up to step {last['step']}, "
-            f"were not finite{least} (learning rate {last['learning_rate']:.3g}, loss "
-            f"{last['loss']:.3g}); each was skipped, so the parameters are those before them; use "
-            f"a lower learning rate, a longer warmup or clip_norm=1.0{', or bf16' * scaled}, or "
-            "look in the model and its data for values that are not finite"
+            f"were not finite{least} ({at}loss {last['loss']:.3g}); each was skipped, so the "
+            "parameters are those before them; use a lower learning rate, a longer warmup or "
+            f"clip_norm=1.0{', or bf16' * bool(scaled)}, or look in the model and its data for "
+            "values that are not finite"
         )
 
     def _tell_trip(self, values: dict[str, Any]) -> None:

@@ -24,8 +24,9 @@ from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.compressed_sums import GuardReader, choose, program_key
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.natural import AtRest, natural_shapes
+from jaxtrain.train.rates import DocumentsOf, counts_flops
 from jaxtrain.train.restore import restored
-from jaxtrain.train.rows import open_split
+from jaxtrain.train.rows import Documents, open_split
 from jaxtrain.train.start import Start, settled_start, starting_params
 from jaxtrain.train.state import TrainState, shardings
 from jaxtrain.train.step import compile_step, trace_loss
@@ -55,6 +56,7 @@ class Session:
     compiled: dict[Any, Any] = field(default_factory=dict)
     begins: Start | None = None
     """What the first step of the run begins with, if the run did not make it."""
+    documents: DocumentsOf = lambda step: None
     guard: GuardReader = field(default_factory=GuardReader)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
@@ -142,12 +144,18 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    placed = PlacedRows(dataset, assembly.batch_shardings(mesh), experiment.microbatches)
+    counted = None
+    if counts_flops(assembly) and "segments" in assembly.fields:
+        counted = Documents(dataset, experiment.batch, start)
+    read = dataset if counted is None else counted
+    placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
     session = Session(
         assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
     )
     session.guard, session.begins = guard, begins
+    if counted is not None:
+        session.documents = counted.of
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 

@@ -21,8 +21,9 @@ from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
+from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.precision import select_if_finite
-from jaxtrain.optim.rate import rate_fn
+from jaxtrain.optim.rate import injected_rate, rate_fn
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.compressed_sums import Choice, CompressedSums
 from jaxtrain.train.gradients import (
@@ -61,14 +62,14 @@ def make_train_step(
     choice: how a compressed reducer sums. local: what an explicit step has for `local_sums`.
 
     metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
-    update_norm, learning_rate, loss_scale, skipped (so far), all fp32 scalars; those of
-    `make_watch`; with `keep_gradients` also the gradients before clipping.
+    update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32 scalars;
+    those of `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
     e, transform = assembly.experiment, assembly.transform_on(mesh)
     sums = make_gradients(assembly, mesh, choice, local or local_sums)
     watch = make_watch(assembly, mesh, choice)
     norm = partial(norms, assembly=assembly, mesh=mesh)
-    rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
+    rate = make_rate(assembly)
     step_key = named_key(jax.random.key(e.seed), "step")
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
@@ -87,8 +88,8 @@ def make_train_step(
             grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         trained = {k: state.params[k] for k in grads}
         shards = assembly.constrain(trained, mesh, "optimizer")
-        updates, optimizer = transform.update(grads, state.optimizer, shards)
-        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), optimizer, state.optimizer)
+        updates, taken = transform.update(grads, state.optimizer, shards)
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
         params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
         whole = {**state.params, **params}
         update_norm, param_norm = *norm((updates,), "optimizer"), *norm((whole,), "params")
@@ -102,12 +103,27 @@ def make_train_step(
         )  # fmt: skip
         return after, dict(
             loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
-            update_norm=update_norm, learning_rate=rate(state.step - state.skipped),
-            loss_scale=scale, skipped=after.skipped.astype(jnp.float32), **reduced,
+            update_norm=update_norm, loss_scale=scale,
+            skipped=after.skipped.astype(jnp.float32), **rate(state, taken), **reduced,
             **kept_gradients,
         )  # fmt: skip
 
     return assembly.with_matmul_precision(step)
+
+
+def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
+    """(state, optimizer state after the step) -> the step's learning_rate: of our optimizers by
+    their schedule; of a user's own where its state says one, as `optax.inject_hyperparams` does."""
+    e = assembly.experiment
+    if type(e.optimizer) in (*ELEMENTWISE, *SHARDED):
+        rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
+        return lambda state, _: {"learning_rate": rate(state.step - state.skipped)}
+
+    def said(_: TrainState, taken: Any) -> Metrics:
+        found = injected_rate(taken)
+        return {} if found is None else {"learning_rate": found.astype(jnp.float32)}
+
+    return said
 
 
 def averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:

@@ -1,0 +1,33 @@
+"""The metrics of a run in memory, which a long run must not fill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Line = dict[str, Any]
+
+LINES = 10_000
+"""Kept at most: about 10 MB."""
+
+
+class History:
+    """`lines`: one for each step of up to `most`; of longer runs the first, every second (fourth,
+    eighth, ..) step after it, and the last, so that a curve of the whole run can be drawn. All
+    that was logged is in metrics.jsonl."""
+
+    def __init__(self, most: int = LINES) -> None:
+        self.lines: list[Line] = []
+        self._most, self._every = max(most, 3), 1
+
+    def add(self, line: Line) -> None:
+        if self.lines and not self._on_grid(self.lines[-1]):
+            self.lines.pop()  # it was there as the last
+        self.lines.append(line)
+        if len(self.lines) > self._most:
+            self._every *= 2
+            self.lines[:] = [
+                each for each in self.lines if self._on_grid(each) or each is self.lines[-1]
+            ]
+
+    def _on_grid(self, line: Line) -> bool:
+        return (line["step"] - self.lines[0]["step"]) % self._every == 0
