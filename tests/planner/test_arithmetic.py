@@ -46,6 +46,7 @@ def assembled(
         model=replace(small.model, period=(block,)),
         data=replace(small.data, seq=seq),
         execution=jaxtrain.Execution(**execution),
+        microbatches=2,
     )
     return assemble(e, jaxtrain.mesh_from_axes(**axes))
 

@@ -370,6 +370,11 @@ def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits
         jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
     given = experiment(data=jaxtrain.TextData(replace(here, held_out_patterns=()), seq=16))
     jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+    whole = experiment(data=jaxtrain.TextData(jaxtrain.StdlibSource(held_out=0.0), seq=16))
+    jaxtrain.check(whole, jaxtrain.mesh_from_axes(data=1))
+    with pytest.raises(ValueError, match=r"holds no \.py files for split 'held_out'"):
+        evaluated = replace(whole, evaluation=jaxtrain.Evaluation())
+        jaxtrain.check(evaluated, jaxtrain.mesh_from_axes(data=1))
 
 
 @pytest.mark.parametrize("kernel", ["splash", "none", 3, Splash, Splash()])
@@ -391,6 +396,7 @@ def moved(axes: dict[str, int], usable: float, **changes: Any) -> tuple[Any, Any
     [
         ({"data": 2}, {}, "fit 2 devices: split it over more of the 2"),
         ({"fsdp": 2}, {"microbatches": 4}, "use 3 devices or more, or a smaller model"),
+        ({"fsdp": 2}, {"microbatches": 4, "precision": jaxtrain.bf16}, "use 3 devices or more"),
         ({"data": 2}, {"sharding": RULES["zero1"], "precision": BF16_WEIGHTS}, "fit 2 devices"),
     ],
 )
