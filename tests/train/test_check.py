@@ -410,7 +410,9 @@ def test_the_least_a_step_holds_is_its_state_batch_and_gradients(
     jaxtrain.check(*moved(axes, least, **changes))
     with pytest.raises(ValueError, match=f"{remedy}"):
         jaxtrain.check(*moved(axes, least - 1, **changes))
-    assert weighed(*moved(axes, 1.0, **changes)).bytes_per_device == report.bytes_per_device
+    given, machine = moved(axes, 1.0, **changes)
+    assert weighed(given, machine).bytes_per_device == report.bytes_per_device
+    assert jaxtrain.check(given, machine.simulate()).bytes_per_device == report.bytes_per_device
 
 
 def test_routers_that_learn_nothing_are_noted() -> None:
