@@ -21,7 +21,8 @@ Made = Callable[[], Any]
 Trust = str | tuple[str, ...]
 """Modules of the caller's own, with all below them, that a stored experiment may name."""
 
-NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.<>]*")
+NAMED = re.compile(r"[^:\n]+:[^\W\d][\w.<>]*")
+"""module:name. The module of an experiment file is the file's name, whatever that is."""
 INFINITIES = ("inf", "-inf", "nan")
 LARGEST = 2**63
 """No number of an experiment takes more bits."""
@@ -39,11 +40,11 @@ WORDS = {
 class Reader:
     """Reads stored values. `violations` collects what is wrong with them; `foreign` the names that
     are neither of this library nor of a trusted module. Raises ValueError for a `trust` that names
-    no module."""
+    no module. anybody: look at values only, whatever module their classes are of."""
 
-    def __init__(self, trust: Trust = ()) -> None:
+    def __init__(self, trust: Trust = (), *, anybody: bool = False) -> None:
         refuse(module_violations("trust", trust))
-        self.trust = as_modules(trust)
+        self.trust, self.anybody = as_modules(trust), anybody
         self.violations: list[str] = []
         self.foreign: list[str] = []
 
@@ -144,7 +145,9 @@ class Reader:
 
     def _trusts(self, name: str) -> bool:
         module = name.partition(":")[0]
-        return any(module == each or module.startswith(f"{each}.") for each in self.trust)
+        return self.anybody or any(
+            module == each or module.startswith(f"{each}.") for each in self.trust
+        )
 
     def _may(self, name: str, slot: Slot, path: str) -> bool:
         """Whether what is not of this library may stand there; says why not."""
@@ -155,9 +158,12 @@ class Reader:
         elif not self._trusts(name):
             module = name.partition(":")[0].split(".")[0]
             self.foreign.append(path)
+            remedy = "its experiment file alone knows it"
+            if module.isidentifier():
+                remedy = f'give trust="{module}" (--trust {module}), and it is imported'
             self._refused(
                 f"{path} is {_shown(name)}, which is not of this library; if that code is yours, "
-                f'give trust="{module}" (--trust {module}), and it is imported'
+                + remedy
             )
         else:
             return True

@@ -10,7 +10,7 @@ from jaxtrain.checkpoint.run_config import NAME, read_config
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.reading import Reader, Trust
-from jaxtrain.experiment.vocabulary import CLASSES, slots_of
+from jaxtrain.experiment.vocabulary import CLASSES, Slot, slots_of
 
 RESUMABLE = (
     "experiment.logging",
@@ -61,6 +61,17 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
         return make()
     except ValueError as error:
         raise ValueError(f"{path}: the run's {name} cannot be read: {error}") from error
+
+
+def refuse_unreadable(config: dict[str, Any]) -> None:
+    """Raise ValueError for values of other kinds than their fields', such as `tied=1`: a run that
+    stored them would train, and could not be read."""
+    reader = Reader(anybody=True)
+    reader.read(config["experiment"], Slot(dataclasses=(Experiment,)), "experiment")
+    if reader.violations:
+        raise ValueError(
+            "a run with these values could not be read again:\n  " + "\n  ".join(reader.violations)
+        )
 
 
 def completed(config: dict[str, Any], experiment: Experiment | None = None) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, refuse_other_exper
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import RESUMABLE, Experiment, completed
+from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.train.loading import record_run
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
     """Raises ValueError, and writes nothing, where another run holds the directory, another
-    experiment made it, or its files of metrics cannot be gone on with."""
+    experiment made it, or its files of metrics cannot be gone on with; and where its config could
+    not be read back."""
+    refuse_unreadable(config)
     process = jax.process_index()
     if process == 0:  # the others of this run come when it is already held
         refuse_held(run)

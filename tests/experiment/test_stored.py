@@ -20,10 +20,11 @@ import jaxtrain
 from jaxtrain import cli
 from jaxtrain.experiment import completed, config_of
 from jaxtrain.experiment.reading import Reader
-from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.experiment.stored import ForeignField, refuse_unreadable, stored_field
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
 from jaxtrain.models.adapters import Adapters
 from jaxtrain.nn.attention import PlatformKernel
+from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.train.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
@@ -233,6 +234,23 @@ def test_what_cannot_be_built_is_told_with_its_place(tmp_path: Path) -> None:
     run = run_with(tmp_path, lambda c: c["optimizer"].update(b1=7.0))
     with pytest.raises(ValueError, match=r"the run's optimizer cannot be read: .*b1=7.0 must lie"):
         stored_field(run, "optimizer")
+
+
+def test_what_could_not_be_read_again_is_refused_before_it_trains(tmp_path: Path) -> None:
+    own = replace(EXPERIMENT, data=Grown(newer=3))
+    config = config_of(own)
+    for name in ("test_stored:Grown", "an experiment-file:Ünïcode", "2nd.try:Outer.Inner"):
+        config["data"]["class"] = name
+        refuse_unreadable({"experiment": config})
+    odd = replace(EXPERIMENT, model=replace(EXPERIMENT.model, tied=1, norm=RMSNorm(eps="small")))
+    with pytest.raises(ValueError) as caught:
+        jaxtrain.train(odd, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path / "run")
+    for part in (
+        "model.tied is 1; a run has true",
+        "model.norm.eps is 'small'; a run has a number",
+    ):
+        assert part in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 # What may be named: everything an experiment can hold, and nothing else.

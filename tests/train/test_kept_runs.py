@@ -19,7 +19,7 @@ import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, cli
 from jaxtrain.checkpoint.run_config import refuse_other_experiment
 from jaxtrain.data.tokenizer import HuggingFaceVocabulary
-from jaxtrain.experiment import completed, config_of
+from jaxtrain.experiment import RESUMABLE, completed, config_of
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.train import loading
 from jaxtrain.train.kept_tokenizer import GENERATION, SETTINGS, TOKENIZER
@@ -139,6 +139,33 @@ def test_a_run_of_a_strangers_runs_no_shell(
     said = capsys.readouterr().err
     assert "model.period[0].mlp.activation is 'jax._src.api:VJP', which is not of this" in said
     assert "if that code is yours, give trust=" in said and "--trust jax" in said
+
+
+def test_a_start_from_a_run_with_code_of_ones_own_says_so(
+    experiment: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mesh = tmp_path / "run", jaxtrain.mesh_from_axes(data=1)
+    train(experiment, run)
+    (tmp_path / "mine_of_kept_runs.py").write_text("def double(x):\n    return x + x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "mine_of_kept_runs:double"
+    changed(run, lambda e: e["model"]["period"][0]["mlp"].update(activation=name))
+
+    def begun(**trust: Any) -> jaxtrain.Experiment:
+        return replace(experiment, fine_tuning=FineTuning(FromRun(run, **trust)))
+
+    with pytest.raises(ValueError, match=r'give trust="mine_of_kept_runs" \(--trust'):
+        jaxtrain.check(begun(), mesh)
+    with pytest.raises(ValueError, match=r"activation is .*silu.*, there .*double"):
+        jaxtrain.check(begun(trust="mine_of_kept_runs"), mesh)
+    with pytest.raises(ValueError, match="which is no module's name"):
+        begun(trust="../mine")
+    # Whom a run trusted is no part of what it learnt: it may change when the run goes on.
+    (tmp_path / "again").mkdir()
+    trusting = {"experiment": config_of(begun(trust="mine_of_kept_runs"))}
+    (tmp_path / "again" / "config.json").write_text(json.dumps(trusting))
+    given = {"experiment": config_of(begun())}
+    refuse_other_experiment(tmp_path / "again", given, ignore=RESUMABLE, completed=completed)
 
 
 def test_a_run_of_an_older_version_is_used_and_resumed(

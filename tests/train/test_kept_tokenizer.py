@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.tokenizer import HuggingFaceVocabulary
-from jaxtrain.train.kept_tokenizer import folder_tokenizer, tokenizer_files
+from jaxtrain.train.kept_tokenizer import folder_tokenizer, record_tokenizer, tokenizer_files
 
 IDS = {"a": 0, "<s>": 1, "</s>": 2, "?": 3, "<end>": 4, "<pad>": 5}
 
@@ -85,6 +86,17 @@ def test_a_text_begins_as_the_family_or_the_tokenizer_says(
     found = folder_tokenizer(written(tmp_path, adds=adds, told=told, config=config))
     assert found is not None and found.bos == bos
     assert found.vocabulary.encode("a a") == [0, 0]
+
+
+def test_a_tokenizer_is_not_kept_through_a_link(tmp_path: Path) -> None:
+    """Not even through one to another file of the run."""
+    config = json.dumps({"experiment": {"class": "jaxtrain.experiment.fields:Experiment"}})
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "tokenizer_config.json").symlink_to("config.json")
+    dataset = SimpleNamespace(vocabulary=ByteTokenizer())
+    with pytest.raises(ValueError, match="is a symbolic link to config"):
+        record_tokenizer(tmp_path, dataset)
+    assert (tmp_path / "config.json").read_text() == config
 
 
 # Handed on.
