@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import pytest
 
 DEVICES = 8
 
@@ -26,3 +28,13 @@ cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """A command tells JAX of its devices by the environment: no test may find another's."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
