@@ -255,6 +255,21 @@ def test_fp16_travels_as_it_is(by):
     assert "f16" in {line.key.dtype for line in found.lines}
 
 
+HANDED = [
+    Layout((("data", 2), ("tensor", 2)), packing=False, precision="bf16"),
+    Layout((("data", 2), ("fsdp", 2)), "explicit, ring", "zero2", packing=False, dropout=0.1),
+    Layout((("stage", 2),), microbatches=2, periods=2, pipeline="1F1B", packing=False),
+]
+
+
+@pytest.mark.parametrize("layout", HANDED, ids=str)
+def test_nothing_is_handed_to_xla_that_is_not_predicted(layout):
+    """Not even sums that XLA would find unused, such as gradients of positions."""
+    assembly = assembled(layout)
+    found = contract(assembly, lowered_collectives(lowered(assembly)), []).handed
+    assert found and all(line.kept for line in found), told(found)
+
+
 def test_a_gather_in_fp32_breaks_it_where_xla_makes_all_of_them_fp32(monkeypatch):
     """What is handed to XLA tells; the programs that XLA:CPU makes of both are the same."""
     assembly = assembled(

@@ -217,3 +217,48 @@ def test_a_tpu_hands_its_tables_to_the_loop() -> None:
     )
     # In odd turns, 1, 3 and 5, the signs are others.
     assert dot_flops(turned) == SQUARE * 3
+
+
+def test_a_number_that_is_no_branch_takes_the_last_one() -> None:
+    """As XLA has it, below zero too."""
+    numbered = TPU.replace("conditional(%open", "conditional(%at").replace(
+        "true_computation=%yes, false_computation=%no", "branch_computations={%no, %no, %yes}"
+    )
+    assert dot_flops(numbered) == SQUARE * 5  # but for the one 1
+
+
+def test_a_number_beyond_its_type_is_not_guessed() -> None:
+    """It would wrap around in the program."""
+    added = "  %most = s32[] constant(2147483647)\n  %sum = s32[] add(%at, %most)\n  %zero ="
+    below = TPU.replace("compare(%at, %zero), direction=GE", "compare(%sum, %zero), direction=LT")
+    beyond = below.replace("  %zero =", added)
+    assert dot_flops(beyond) == SQUARE * 6
+    assert dot_flops(beyond.replace("2147483647", "2147483644")) == 0
+    assert dot_flops(beyond.replace("2147483647", "-2")) == SQUARE * 5
+
+
+OUTER = """%again (state: (s32[], s32[6], f32[4,4])) -> (s32[], s32[6], f32[4,4]) {
+  %state = (s32[], s32[6]{0}, f32[4,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %table = s32[6]{0} get-tuple-element(%state), index=1
+  %x = f32[4,4]{1,0} get-tuple-element(%state), index=2
+  %start = s32[] constant(0)
+  %inner = (s32[], s32[6]{0}, f32[4,4]{1,0}) tuple(%start, %table, %x)
+  %loop = (s32[], s32[6]{0}, f32[4,4]{1,0}) while(%inner), condition=%more, body=%turn
+  %y = f32[4,4]{1,0} get-tuple-element(%loop), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %after = (s32[], s32[6]{0}, f32[4,4]{1,0}) tuple(%next, %table, %y)
+}
+
+ENTRY"""
+
+
+def test_a_table_comes_through_a_loop_around_if_that_keeps_it() -> None:
+    nested = TPU.replace("body=%turn", "body=%again").replace("ENTRY", OUTER)
+    assert dot_flops(nested) == SQUARE * 6 * 2
+    changed = nested.replace(
+        "  %start = s32[] constant(0)\n  %inner",
+        "  %start = s32[] constant(0)\n  %other = s32[6]{0} negate(%table)\n  %inner",
+    ).replace("tuple(%next, %table, %y)\n}\n\nENTRY", "tuple(%next, %other, %y)\n}\n\nENTRY")
+    assert dot_flops(changed) == SQUARE * 6 * 6

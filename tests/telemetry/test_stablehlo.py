@@ -89,6 +89,18 @@ def test_loops_multiply_and_branches_count_as_if_always_taken() -> None:
     ]
 
 
+@pytest.mark.parametrize(("start", "bound", "step"), [(0, 7, 1), (2, 9, 3), (5, 5, 1)])
+def test_counters_of_any_start_and_step(start: int, bound: int, step: int) -> None:
+    def loop(x: jax.Array) -> jax.Array:
+        def turn(state: Any) -> Any:
+            return state[0] + step, lax.psum(state[1], "a")
+
+        return lax.while_loop(lambda state: state[0] < bound, turn, (start, x))[1]
+
+    [found] = lowered_collectives(lowered(loop, "float32"))
+    assert found.count == len(range(start, bound, step))
+
+
 def test_a_loop_over_data_is_refused_only_if_it_sends() -> None:
     def until(turn: Any) -> Any:
         return lambda x: lax.while_loop(lambda x: x.sum() < 10, turn, x)
