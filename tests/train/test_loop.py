@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,8 +229,10 @@ def test_interrupts_while_it_saves_lose_nothing(
 ) -> None:
     """Five of them, 5 ms apart: they end the wait for the save, not the save."""
     whole, save, stream = trained(own, name="whole"), Saving._save, io.StringIO()
+    threads = []
 
     def struck(*args: Any, **options: Any) -> None:
+        threads.append(threading.current_thread())
         for _ in range(5):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.005)
@@ -238,6 +241,7 @@ def test_interrupts_while_it_saves_lose_nothing(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Saving, "_save", struck)
         trained(own, stream=stream, should_stop=after(3, then))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
     assert "interrupted; saved step 3" in stream.getvalue()
     assert_same_state(trained(own), whole)
 

@@ -18,7 +18,7 @@ from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.train.assembly import assemble
 from jaxtrain.train.history import History
 from jaxtrain.train.rates import Rates
-from jaxtrain.train.rows import document_lengths
+from jaxtrain.train.rows import AHEAD, Documents, document_lengths
 
 ONE = jaxtrain.mesh_from_axes(data=1)
 
@@ -92,6 +92,21 @@ def test_document_lengths_are_those_of_equal_segments(seed: int) -> None:
     segments = np.sort(rng.integers(0, 4, (6, 9)), axis=1)
     expected = [int(np.sum(row == n)) for row in segments for n in sorted({*row.tolist()} - {0})]
     assert document_lengths(segments).tolist() == expected
+
+
+def test_documents_of_one_process_stand_for_those_of_all(own: jaxtrain.Experiment) -> None:
+    """It reads 4 of the 8 rows, then 4 of 16; a step is asked for once, or never."""
+    data = replace(own.data, isolate_documents=True).open("train", seed=0, cache_dir=Path())
+    ramp, expected = BatchRamp(start=8, end=16, increment=8, steps=1), {}
+    counted = Documents(data, ramp, start=0)
+    for step, (rows, share) in enumerate(((range(4), 2), (range(8, 12), 4)), 1):
+        segments = counted.rows(np.array(rows))["segments"]
+        lengths, counts = np.unique(document_lengths(segments), return_counts=True)
+        expected[step] = {int(n): share * int(c) for n, c in zip(lengths, counts, strict=True)}
+    assert counted.of(2) == expected[2] and counted.of(1) == expected[1] and counted.of(1) is None
+    for _ in range(3 * AHEAD):
+        counted.rows(np.array([0]))
+    assert len(counted._found) <= AHEAD
 
 
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 12, 40, 41, 1000])
