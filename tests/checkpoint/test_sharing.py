@@ -102,6 +102,11 @@ POLICIES = {
     "2, every 3": Policy(Keep(2, every=3)),
     "1, best": Policy(Keep(1, best=Best("loss")), rating=lambda step: -step % 5),
     "2, best 2": Policy(Keep(2, best=Best("loss", n=2)), rating=lambda step: abs(step - 6)),
+    # What 6 would share with 5 is what 2 has, which is kept beside it.
+    "1, best 2": Policy(
+        Keep(1, best=Best("loss", n=2)),
+        rating=lambda step: {1: 9.0, 2: 0.0, 3: 5.0, 4: 4.0, 6: 3.0}.get(step, 9.0),
+    ),
     "1, the newest is the best": Policy(Keep(1, best=Best("loss")), rating=lambda step: -step),
     "1, in turn": Policy(Keep(1), moves=lambda step, leaf: leaf == step % 4),
     "3, in turn": Policy(Keep(3), moves=lambda step, leaf: leaf == step % 4),
@@ -136,14 +141,14 @@ def test_no_damage_to_one_file_is_in_all_that_are_kept_and_nothing_is_kept_for_n
         drop(retention, step)
 
     monkeypatch.setattr(Retention, "drop_old", measured)
-    for start in (0, 5):
+    for start, last in ((0, 5), (5, 13)):
         with CheckpointManager(tmp_path, SavePolicy(keep=policy.keep)) as manager:
             there = on_disk(manager)
             asked = manager._retention.bytes_needed(bytes_of)
             if start:
                 check(manager, start, leaves_of(policy, start))
             kept_by_every: set[int] = set()
-            for step in range(start + 1, start + 6 + 2 * start):
+            for step in range(start + 1, last + 1):
                 given = leaves_of(policy, step)
                 saved(manager, step, given, loss=policy.rating(step))
                 steps = manager.steps()

@@ -44,6 +44,17 @@ def test_any_parts_of_an_array_in_slots_are_the_whole_leaf(dim: int) -> None:
         assert (times == 1).all() and (out == leaf).all(), (layers, stages, chunks)
 
 
+def test_neighbours_that_do_not_follow_one_another_are_pieces_of_their_own() -> None:
+    """In whatever order a schedule would have the layers."""
+    found = list(Slots(0, np.array([3, 1, 2, -1, 0, 5, 4, -1])).pieces(Box((0, 7), (8, 2))))
+    assert [(piece.box.start, piece.box.shape) for piece in found] == [
+        ((3, 7), (1, 2)), ((1, 7), (2, 2)), ((0, 7), (1, 2)), ((5, 7), (1, 2)), ((4, 7), (1, 2))
+    ]  # fmt: skip
+    assert [piece.at for piece in found] == [
+        (slice(a, b),) for a, b in ((0, 1), (1, 3), (4, 5), (5, 6), (6, 7))
+    ]
+
+
 def boxes(shape: tuple[int, ...], rng: np.random.Generator) -> list[Box]:
     """An array cut along every dim, somewhere."""
     spans = []
