@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,21 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
     assert forgotten == {"MeshSpec", "Layers", "Executor", "Tick"}, (
         "say in vocabulary.py who holds it"
     )
+
+
+def does(kind: type, protocol: Any) -> bool:
+    """Whether it has the methods of a protocol, with the same parameters."""
+    for name, member in vars(protocol).items():
+        if not name.startswith("_") and callable(member):
+            mine = getattr(kind, name, None)
+            if mine is None or [*signature(mine).parameters] != [*signature(member).parameters]:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.__name__)
+def test_whatever_does_what_a_protocol_asks_may_stand_for_it(protocol: Any) -> None:
+    assert set(PROTOCOLS[protocol]) == {kind for kind in CLASSES.values() if does(kind, protocol)}
 
 
 # Resume.
