@@ -15,7 +15,7 @@ import jaxtrain
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
 from jaxtrain.planner.assembled import algorithm_name, facts_of
-from jaxtrain.planner.contract import axes_of, contract
+from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.telemetry.stablehlo import lowered_collectives
@@ -277,8 +277,8 @@ def test_a_gather_in_fp32_breaks_it_where_xla_makes_all_of_them_fp32(monkeypatch
     )
 
     def handed():
-        found = contract(assembly, lowered_collectives(lowered(assembly)), []).handed
-        return [line for line in found if not line.kept]
+        broken = contract(assembly, lowered_collectives(lowered(assembly)), []).broken
+        return [line for line in broken if isinstance(line, Handed)]
 
     assert not handed(), told(handed())
     right = bundle.all_gather
@@ -290,6 +290,11 @@ def test_a_gather_in_fp32_breaks_it_where_xla_makes_all_of_them_fp32(monkeypatch
     broken = handed()
     assert {line.key.kind for line in broken} == {"all-gather"}
     assert {line.key.dtype: line.lowered > 0 for line in broken} == {"bf16": False, "f32": True}
+
+
+def test_what_cannot_be_read_is_not_kept_though_it_comes_out_right():
+    line = Line(Key("all-reduce", ("data",), "f32"), 4, 64.0, 4, 64.0, ())
+    assert line.kept and not replace(line, unread=True).kept
 
 
 def test_bf16_is_told_as_a_rewrite():
