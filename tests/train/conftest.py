@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import jaxtrain
 from jaxtrain.data import BigramChain
@@ -145,7 +146,21 @@ def one_device_runs() -> dict[Any, Any]:
 
 
 @pytest.fixture
-def remembered(one_device_runs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_programs() -> Iterator[None]:
+    """Compile, whatever the cache of programs holds. On a mesh of several axes an evaluation in a
+    pipeline hangs when XLA:CPU has loaded it from there (jaxlib 0.10.2), not as it was compiled:
+    devices enter collectives that do not wait for each other in different orders."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+
+
+@pytest.fixture
+def remembered(
+    one_device_runs: dict[Any, Any], fresh_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Certify with references that an earlier test has run."""
     compile_program = certify.program
 

@@ -307,7 +307,11 @@ LAYOUTS = [
     "name", ["lora", *(pytest.param(k, marks=by_hand) for k in ("mlp", "ends"))]
 )
 def test_losses_are_those_of_one_device(
-    name: str, layout: Layout, decoder: jaxtrain.Experiment, one_device_runs: dict[Any, Any]
+    name: str,
+    layout: Layout,
+    decoder: jaxtrain.Experiment,
+    one_device_runs: dict[Any, Any],
+    fresh_programs: None,
 ) -> None:
     """Gradients too, of just the leaves that are trained."""
     given = of(decoder, SETS[name], data=jaxtrain.BigramChain(16, 8, isolate_documents=True))
