@@ -13,9 +13,12 @@ import pytest
 
 DEVICES = 8
 
-# A shell gives what it runs in the background an ignored interrupt; tests send interrupts.
+# A shell gives what it runs in the background an ignored interrupt, nohup an ignored hangup; tests
+# send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", DEVICES)
