@@ -450,10 +450,11 @@ def written(run: Path, step: int) -> int:
 def test_a_save_with_nine_tenths_frozen_writes_what_moved(
     decoder: jaxtrain.Experiment, trained: Any, tmp_path: Path
 ) -> None:
-    """Against the first save where the optimizer keeps nothing, and against the same save of a run
-    that trains everything where it keeps two moments of what it trains."""
-    model = replace(decoder.model, layers=3, embed=16, tied=False)
-    saves = dict(checkpoints=jaxtrain.SavePolicy(every=1), model=model)
+    """Once two kept steps have copies of what is frozen; norms are small, and written each time. Against the first save where the optimizer
+    keeps nothing, and against the same save of a run that trains everything where it keeps two
+    moments of what it trains."""
+    model = replace(decoder.model, layers=3, embed=512, tied=False)
+    saves = dict(checkpoints=jaxtrain.SavePolicy(every=1, keep=4), model=model)
     plain = jaxtrain.SGD(1e-2, momentum=0.0, weight_decay=0.0)
     tuning = FineTuning(trainable=("*.attention.key",))
     found = {}
@@ -462,13 +463,13 @@ def test_a_save_with_nine_tenths_frozen_writes_what_moved(
         "adamw": of(decoder, tuning, **saves),
         "all": of(decoder, **saves),
     }.items():
-        run = trained(given, tmp_path / name, steps=2, axes={"fsdp": 2})
-        found[name] = {step: written(tmp_path / name, step) for step in (1, 2)}
+        run = trained(given, tmp_path / name, steps=4, axes={"fsdp": 2})
+        found[name] = {step: written(tmp_path / name, step) for step in (1, 4)}
         params = run.session.state.params
     share = params["period.0.attention.key"].size / sum(leaf.size for leaf in params.values())
     assert 0.05 < share < 0.1
-    assert share < found["sgd"][2] / found["sgd"][1] < share + 0.02
-    assert share < found["adamw"][2] / found["all"][2] < share + 0.02
+    assert share < found["sgd"][4] / found["sgd"][1] < share + 0.03
+    assert share < found["adamw"][4] / found["all"][4] < share + 0.03
 
 
 # Adapters.
