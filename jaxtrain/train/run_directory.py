@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, refuse_other_experiment
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
-from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.checkpoint.storage import committed_steps, steps_aside
 from jaxtrain.experiment import RESUMABLE, Experiment, completed
 from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.telemetry.metrics import refuse_unusable
@@ -20,15 +20,31 @@ from jaxtrain.train.loading import record_run
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
     """Raises ValueError, and writes nothing, where another run holds the directory, another
-    experiment made it, or its files of metrics cannot be gone on with; and where its config could
-    not be read back."""
+    experiment made it, its files of metrics cannot be gone on with, or it holds steps that this run
+    would not go on from; and where its config could not be read back."""
     refuse_unreadable(config)
     process = jax.process_index()
     if process == 0:  # the others of this run come when it is already held
         refuse_held(run)
     known = partial(completed, experiment=experiment)
     refuse_other_experiment(run, config, ignore=RESUMABLE, completed=known)
+    if experiment.checkpoints is None:
+        _refuse_begin_over(run)
     refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
+
+
+def _refuse_begin_over(run: Path) -> None:
+    """A run that neither saves nor restores begins at step 0, and its metrics take the place of
+    those of the steps that are there."""
+    saved, aside = committed_steps(run / CHECKPOINTS), steps_aside(run / CHECKPOINTS)
+    if saved or aside:
+        there = [*(["step " + str(saved[-1])] if saved else []), *aside]
+        raise ValueError(
+            f"run directory {run} holds {', '.join(there)} in {CHECKPOINTS}/, and "
+            "experiment.checkpoints is None, which restores nothing: the run would begin at step 0 "
+            "again and write over the metrics there; give it checkpoints=SavePolicy(...) as before "
+            "to go on, or another --run-dir to begin again"
+        )
 
 
 class RunDirectory:

@@ -21,6 +21,7 @@ from flax import nnx
 
 import jaxtrain
 from jaxtrain.data import BatchRamp, Loader
+from jaxtrain.experiment import config_of
 from jaxtrain.train import session
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.loop import Result
@@ -290,6 +291,21 @@ def test_a_run_of_fewer_steps_than_are_done_is_refused(
             trained(own, steps=3, axes=axes)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == kept
     assert trained(own, axes=axes).steps == STEPS
+
+
+@pytest.mark.parametrize("name", ["5", "5.damaged"])
+def test_a_run_that_saves_nothing_does_not_begin_over_one_that_did(
+    own: jaxtrain.Experiment, tmp_path: Path, name: str
+) -> None:
+    run, mesh = tmp_path / "run", jaxtrain.mesh_from_axes(data=1)
+    (run / "checkpoints" / name).mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"experiment": config_of(own)}))
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n')
+    kept = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    told = rf"run holds (step )?{name} in checkpoints/.*is None.*SavePolicy.*or another --run-dir"
+    with pytest.raises(ValueError, match=told):
+        jaxtrain.train(own, mesh, run_dir=run, settings=["checkpoints=None"], steps=2)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == kept
 
 
 def test_another_experiment_is_refused_with_the_fields_that_differ(
