@@ -58,7 +58,16 @@ def swapped(steps: Path) -> None:
         (steps / old).rename(steps / new)
 
 
-DAMAGES = [(renamed, [10], 8), (pasted, [8], 6), (swapped, [6, 8], 4)]
+def renamed_beyond_int32(steps: Path) -> None:
+    (steps / "8").rename(steps / "4000000000")
+
+
+DAMAGES = [
+    (renamed, [10], 8),
+    (pasted, [8], 6),
+    (swapped, [6, 8], 4),
+    (renamed_beyond_int32, [4_000_000_000], 6),
+]
 """What is done, the steps that verify names, and the newest that is good."""
 
 LEFT: dict[str, Callable[[dict[str, Any]], Any]] = {
