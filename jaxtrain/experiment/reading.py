@@ -103,10 +103,15 @@ class Reader:
             if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
                 raise ValueError(f"{path}: {name} is no dataclass")
             inner = Reader(self.trust)
-            made = inner._built(kind, fields, slots_of(kind), path)
-            if inner.violations:
-                raise ValueError("\n  ".join(inner.violations))
-            return made()
+            try:
+                made = inner._built(kind, fields, slots_of(kind), path)
+                if not inner.violations:
+                    return made()
+            except Exception as error:  # whatever the user's annotations and constructor raise
+                raise ValueError(
+                    f"{path}: {name} cannot be made ({type(error).__name__}: {error})"
+                ) from error
+            raise ValueError("\n  ".join(inner.violations))
 
         return make
 

@@ -117,6 +117,31 @@ def test_code_of_the_callers_own_is_imported_when_the_caller_says_so(helpers: Pa
             stored_field(run, "steps", trust=name)  # type: ignore[arg-type]
 
 
+TROUBLED = {
+    "an annotation for type checkers alone": (
+        "    start: Nowhere = None\n",
+        r"data: .*:X cannot be made \(NameError: name 'Nowhere' is not defined\)",
+    ),
+    "a constructor that raises": (
+        "    start: object = None\n    def __post_init__(self): self.start + 1\n",
+        r"data: .*:X cannot be made \(TypeError: unsupported operand",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TROUBLED)
+def test_what_a_class_of_the_callers_own_raises_names_it(what: str, helpers: Path) -> None:
+    fields, told = TROUBLED[what]
+    (helpers.parent / "stranger_run" / "troubled.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        f"@dataclass(frozen=True)\nclass X:\n{fields}"
+    )
+    stored = {"class": "stranger_run.troubled:X", "start": None}
+    run = run_with(Path("stranger_run"), lambda config: config.update(data=stored))
+    with pytest.raises(ValueError, match=told):
+        stored_field(run, "data", trust="stranger_run")
+
+
 # What is no experiment.
 
 HOSTILE: dict[str, tuple[str, Any, str]] = {
