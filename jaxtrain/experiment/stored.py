@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.run_config import NAME, read_config
+from jaxtrain.checkpoint.storage import json_text
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.reading import Reader, Trust
@@ -65,9 +67,11 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
 
 def refuse_unreadable(config: dict[str, Any]) -> None:
     """Raise ValueError for values of other kinds than their fields', such as `tied=1`: a run that
-    stored them would train, and could not be read."""
+    stored them would train, and could not be read. What JSON makes of them is what is read: a
+    number of NumPy's is a number there."""
     reader = Reader(anybody=True)
-    reader.read(config["experiment"], Slot(dataclasses=(Experiment,)), "experiment")
+    stored = json.loads(json_text(config["experiment"], what="the experiment"))
+    reader.read(stored, Slot(dataclasses=(Experiment,)), "experiment")
     if reader.violations:
         raise ValueError(
             "a run with these values could not be read again:\n  " + "\n  ".join(reader.violations)

@@ -15,10 +15,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.checkpoint.run_config import write_config
 from jaxtrain.experiment import completed, config_of
 from jaxtrain.experiment.reading import Reader
 from jaxtrain.experiment.stored import ForeignField, refuse_unreadable, stored_field
@@ -277,6 +279,16 @@ def test_what_could_not_be_read_again_is_refused_before_it_trains(tmp_path: Path
     ):
         assert part in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_number_of_numpys_is_a_number(tmp_path: Path) -> None:
+    """As JSON has it: a run with one may begin, and comes back as a run with the same number."""
+    rate = np.sqrt(0.5) * 1e-2
+    assert type(rate) is np.float64
+    config = {"experiment": config_of(replace(EXPERIMENT, optimizer=jaxtrain.AdamW(rate)))}
+    refuse_unreadable(config)
+    write_config(tmp_path, config)
+    assert stored_field(tmp_path, "optimizer") == jaxtrain.AdamW(float(rate))
 
 
 # What may be named: everything an experiment can hold, and nothing else.
