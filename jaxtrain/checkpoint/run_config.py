@@ -136,6 +136,7 @@ def _replace(path: Path, text: str) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o644)  # a temporary file is for its owner alone
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

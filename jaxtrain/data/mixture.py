@@ -28,6 +28,11 @@ class Mixture:
     parts: tuple[tuple[float, Any], ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, tuple) or not all(map(_is_pair, self.parts)):
+            raise ValueError(
+                f"Mixture: parts is {self.parts!r}; give a tuple of (weight, source), such as "
+                "((0.7, TextFiles(...)), (0.3, StdlibSource()))"
+            )
         problems = []
         if not self.parts:
             problems.append("parts is empty; give at least one (weight, source)")
@@ -40,6 +45,13 @@ class Mixture:
             problems.append("a weight is below a millionth of the sum; drop that part")
         if problems:
             raise ValueError("Mixture: " + "; ".join(problems))
+
+
+def _is_pair(part: Any) -> bool:
+    if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], int | float):
+        return False
+    # Text has pieces, token files are files.
+    return isinstance(part[1], Mixture) or any(hasattr(part[1], n) for n in ("pieces", "files"))
 
 
 class Turn(NamedTuple):

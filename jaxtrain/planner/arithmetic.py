@@ -32,10 +32,13 @@ def asked_flops(assembly: Assembly) -> float | None:
     """Matmul FLOPs of one device's step, as `telemetry.hlo.dot_flops` counts a program's.
 
     None where they are not known: of a model, a kernel or an optimizer of one's own, of Muon and
-    PowerSGD, which multiply matrices themselves, of a pipeline, and where XLA splits the work.
+    PowerSGD, which multiply matrices themselves, of frozen leaves and adapters, of a pipeline, and
+    where XLA splits the work.
     """
     e = assembly.experiment
     if not assembly.built_in or assembly.pipeline is not None:
+        return None
+    if e.fine_tuning is not None and (assembly.frozen or e.fine_tuning.lora is not None):
         return None
     if assembly.sizes and not assembly.explicit:
         return None

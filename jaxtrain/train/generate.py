@@ -42,7 +42,10 @@ def generate(
     user's own.
     """
     if not session.assembly.built_in:
-        raise ValueError("generate needs a DecoderConfig; a model of one's own has its own way")
+        raise ValueError(
+            "generate continues texts with a DecoderConfig's model, and this run has one of your "
+            "own; sample from it by its own methods, with the parameters of session.state"
+        )
     refuse(sampling_violations(tokens, temperature, seed))
     begun = session.dataset.encode(prompt)
     ids = generate_ids(

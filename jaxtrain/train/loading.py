@@ -111,7 +111,10 @@ def _of_run(
     trust: Trust,
 ) -> Loaded:
     refuse_links(path)
-    own = f"{path}: a model of one's own has its own way; this takes DecoderConfigs"
+    own = (
+        f"{path}: its model is not a DecoderConfig, and those alone are generated from or exported: "
+        "jaxtrain.train(...) on this run gives a model of your own back, in result.session"
+    )
     try:
         config = stored_field(path, "model", trust=trust)
     except ForeignField as error:

@@ -44,6 +44,7 @@ def test_what_is_written_is_read_back(tmp_path):
     path = write_config(tmp_path / "runs" / "one", CONFIG)
     assert path == tmp_path / "runs" / "one" / "config.json"
     assert read_config(path.parent) == CONFIG
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read a run that is shared"
     assert [entry.name for entry in path.parent.iterdir()] == ["config.json"]
     assert compare_config(path.parent, CONFIG) == []
     refuse_other_experiment(path.parent, CONFIG)

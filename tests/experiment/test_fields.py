@@ -52,6 +52,7 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
         (jaxtrain.Sample, {"prompt": "a", "temperature": float("nan")}, ["temperature=nan must"]),
         (jaxtrain.Sample, {"prompt": b"a"}, ["prompt=b'a' must be a text"]),
         (jaxtrain.Execution, {"mode": 1}, ["mode=1 is a int; use a text in quotes or None"]),
+        (jaxtrain.Execution, {"reducer": 3}, ["reducer=3 is a int; use a jaxtrain.Lax or a "]),
     ],
 )
 def test_a_wrong_field_is_refused_as_it_is_made(

@@ -142,8 +142,10 @@ def test_a_compiled_step_has_no_more_than_is_asked_for(
         dict(execution=jaxtrain.Execution(mode="gspmd")),
         dict(optimizer=jaxtrain.Muon(0.1)),
         dict(execution=jaxtrain.Execution(attention=lambda *given: given[0])),
+        dict(fine_tuning=jaxtrain.FineTuning(trainable=("*.attention.*",))),
+        dict(fine_tuning=jaxtrain.FineTuning(lora=jaxtrain.LoRA(2))),
     ],
-    ids=("gspmd", "Muon", "a kernel of one's own"),
+    ids=("gspmd", "Muon", "a kernel of one's own", "frozen leaves", "adapters"),
 )
 def test_where_it_is_not_known_nothing_is_asked(change: dict[str, Any]) -> None:
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)

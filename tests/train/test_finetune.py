@@ -450,9 +450,9 @@ def written(run: Path, step: int) -> int:
 def test_a_save_with_nine_tenths_frozen_writes_what_moved(
     decoder: jaxtrain.Experiment, trained: Any, tmp_path: Path
 ) -> None:
-    """Once two kept steps have copies of what is frozen; norms are small, and written each time. Against the first save where the optimizer
-    keeps nothing, and against the same save of a run that trains everything where it keeps two
-    moments of what it trains."""
+    """Once two kept steps have copies of what is frozen; norms are small, and written each time.
+    Against the first save where the optimizer keeps nothing, and against the same save of a run
+    that trains everything where it keeps two moments of what it trains."""
     model = replace(decoder.model, layers=3, embed=512, tied=False)
     saves = dict(checkpoints=jaxtrain.SavePolicy(every=1, keep=4), model=model)
     plain = jaxtrain.SGD(1e-2, momentum=0.0, weight_decay=0.0)
