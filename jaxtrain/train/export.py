@@ -9,19 +9,16 @@ from typing import Any
 
 from jaxtrain.checkpoint.huggingface import write_folder
 from jaxtrain.checkpoint.huggingface.write import refuse_unwritable
-from jaxtrain.checkpoint.run_config import NAME, read_config
+from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.train.kept_tokenizer import (
     GENERATION,
-    SETTINGS,
-    beginning_of,
-    json_object,
+    kept_positions,
     tokenizer_files,
 )
 from jaxtrain.train.loading import is_run, load
-from jaxtrain.train.session import CACHE_DIR
 
 
 def export(
@@ -32,11 +29,10 @@ def export(
     averaged: bool | None = None,
     dtype: Any = None,
     mesh: MeshSpec | None = None,
-    cache_dir: str | Path = CACHE_DIR,
     trust: Trust = (),
 ) -> Path:
     """Write the model of a run directory as the folder `out`; with its tokenizer, if its data has
-    one. Where that cannot be read any more a warning says so, and the folder is written without.
+    one. Where the run does not keep it a warning says so, and the folder is written without.
 
     step: None for the newest of the durable checkpoints: a newer one that only the disks of a
     `LocalTier` have is not looked at. averaged: the averaged weights; None where the run keeps any.
@@ -48,12 +44,11 @@ def export(
     run, out = local_path("run", run), local_path("out", out)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
-    found = load(run, step=step, averaged=averaged, mesh=mesh, cache_dir=cache_dir, trust=trust)
+    found = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)
     refuse_unwritable(out, found.config, found.precision.params if dtype is None else dtype)
     kept, texts, lacking = found.tokenizer, {}, found.lacking
     if kept is not None:
-        source = run if (run / SETTINGS).is_file() else beginning_of(run)
-        texts = tokenizer_files(kept.vocabulary, source)
+        texts = tokenizer_files(kept.vocabulary, run)
         if not texts:
             lacking = f"a {type(kept.vocabulary).__name__} is no tokenizer.json"
     if lacking:
@@ -74,13 +69,8 @@ def export(
 
 def _positions(run: Path) -> int | None:
     """The most that are known to have been trained: those of a row of the run's data, and of the
-    folder it began with, where that is still there."""
+    folder it began with, as far as the run keeps them."""
     stored = (read_config(run) or {}).get("experiment", {})
     data = stored.get("data")
-    known = [data.get("seq") if isinstance(data, dict) else None]
-    try:
-        if (start := beginning_of(run)) is not None:
-            known.append(json_object(start / NAME).get("max_position_embeddings"))
-    except (OSError, ValueError):
-        pass
+    known = [data.get("seq") if isinstance(data, dict) else None, kept_positions(run)]
     return max((n for n in known if type(n) is int and n > 0), default=None)

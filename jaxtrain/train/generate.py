@@ -21,7 +21,7 @@ from jaxtrain.nn.param import named_key
 from jaxtrain.optim.fields import at_least, count, refuse
 from jaxtrain.optim.precision import Precision
 from jaxtrain.train.assembly import Assembly
-from jaxtrain.train.loading import CACHE_DIR, load, static_of
+from jaxtrain.train.loading import load, static_of
 from jaxtrain.train.natural import in_order
 from jaxtrain.train.state import averaged
 
@@ -97,7 +97,6 @@ def generate_text(
     temperature: float = 0.8,
     seed: int = 0,
     step: int | None = None,
-    cache_dir: str | Path = CACHE_DIR,
     trust: Trust = (),
 ) -> str:
     """The continuation of `prompt` by the model of a run directory, or of a folder as
@@ -111,7 +110,7 @@ def generate_text(
     weight is read.
     """
     refuse(sampling_violations(tokens, temperature, seed))
-    found = load(path, step=step, cache_dir=cache_dir, trust=trust)
+    found = load(path, step=step, trust=trust)
     if (kept := found.tokenizer) is None:
         why = f": {found.lacking}" if found.lacking else ""
         raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{why}")

@@ -7,6 +7,7 @@ by one rule and what a run says its folder says.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from jaxtrain.files.regular import read_text, write_text
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
+ROWS = "max_position_embeddings"
+POSITIONS = "positions.json"
+"""A run's: max_position_embeddings of the folder it began with."""
 
 BEGINS_TEXT = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Architectures whose own tokenizer, a `LlamaTokenizer`, begins a text with bos unless told."""
@@ -46,15 +50,32 @@ def record_tokenizer(run: Path, dataset: Any) -> None:
     the run is used; with what the folder or run it began with says of the same tokenizer. A resumed
     run keeps what it has."""
     first = getattr(dataset, "datasets", [dataset])[0]  # those of a mixture share it
-    files = tokenizer_files(getattr(first, "vocabulary", None), beginning_of(run))
+    files = tokenizer_files(getattr(first, "vocabulary", None), _beginning_of(run))
     kept = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
     if not kept:
         for name, text in files.items():
             write_text(run / name, text)
 
 
-def beginning_of(run: Path) -> Path | None:
-    """The folder or the run that a run began with, None of its own making."""
+def record_positions(run: Path) -> None:
+    """Keep in a run's directory the most positions that the folder or run it began with knows of. A
+    resumed run keeps what it has."""
+    start = _beginning_of(run)
+    if start is not None and not (run / POSITIONS).is_file():
+        with suppress(OSError, ValueError):  # no longer readable
+            known = [json_object(start / name).get(ROWS) for name in (NAME, POSITIONS)]
+            if found := [n for n in known if type(n) is int and n > 0]:
+                write_text(run / POSITIONS, json.dumps({ROWS: max(found)}) + "\n")
+
+
+def kept_positions(run: Path) -> int | None:
+    """What `record_positions` kept, None for nothing. Raises ValueError as `json_object`."""
+    found = json_object(run / POSITIONS).get(ROWS)
+    return found if type(found) is int and found > 0 else None
+
+
+def _beginning_of(run: Path) -> Path | None:
+    """The folder or the run that a run of one's own began with; a stranger's is not looked up."""
     match getattr(stored_field(run, "fine_tuning"), "start", None):
         case FromHuggingFace(folder):
             return Path(folder)
@@ -121,23 +142,28 @@ def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
     )
 
 
-def run_tokenizer(run: Path, cache_dir: Path, trust: Trust = ()) -> KeptTokenizer | None:
-    """The tokenizer that a run keeps; of one that keeps none, or not its eos, that of its data.
-    None where the data has no text. trust: as for `stored_field`. Raises ValueError where the data
-    cannot be read."""
+def run_tokenizer(run: Path, trust: Trust = ()) -> KeptTokenizer | None:
+    """The tokenizer that a run keeps; where it keeps no eos, that of its data. None where the data
+    has no text. trust: as for `stored_field`. A run may be a stranger's: no path that its config
+    spells is opened. Raises ValueError where the tokenizer lies elsewhere."""
     content = text_of(run / TOKENIZER)
     if content is not None and (run / SETTINGS).is_file():
         return folder_tokenizer(run)
     data = stored_field(run, "data", trust=trust)
     tokenizer = getattr(data, "tokenizer", None)
-    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+    if tokenizer is None:
+        return None
+    if hasattr(tokenizer, "encode"):  # its own vocabulary, as a ByteTokenizer is
         vocabulary = tokenizer
     elif content is not None:
         vocabulary = HuggingFaceVocabulary(content, eos=tokenizer.eos)
     else:
-        vocabulary = data.vocabulary(cache_dir)
-    if vocabulary is None:
-        return None
+        raise ValueError(
+            f"{run} keeps no {TOKENIZER}, and no file that its {NAME} names is opened, for a run "
+            f"may be a stranger's; put the {TOKENIZER} of its {type(tokenizer).__name__} there, or "
+            "start the training again where its data is: a run keeps its tokenizer when it starts, "
+            "also one whose steps are all done"
+        )
     return KeptTokenizer(vocabulary, None, frozenset({vocabulary.eos}))
 
 

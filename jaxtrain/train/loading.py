@@ -30,10 +30,10 @@ from jaxtrain.train.kept_tokenizer import (
     KeptTokenizer,
     folder_tokenizer,
     json_object,
+    record_positions,
     record_tokenizer,
     run_tokenizer,
 )
-from jaxtrain.train.session import CACHE_DIR
 from jaxtrain.train.start import (
     AVERAGES,
     PARAMS,
@@ -77,7 +77,6 @@ def load(
     step: int | None = None,
     averaged: bool | None = None,
     mesh: MeshSpec | None = None,
-    cache_dir: str | Path = CACHE_DIR,
     trust: Trust = (),
 ) -> Loaded:
     """The model of a run directory, or of a folder as `transformers` writes it; no weight is read
@@ -89,10 +88,10 @@ def load(
     caller's own that a run may name, as for `stored_field`; no other code is imported.
     Raises ValueError where nothing of the kind is there, and DamagedCheckpoint.
     """
-    path, cache = local_path("path", path), local_path("cache_dir", cache_dir).expanduser()
+    path = local_path("path", path)
     spec = mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):
-        return _of_run(path, step, averaged, spec, cache, trust)
+        return _of_run(path, step, averaged, spec, trust)
     if step is not None or averaged:
         raise ValueError(
             f"{path} is no run directory; a folder of weights has no steps or averages"
@@ -107,7 +106,6 @@ def _of_run(
     step: int | None,
     averaged: bool | None,
     spec: MeshSpec,
-    cache_dir: Path,
     trust: Trust,
 ) -> Loaded:
     refuse_links(path)
@@ -144,7 +142,7 @@ def _of_run(
     held = stored_params(start, wanted)
     tokenizer, lacking = None, ""
     try:
-        tokenizer = run_tokenizer(path, cache_dir, trust)
+        tokenizer = run_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # the model is there without
         lacking = str(error)
     read = partial(_read_run, held, wanted, scale)
@@ -201,7 +199,8 @@ def _places(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def record_run(run: Path, config: dict[str, Any], dataset: Any) -> None:
-    """Write into a run's directory what made it: config.json, and its tokenizer. Raises ValueError
-    as `write_config` does."""
+    """Write into a run's directory what made it: config.json, its tokenizer, and what is known of
+    its positions. Raises ValueError as `write_config` does."""
     write_config(run, config)
+    record_positions(run)
     record_tokenizer(run, dataset)

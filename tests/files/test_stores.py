@@ -35,7 +35,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "check, mesh": lambda at: jaxtrain.check(EXPERIMENT, at),
     "certify": lambda at: next(jaxtrain.certify(at, devices=1)),
     "generate": lambda at: jaxtrain.generate_text(at, "a"),
-    "generate, cache": lambda at: jaxtrain.generate_text(".", "a", cache_dir=at),
     "export, run": lambda at: jaxtrain.export(at, "out"),
     "export, folder": lambda at: jaxtrain.export("run", at),
     "load": load,

@@ -168,6 +168,46 @@ def test_a_start_from_a_run_with_code_of_ones_own_says_so(
     refuse_other_experiment(tmp_path / "again", given, ignore=RESUMABLE, completed=completed)
 
 
+@pytest.mark.parametrize("named", ["corpus", "file"])
+def test_no_path_that_a_run_spells_is_opened(
+    named: str, experiment: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """Neither to train a tokenizer on, nor for one, nor for what a folder says."""
+    run, out, folder = tmp_path / "run", tmp_path / "out", tmp_path / "private"
+    train(experiment, run)
+    wanted = jaxtrain.generate_text(run, "the", tokens=3)
+    data = experiment.data
+    if named == "corpus":
+        data = replace(data, tokenizer=jaxtrain.BpeTokenizer(300, eos="</s>"))
+    changed(run, lambda e: e.update(data=config_of(data)))
+    for name in (TOKENIZER, SETTINGS, GENERATION):
+        (run / name).unlink()
+    with pytest.raises(ValueError, match=r"keeps no tokenizer.json, .*put .* start the training"):
+        jaxtrain.generate_text(run, "the", tokens=3)
+    with pytest.warns(UserWarning, match=r"written without a tokenizer: .*keeps no tokenizer.json"):
+        jaxtrain.export(run, out)
+    assert not (out / TOKENIZER).exists()
+
+    # A folder that it says to have begun with.
+    folder.mkdir()
+    (folder / TOKENIZER).write_text(spaced(), encoding="utf-8")
+    (folder / SETTINGS).write_text('{"eos_token": "</s>", "chat_template": "secret"}')
+    (folder / "config.json").write_text('{"max_position_embeddings": 4096}')
+    (run / TOKENIZER).write_text(spaced(), encoding="utf-8")
+    tuned = config_of(FineTuning(FromHuggingFace(folder)))
+    changed(run, lambda e: e.update(fine_tuning=tuned))
+    jaxtrain.export(run, tmp_path / "tuned")
+    assert "secret" not in (tmp_path / "tuned" / SETTINGS).read_text()
+    said = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert said["max_position_embeddings"] == 24
+
+    if named == "file":
+        (run / TOKENIZER).unlink()
+        changed(run, lambda e: e.update(config_of(experiment)))
+        train(experiment, run)
+        assert jaxtrain.generate_text(run, "the", tokens=3) == wanted
+
+
 def test_a_run_of_an_older_version_is_used_and_resumed(
     experiment: jaxtrain.Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +292,11 @@ def test_what_a_folder_knew_of_tokens_and_positions_is_handed_on(
     jaxtrain.export(tmp_path / "tuned", tmp_path / "first")
     shutil.rmtree(folder)
     record("tuned")  # as when it is resumed
-    for name, run, positions in (("first", "", 4096), ("second", "tuned", 24), ("3", "again", 24)):
+    for name, run, positions in (
+        ("first", "", 4096),
+        ("second", "tuned", 4096),
+        ("3", "again", 4096),
+    ):
         if run:
             jaxtrain.export(tmp_path / run, tmp_path / name)
         found = json.loads((tmp_path / name / "config.json").read_text())
