@@ -110,7 +110,7 @@ def _of_run(
 ) -> Loaded:
     refuse_links(path)
     own = (
-        f"{path}: its model is not a DecoderConfig, and those alone are generated from or exported: "
+        f"{path}: its model is no DecoderConfig, and those alone are generated from and exported: "
         "jaxtrain.train(...) on this run gives a model of your own back, in result.session"
     )
     try:

@@ -103,7 +103,7 @@ def test_bad_mixtures_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight 0 of .* is not positive.*itself a Mixture"):
         Mixture(((0, source), (1.0, Mixture(((1.0, source),)))))
     for parts in (3, ((0.7, 3),), (("a", source),), ((0.5, source, 1),), [(0.5, source)]):
-        with pytest.raises(ValueError, match="Mixture: parts is .*give a tuple of"):
+        with pytest.raises(ValueError, match=r"Mixture: parts is .*give a tuple of"):
             Mixture(parts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="below a millionth"):
         Mixture(((1e-9, source), (1.0, source)))

@@ -215,7 +215,7 @@ def test_what_is_no_model_is_not_generated_from(
     saved = replace(own, steps=2, checkpoints=jaxtrain.SavePolicy(every=1000))
     options = dict(cache_dir=tmp_path / "cache", stream=io.StringIO())
     jaxtrain.train(saved, MESH, run_dir=tmp_path / "own", steps=1, **options)
-    with pytest.raises(ValueError, match="its model is not a DecoderConfig"):
+    with pytest.raises(ValueError, match="its model is no DecoderConfig"):
         jaxtrain.generate_text(tmp_path / "own", "a")
     with pytest.raises(ValueError, match="folder has no tokenizer"):
         jaxtrain.generate_text(folder, "a")
