@@ -44,8 +44,16 @@ class LeafRecord(NamedTuple):
 
 
 def records_from_json(leaves: dict[str, Any]) -> dict[str, LeafRecord]:
-    """Records as JSON reads them back."""
-    return {name: LeafRecord(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
+    """Records as JSON reads them back. Raises ValueError, TypeError, AttributeError where it is
+    something else."""
+    found = {name: LeafRecord(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
+    for name, record in found.items():
+        if not all(isinstance(n, int) and n >= 0 for n in record.shape):
+            raise ValueError(f"the shape of {name} is {list(record.shape)}")
+        _, dtype = record.stored
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
+            raise ValueError(f"the dtype of {name} is {record.dtype!r}, which no array of JAX has")
+    return found
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

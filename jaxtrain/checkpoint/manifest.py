@@ -10,6 +10,7 @@ Nothing here imports Orbax, so that a fresh run learns cheaply that there is not
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +22,9 @@ import xxhash
 from jaxtrain.checkpoint.chunks import Box, Chunk, digest
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
-from jaxtrain.files.folder import plain_name
+from jaxtrain.files.folder import file_of, plain_name
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text
 
 ITEM = "state"
 """The item of Orbax's that holds everything of ours; a directory of a step."""
@@ -30,6 +33,8 @@ FAILED = "failed"
 """In place of a manifest: why processes could not write their parts. Such a step is removed."""
 FORMAT = 2
 HEAD = f"jaxtrain checkpoint {FORMAT}"
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading JSON of another form than ours may raise."""
 STEP = "step"
 """The leaf of a state that counts the steps done, if it has one, and the metadata's word for it."""
 
@@ -77,32 +82,66 @@ def write_manifest(
 
 
 def read_manifest(step: Path) -> Manifest:
-    """The manifest of a step's directory, verified. Raises ValueError that says what is wrong."""
+    """The manifest of a step's directory, verified. Whoever made the directory can have written a
+    digest too: nothing is believed of what it holds. Raises ValueError that says what is wrong."""
     directory = step / ITEM
+    for path in (step, directory):
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a symbolic link to {os.readlink(path)}; it is not followed"
+            )
     try:
-        head, _, text = (directory / NAME).read_bytes().partition(b"\n")
+        head, _, text = read_text(file_of(directory, NAME)).partition("\n")
     except FileNotFoundError:
         if (step / "metadata" / "metadata").is_file():
             raise ValueError(f"format 1, of an older version; this one reads {FORMAT}") from None
-        if (directory / FAILED).is_file():
-            problem = (directory / FAILED).read_text(errors="replace")
+        if (problem := read_failure(step)) is not None:
             raise ValueError(f"it was not written whole: {problem}") from None
         raise ValueError(f"{NAME} is missing") from None
     except OSError as error:
         raise ValueError(f"{NAME} cannot be read: {error}") from error
-    if head != f"{HEAD} {text_digest(text)}".encode():
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{NAME} is not as it was written: {error}") from error
+    if head != f"{HEAD} {text_digest(text.encode())}":
         raise ValueError(f"{NAME} is not as it was written: its digest differs")
-    body = json.loads(text)
+    try:
+        return _from_json(directory, parsed(text))
+    except MALFORMED as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{NAME} is no manifest: {kind}{error}") from error
+
+
+def read_failure(step: Path) -> str | None:
+    """What stands in place of the manifest of a step that was not written whole. Raises ValueError
+    where it cannot be read."""
+    try:
+        return read_text(file_of(step / ITEM, FAILED))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{FAILED} cannot be read: {error}") from error
+
+
+def _from_json(directory: Path, body: Any) -> Manifest:
+    """Raises one of MALFORMED where the body of a manifest is not what `write_manifest` writes."""
     leaves = records_from_json(body["leaves"])
     chunks = {
         leaf: [Chunk.from_json([leaf, row[:2], *row[2:]]) for row in rows]
         for leaf, rows in body["chunks"].items()
     }
-    packs = {c.pack for held in chunks.values() for c in held} | body["packs"].keys()
+    sizes, metadata = body["packs"], body["metadata"]
+    packs = {c.pack for held in chunks.values() for c in held} | sizes.keys()
     if paths := sorted(pack for pack in packs if not plain_name(pack)):
-        raise ValueError(f"{NAME} names {paths[0]!r}, which is no file of its directory")
+        raise ValueError(f"it names {paths[0]!r}, which is no file of its directory")
+    if not isinstance(metadata, dict):
+        raise ValueError(f"its metadata is a {type(metadata).__name__}, and no object")
+    if wrong := [size for size in sizes.values() if not isinstance(size, int)]:
+        raise ValueError(f"the size of a pack is {wrong[0]!r}")
     refuse_gaps(leaves, chunks)
-    return Manifest(body.get("step"), directory, leaves, body["metadata"], chunks, body["packs"])
+    for c in (c for held in chunks.values() for c in held):
+        if c.offset + c.size > sizes[c.pack]:
+            raise ValueError(f"a chunk of {c.leaf} ends beyond its pack {c.pack}")
+    return Manifest(body.get("step"), directory, leaves, metadata, chunks, sizes)
 
 
 def other_steps(manifest: Manifest, step: int) -> list[str]:
@@ -139,13 +178,31 @@ def _counts_steps(leaf: Any) -> bool:
 
 
 def refuse_gaps(leaves: Mapping[str, LeafRecord], chunks: Mapping[str, list[Chunk]]) -> None:
-    """Raise ValueError where chunks are not each element of each leaf, once."""
+    """Raise ValueError where chunks are not each element of each leaf, once, or are of no leaf;
+    also TypeError where they hold something else than `Chunk` says."""
+    if unknown := sorted(chunks.keys() - leaves.keys()):
+        raise ValueError(f"there are chunks of {unknown[0]!r}, which is no leaf")
     for name, leaf in leaves.items():
         held = chunks.get(name, [])
+        shape, dtype = leaf.stored
+        for c in held:
+            _refuse_misfit(c, shape, dtype.itemsize)
         if len({c.box for c in held}) != len(held):
             raise ValueError(f"two chunks are the same part of {name}")
         if sum(c.size for c in held) != leaf.stored_bytes:
             raise ValueError(f"the chunks of {name} are not all of it")
+
+
+def _refuse_misfit(c: Chunk, shape: tuple[int, ...], itemsize: int) -> None:
+    """Raise ValueError where a chunk is no part of an array, or has not as many bytes as that."""
+    spans = list(zip(*c.box, shape, strict=True))
+    inside = all(0 <= start <= start + n <= whole for start, n, whole in spans)
+    whole_numbers = all(isinstance(n, int) for n in (*c.box.start, *c.box.shape, c.offset, c.size))
+    texts = isinstance(c.digest, str) and isinstance(c.pack, str)
+    if not (inside and whole_numbers and texts) or c.offset < 0:
+        raise ValueError(f"{c} is no chunk of an array {list(shape)}")
+    if c.size != math.prod(c.box.shape) * itemsize:
+        raise ValueError(f"{c} has not the bytes of its elements, {itemsize} each")
 
 
 def write_part(directory: Path, process: int, chunks: list[Chunk] | str) -> None:

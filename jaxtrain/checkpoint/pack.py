@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.checkpoint.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
+from jaxtrain.files.regular import open_regular
 
 PIECE = 2**18
 """Read at a time: what was just read is in the processor's cache when its digest is taken."""
@@ -114,7 +115,7 @@ class _Pack:
 
     def write(self, piece: Part, found: str) -> Chunk:
         if self._file is None:
-            self._file = self.path.open("wb", buffering=0)
+            self._file = open_regular(self.path, "wb")
         size, offset = piece.data.nbytes, self.size
         _write(self._file, as_bytes(piece.data))
         self.size += size
@@ -173,7 +174,10 @@ def _write(file: FileIO, data: memoryview) -> None:
 def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
     """The elements of a chunk, verified. Raises ValueError that says what is wrong with it."""
     try:
-        with pack.open("rb", buffering=0) as file:
+        with open_regular(pack, "rb") as file:
+            # Before anything is allocated: the size is what a manifest says.
+            if (length := os.fstat(file.fileno()).st_size) < chunk.offset + chunk.size:
+                raise ValueError(f"{pack.name} ends at byte {length}, too early")
             data = np.empty(chunk.size, np.uint8)
             got, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype)
             file.seek(chunk.offset)

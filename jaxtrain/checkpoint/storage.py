@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from jaxtrain.checkpoint.manifest import FAILED, ITEM, Manifest, other_steps, read_manifest
+from jaxtrain.checkpoint.manifest import (
+    ITEM,
+    Manifest,
+    other_steps,
+    read_failure,
+    read_manifest,
+)
 
 # A step on its way out. Removing a directory tree is not atomic, renaming it is: a kill in between
 # must not leave half a step that looks newest.
@@ -132,7 +138,10 @@ def discard_steps(directory: Path, steps: list[int]) -> None:
     for step in sorted(steps, reverse=True):
         (directory / str(step)).rename(directory / f"{step}{DISCARDED}")
     for leftover in directory.glob(f"*{DISCARDED}"):
-        shutil.rmtree(leftover)
+        if leftover.is_symlink():  # what it leads to is somebody else's
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover)
 
 
 def set_aside(directory: Path, step: int) -> Path:
@@ -170,14 +179,12 @@ def refuse_to_begin_again(directory: Path, damaged: Mapping[int, DamagedCheckpoi
 
 def failure_of(directory: Path, step: int) -> str | None:
     """Why processes could not write their parts of a step that was committed all the same; None
-    where they could. Another process may be setting it aside meanwhile."""
-    with suppress(FileNotFoundError):
-        return (directory / str(step) / ITEM / FAILED).read_text(errors="replace")
-    if (directory / str(step)).exists():
-        return None
-    with suppress(FileNotFoundError):
-        return (directory / f"{step}{REFUSED}" / ITEM / FAILED).read_text(errors="replace")
-    return None
+    where they could. Another process may be setting it aside meanwhile. Raises ValueError where it
+    cannot be read."""
+    problem = read_failure(directory / str(step))
+    if problem is not None or (directory / str(step)).exists():
+        return problem
+    return read_failure(directory / f"{step}{REFUSED}")
 
 
 def refuse_step(directory: Path, step: int) -> None:

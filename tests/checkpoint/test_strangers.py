@@ -7,16 +7,20 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import cli
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
-from jaxtrain.checkpoint.manifest import HEAD, NAME, text_digest
+from jaxtrain.checkpoint.chunks import Box, Chunk
+from jaxtrain.checkpoint.manifest import FAILED, HEAD, NAME, text_digest
+from jaxtrain.checkpoint.pack import read_chunk
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
@@ -136,3 +140,155 @@ def test_a_pack_that_is_a_link_is_missing(saved: Path, tmp_path: Path) -> None:
     pack.symlink_to(tmp_path / "elsewhere")
     (found,) = verify(tmp_path / "run")
     assert f"{pack.name} is missing" in found.damages[0]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("two") / "run"
+    with CheckpointManager(run / "checkpoints", SavePolicy(keep=2)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": jnp.arange(6.0) + step}, {"step": step})
+    return run
+
+
+def only_the_older_is_whole(run: Path, said: str) -> None:
+    """`verify` says why the newer is not; a resume takes the older one."""
+    older, newer = verify(run)
+    assert not older.damages
+    assert said in newer.damages[0], newer.damages
+    with CheckpointManager(run / "checkpoints", SavePolicy()) as manager:
+        assert manager.newest_whole() == 1 and [*manager.damaged] == [2]
+
+
+def a_pipe(state: Path) -> None:
+    (state / NAME).unlink()
+    os.mkfifo(state / NAME)
+
+
+def a_device(state: Path) -> None:
+    (state / NAME).unlink()
+    (state / NAME).symlink_to("/dev/zero")
+
+
+def a_failure_that_is_a_pipe(state: Path) -> None:
+    (state / NAME).unlink()
+    os.mkfifo(state / FAILED)
+
+
+def a_link(path: Path) -> None:
+    """To what was there, now beside the run directory."""
+    run = next(above for above in path.parents if above.name == "run")
+    path.rename(run.with_name("victim"))
+    path.symlink_to(run.with_name("victim"))
+
+
+PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (a_pipe, f"{NAME} is a named pipe, and a file is expected there"),
+    "a device": (a_device, f"{NAME} is a symbolic link out of its folder, to /dev/zero"),
+    "a pipe for a failure": (a_failure_that_is_a_pipe, f"{FAILED} is a named pipe"),
+    "a step that leads out": (lambda state: a_link(state.parent), "2 is a symbolic link to"),
+    "an item that leads out": (a_link, "state is a symbolic link to"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_of_pipes_devices_and_links_is_damaged(
+    place: str, two_steps: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    make, said = PLACES[place]
+    make(run / "checkpoints" / "2" / "state")
+    only_the_older_is_whole(run, said)
+
+
+def test_what_a_link_leads_to_is_not_removed_with_it(two_steps: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    a_link(run / "checkpoints" / "2")
+    with CheckpointManager(run / "checkpoints", SavePolicy()) as manager:
+        assert manager.discard_after(1) == [2]
+    assert os.listdir(run / "checkpoints") == ["1"]
+    assert (tmp_path / "victim" / "state" / NAME).is_file()
+
+
+def set_chunk(body: dict[str, Any], at: int, value: object) -> None:
+    body["chunks"]["w"][0][at] = value
+
+
+def large(body: dict[str, Any]) -> None:
+    """One chunk of 4 TiB, in a pack that is not as long."""
+    body["leaves"]["w"][0] = [2**40]
+    body["chunks"]["w"][0] = [[0], [2**40], *body["chunks"]["w"][0][2:5], 2**42]
+
+
+def large_pack(body: dict[str, Any]) -> None:
+    large(body)
+    body["packs"] = dict.fromkeys(body["packs"], 2**42)
+
+
+def set_dtype(body: dict[str, Any], dtype: object) -> None:
+    body["leaves"]["w"][1] = dtype
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no leaves": (lambda b: b.pop("leaves"), "KeyError: 'leaves'"),
+    "no packs": (lambda b: b.pop("packs"), "KeyError: 'packs'"),
+    "leaves a list": (lambda b: b.update(leaves=[]), "AttributeError"),
+    "metadata a list": (lambda b: b.update(metadata=[1]), "its metadata is a list"),
+    "a dtype that is none": (lambda b: set_dtype(b, "nonsense"), "TypeError"),
+    "a dtype of objects": (lambda b: set_dtype(b, "O"), "the dtype of w is 'O'"),
+    "a shape of text": (lambda b: b["leaves"].update(w=[["6"], "float32", None]), "the shape of w"),
+    "a digest that is a number": (lambda b: set_chunk(b, 2, 7), "no chunk of an array"),
+    "a chunk before its pack": (lambda b: set_chunk(b, 4, -24), "no chunk of an array"),
+    "a chunk beyond its pack": (lambda b: set_chunk(b, 4, 8), "ends beyond its pack"),
+    "a chunk outside its leaf": (lambda b: set_chunk(b, 0, [3]), "no chunk of an array"),
+    "a chunk of no leaf": (lambda b: b["chunks"].update(v=[]), "chunks of 'v', which is no leaf"),
+    "a chunk of 4 TiB": (large, "ends beyond its pack"),
+    "a pack of 4 TiB": (large_pack, "bytes of 4,398,046,511,104"),
+    "a pack as long as text": (
+        lambda b: b["packs"].update({"other.pack": "long"}),
+        "the size of a pack is 'long'",
+    ),
+}
+
+
+def forge(run: Path, text: str) -> None:
+    path = run / "checkpoints" / "2" / "state" / NAME
+    path.write_text(f"{HEAD} {text_digest(text.encode())}\n{text}")
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_manifest_is_damage(forged: str, two_steps: Path, tmp_path: Path) -> None:
+    """Its digest is the right one: anybody can take it."""
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    path = run / "checkpoints" / "2" / "state" / NAME
+    body = json.loads(path.read_text().partition("\n")[2])
+    change, said = FORGED[forged]
+    change(body)
+    forge(run, json.dumps(body))
+    only_the_older_is_whole(run, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "is no manifest: TypeError"),
+        ("7", "is no manifest: TypeError"),
+        ("{", "is no manifest: Expecting"),
+        ("[" * 100_000, "is no manifest: it nests more than 100 levels deep"),
+        ("1" * 5000, "is no manifest: Exceeds the limit"),
+    ],
+    ids=["a list", "a number", "cut", "deep", "long"],
+)
+def test_a_manifest_of_other_json_is_damage(
+    text: str, said: str, two_steps: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(two_steps, tmp_path / "run")
+    forge(run, text)
+    only_the_older_is_whole(run, said)
+
+
+def test_a_chunk_is_measured_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "a.pack").write_bytes(bytes(8))
+    chunk = Chunk("w", Box((0,), (2**42,)), "", "a.pack", 0, 2**42)
+    with pytest.raises(ValueError, match=r"a.pack ends at byte 8, too early"):
+        read_chunk(tmp_path / "a.pack", chunk, np.dtype(np.uint8))
