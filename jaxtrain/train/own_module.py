@@ -27,13 +27,18 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
 
     def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
         used = {name: value.astype(compute) for name, value in params.items()}
-        model = put_together(static, {**used, **rest})
-        if key is None:
-            model.eval()
+
+        def built() -> Any:
+            model = put_together(static, {**used, **rest})
+            if key is None:
+                model.eval()
+            return model
+
+        model = built()
         try:
             found = model.loss(batch, key=key)
-        except KeyError as error:
-            _refuse_lacking(model, error, batch)
+        except KeyError:
+            _refuse_lacking(built(), batch, key)
             raise
         total, count = _sums(model, found)
         after = take_apart(model).rest
@@ -43,14 +48,37 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
     return loss
 
 
-def _refuse_lacking(model: Any, error: KeyError, batch: Arrays) -> None:
-    """Raises ValueError where the missing key may be a field of the batch."""
-    name = error.args[0] if error.args else None
-    if isinstance(name, str) and name not in batch:
+class _Lacking(KeyError):
+    """A field that was read of a batch which does not have it."""
+
+
+class _Fields(dict[str, Any]):
+    """A batch that tells its own missing fields from the keys of every other dict."""
+
+    def __missing__(self, name: str) -> Any:
+        raise _Lacking(name)
+
+
+jax.tree_util.register_pytree_node(
+    _Fields,
+    lambda batch: ([batch[name] for name in sorted(batch)], tuple(sorted(batch))),
+    lambda names, values: _Fields(zip(names, values, strict=True)),
+)
+
+
+def _refuse_lacking(model: Any, batch: Arrays, key: Any) -> None:
+    """Raises ValueError where the loss fails for a field of the batch, not a key of the user's own.
+    It is traced once more for that alone: a batch is a plain dict otherwise, as it must be beside
+    others in `jax.tree.map` and `in_axes`."""
+    try:
+        model.loss(_Fields(batch), key=key)
+    except _Lacking as error:
         raise ValueError(
-            f"{type(model).__name__}.loss reads {name!r}, and a batch of this data has "
+            f"{type(model).__name__}.loss reads {error.args[0]!r}, and a batch of this data has "
             f"{', '.join(batch)}; give the rows of the data that field, or do without it in loss()"
         ) from error
+    except Exception:  # the loss's own: what it raised first is told
+        return
 
 
 def _sums(model: Any, found: Any) -> tuple[jax.Array, jax.Array]:

@@ -283,6 +283,53 @@ def test_what_cannot_run_is_refused_with_a_remedy(name: str) -> None:
         jaxtrain.check(experiment(**changes), jaxtrain.mesh_from_axes(fsdp=8))
 
 
+TABLE = {"wide": 2.0}
+
+
+def or_else(batch: Any) -> Any:
+    try:
+        return batch["lengths"]
+    except KeyError:
+        return batch["tokens"]
+
+
+READS: dict[str, tuple[Callable[[Any], Any], type[Exception] | None, str]] = {
+    "a field": (lambda b: b["lengths"], ValueError, "Reads.loss reads 'lengths', and .* has tok"),
+    "within jit": (lambda b: jax.jit(lambda c: c["lengths"])(b), ValueError, "reads 'lengths'"),
+    "a table": (lambda b: TABLE["scale"] * b["tokens"], KeyError, "^'scale'"),
+    "a default, then a table": (lambda b: or_else(b) * TABLE["scale"], KeyError, "^'scale'"),
+    "a default": (or_else, None, ""),
+    "axes by name": (
+        lambda b: jax.vmap(lambda c: c["tokens"], in_axes=({"tokens": 0},))(b),
+        None,
+        "",
+    ),
+}
+
+
+class Reads(OneMatrix):
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__(ours)
+        self.read = read
+
+    def loss(self, batch: Any, *, key: Any) -> Any:
+        return jnp.sum(self.read(batch)), 1
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_missing_field_is_told_from_a_key_of_ones_own(name: str) -> None:
+    read, kind, told = READS[name]
+    split = take_apart(Reads(read))
+    loss = jax.jit(own_loss(split.static, compute=jnp.float32))
+    arguments = (split.params, split.rest, {"tokens": jnp.ones(3)}, None)
+    if kind is None:
+        assert float(loss(*arguments)[0]) == 3.0
+        return
+    with pytest.raises(kind, match=told) as caught:
+        loss(*arguments)
+    assert type(caught.value) is kind
+
+
 def test_parameters_are_used_in_the_compute_dtype_and_state_is_kept_in_its_own() -> None:
     def answer(model: Any) -> tuple[Any, Any]:
         model.mean.set_value(model.mean[...] + 1)
