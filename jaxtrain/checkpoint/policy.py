@@ -202,7 +202,7 @@ class SaveClock:
         return timed and jax.process_count() > 1
 
     def saved(self, step: int) -> None:
-        """A save after `step` began."""
+        """A save after `step` began, or was tried."""
         self.saved_at, self.looked, self.look = self.clock(), None, step + 1
 
 

@@ -155,6 +155,13 @@ class Checkpoints:
             blocked += self.durable.blocked_s
         self.blocked_s = blocked
 
+    def put_off(self, step: int, *, durable: bool = True) -> None:
+        """A save after `step` could not begin: `should_save` asks for it an interval later."""
+        if self._clock is not None:
+            self._clock.saved(step)
+        if durable:
+            self.durable.clock.saved(step)
+
     def poll(self) -> None:
         """Ask, after a step, what became of the saves in flight; returns at once."""
         self._settled(LocalSteps.poll)

@@ -226,6 +226,7 @@ class _Loop:
         with self.log.rates.paused():
             step, metrics = self.result.steps, self.evaluated(self.result.steps)
             if not self.mended(last):
+                self.saving.manager.put_off(step, durable=durable)
                 return
             if last:
                 self.saving.save_last(step, metrics)

@@ -6,6 +6,7 @@ import io
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 import jaxtrain
+from jaxtrain.checkpoint import CheckpointManager, manager
+from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.data import BigramChain
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.train.run_directory import left_in
@@ -156,6 +159,34 @@ def test_what_is_removed_below_a_run_is_told_and_written_again(
     logged = {line["step"]: line["loss"] for line in read_metrics(run)}
     assert logged.keys() >= {5, 6, 7, 8}
     assert logged.items() <= {line["step"]: line["loss"] for line in whole.history}.items()
+
+
+def replaced_by_a_file(run: Path) -> None:
+    run.rename(run.with_name("away"))
+    run.touch()
+
+
+def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a minute a step: a save is due every three."""
+    minutes: list[None] = []
+    monkeypatch.setattr(manager, "SaveClock", partial(SaveClock, clock=lambda: 60 * len(minutes)))
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    policy, stream = jaxtrain.SavePolicy(every=jaxtrain.Minutes(3)), io.StringIO()
+
+    def ask() -> bool:
+        minutes.append(None)
+        if len(minutes) == 5:
+            replaced_by_a_file(tmp_path / "run")
+        return False
+
+    with pytest.raises(ValueError, match="cannot be written"):
+        jaxtrain.train(
+            replace(own, steps=14, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
+            run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream, should_stop=ask,
+        )  # fmt: skip
+    assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["7", "10", "13"]
 
 
 def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -> None:
