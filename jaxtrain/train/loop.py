@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxtrain.checkpoint.exchange import together
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
@@ -236,20 +237,25 @@ class _Loop:
             self.result.saved = self.result.steps
 
     def mended(self, last: bool) -> bool:
-        """Whether the run directory is there to save in, and can be gone on from."""
-        assert self.saving is not None
+        """Whether the run directory is there to save in, and can be gone on from: the same on every
+        process, for they all wait for each other in a save."""
         try:
-            found = self.directory.written_again() if self.directory else None
-            if found is not None:
-                self.saving.manager.name_again()
-                self.log.tell(f"NOTE {found}")
-                self.log.write_again()
+            together(self.write_again)
         except (OSError, ValueError) as error:
             if last:
                 raise
             self.log.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
             return False
         return True
+
+    def write_again(self) -> None:
+        """What was removed of the run directory. Raises ValueError and OSError."""
+        assert self.saving is not None
+        found = self.directory.written_again() if self.directory else None
+        if found is not None:
+            self.saving.manager.name_again()
+            self.log.tell(f"NOTE {found}")
+            self.log.write_again()
 
     def evaluated(self, step: int) -> dict[str, float]:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.checkpoint import CheckpointManager, manager
+from jaxtrain.checkpoint import CheckpointManager, exchange, manager
 from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.data import BigramChain
 from jaxtrain.telemetry.metrics import read_metrics
-from jaxtrain.train.run_directory import left_in
+from jaxtrain.train.run_directory import RunDirectory, left_in
 
 
 def trained(folder: Path, experiment: jaxtrain.Experiment) -> jaxtrain.Result:
@@ -187,6 +187,39 @@ def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
             run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream, should_stop=ask,
         )  # fmt: skip
     assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["7", "10", "13"]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_all_processes_hear_that_one_cannot_write_the_directory_again(
+    fails: int, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None saves then, for saves wait for all. Here is process 0; what 1 says is made up."""
+    asked: list[None] = []
+    heard: list[str] = []
+
+    def refuse(directory: RunDirectory) -> None:
+        if fails == 0 and len(asked) == 3:
+            raise ValueError("no room")
+
+    def gathered(text: str) -> list[str]:
+        if text.startswith("["):  # of what has other words
+            return [text]
+        heard.append(text)
+        return [text, "no room" if fails == 1 and len(asked) == 3 else ""]
+
+    monkeypatch.setattr(RunDirectory, "written_again", refuse)
+    monkeypatch.setattr(exchange, "gathered", gathered)
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    stream = io.StringIO()
+    policy = jaxtrain.SavePolicy(every=2)
+    jaxtrain.train(
+        replace(own, steps=8, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
+        run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream,
+        should_stop=lambda: bool(asked.append(None)),
+    )  # fmt: skip
+    said = re.findall(r"NOT SAVED step (\d): (.*); the run goes on", stream.getvalue())
+    assert said == [("4", ["no room", "process 1: no room"][fails])]
+    assert heard[-4:] == ["", ["no room", ""][fails], "", ""], "of steps 2, 4, 6 and 8"
 
 
 def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -> None:
