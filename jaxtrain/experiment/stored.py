@@ -65,16 +65,21 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
         raise ValueError(f"{path}: the run's {name} cannot be read: {error}") from error
 
 
-def refuse_unreadable(config: dict[str, Any]) -> None:
-    """Raise ValueError for values of other kinds than their fields', such as `tied=1`: a run that
-    stored them would train, and could not be read. What JSON makes of them is what is read: a
-    number of NumPy's is a number there."""
+def unreadable(config: dict[str, Any]) -> list[str]:
+    """Values of other kinds than their fields', such as `tied=1`: a run that stored them would
+    train, and could not be read. What JSON makes of them is what is read: a number of NumPy's is a
+    number there."""
     reader = Reader(anybody=True)
     stored = json.loads(json_text(config["experiment"], what="the experiment"))
     reader.read(stored, Slot(dataclasses=(Experiment,)), "experiment")
-    if reader.violations:
+    return reader.violations
+
+
+def refuse_unreadable(config: dict[str, Any]) -> None:
+    """Raise ValueError where there is anything `unreadable`."""
+    if found := unreadable(config):
         raise ValueError(
-            "a run with these values could not be read again:\n  " + "\n  ".join(reader.violations)
+            "a run with these values could not be read again:\n  " + "\n  ".join(found)
         )
 
 

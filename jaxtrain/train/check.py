@@ -10,7 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.experiment import Experiment, config_of, load_experiment
+from jaxtrain.experiment.stored import unreadable
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
@@ -171,9 +172,16 @@ def weighed(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) ->
 def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    spec, (fields, absent) = load_mesh(mesh), _looked_at(experiment, data_here=data_here)
-    assembly, found = examined(experiment, spec, fields)
+    spec, strange = load_mesh(mesh), _of_other_kinds(experiment)
+    try:
+        fields, absent = _looked_at(experiment, data_here=data_here)
+        assembly, found = examined(experiment, spec, fields)
+    except Exception:
+        if not strange:
+            raise
+        raise ValueError(listed(strange, spec)) from None  # what else reads those values may fail
     found += absent
+    found = [each for each in strange if not _told(each, found)] + found
     if assembly is not None:
         found += memory_violations(assembly) if held_to_memory else []
         try:
@@ -193,6 +201,22 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
     counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))
+
+
+def _of_other_kinds(experiment: Experiment) -> list[str]:
+    """Values of other kinds than their fields'. An experiment that cannot be stored, with a lambda
+    in it, trains in memory, and nobody reads it again."""
+    try:
+        config = {"experiment": config_of(experiment)}
+    except ValueError:
+        return []
+    return unreadable(config)
+
+
+def _told(strange: str, found: list[str]) -> bool:
+    """Whether another violation is of the same field."""
+    field = strange.removeprefix("experiment.").partition(" is ")[0]
+    return any(each.startswith(f"{field}=") for each in found)
 
 
 def _looked_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:

@@ -377,6 +377,26 @@ def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits
         jaxtrain.check(evaluated, jaxtrain.mesh_from_axes(data=1))
 
 
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (jaxtrain.TextData(jaxtrain.StdlibSource(), 3, seq=16), "data.tokenizer is 3"),  # type: ignore
+        (jaxtrain.TextData(3, jaxtrain.ByteTokenizer(), seq=16), "data.source is 3"),  # type: ignore
+    ],
+)
+def test_what_train_could_not_store_check_tells_with_all_else(data: Any, field: str) -> None:
+    given = experiment(data=data, microbatches=3)
+    with pytest.raises(ValueError, match=field):
+        jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+
+
+def test_a_value_of_another_kind_is_told_once() -> None:
+    given = experiment(execution=jaxtrain.Execution(attention="splash"), microbatches=3)
+    with pytest.raises(ValueError, match=r"2 things to mend") as told:
+        jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+    assert str(told.value).count("execution.attention") == 1
+
+
 @pytest.mark.parametrize("kernel", ["splash", "none", 3, Splash, Splash()])
 def test_a_kernel_is_a_value(kernel: Any) -> None:
     found = field_violations(experiment(execution=jaxtrain.Execution(attention=kernel)))
