@@ -12,12 +12,15 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+
+from jaxtrain.files.regular import open_regular, read_text, write_all, write_text
 
 PIECE = 16 * 2**20
 
@@ -124,9 +127,9 @@ class Peers:
 
     def put(self, held: Held, process: int) -> None:
         """Copy a part into the local tier of another process. Raises OSError."""
-        record, pack = (self.directory / held.record).read_text(), self.directory / held.pack
+        record, pack = read_text(self.directory / held.record), self.directory / held.pack
         size = pack.stat().st_size
-        with pack.open("rb") as file:
+        with open_regular(pack, "rb") as file:
             ask = {"do": "put", "held": held, "record": record, "size": size}
             self._ask(process, ask, send=lambda to: _send_file(to, file, size))
 
@@ -184,10 +187,10 @@ class Peers:
 
     def _read(self, held: Held, offset: int, size: int) -> bytes | str:
         try:
-            with held.found(self.root).open("rb") as file:
+            with open_regular(held.found(self.root), "rb") as file:
                 file.seek(offset)
-                return file.read(size)
-        except OSError as error:
+                return _read_whole(file, size)
+        except (OSError, ValueError) as error:
             return str(error)
 
     def _put(self, connection: Connection, held: Held, record: str, size: int) -> bytes | str:
@@ -197,25 +200,34 @@ class Peers:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file: Any = path.open("wb")
-        except OSError as error:
+            file: Any = open_regular(path, "wb")
+        except (OSError, ValueError) as error:
             file, problem = None, str(error)
         while left:
             piece = connection.recv_bytes()
             left -= len(piece)
             try:
                 if file is not None and not problem:
-                    file.write(piece)
+                    write_all(file, piece)
             except OSError as error:
                 problem = str(error)
         try:
             if file is not None:
                 file.close()
             if not problem:
-                (self.directory / held.record).write_text(record)
-        except OSError as error:
+                write_text(self.directory / held.record, record)
+        except (OSError, ValueError) as error:
             problem = str(error)
         return problem or b""
+
+
+def _read_whole(file: FileIO, size: int) -> bytes:
+    """Up to `size` bytes, fewer at the end: an unbuffered read may give less."""
+    pieces = []
+    while size and (piece := file.read(size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
 
 
 def _send_file(to: Connection, file: Any, size: int) -> None:

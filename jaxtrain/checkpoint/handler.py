@@ -47,7 +47,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         try:
             sharing = Sharing(_earlier(args.source), _earlier(args.apart))
             chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if jax.process_count() == 1:
                 raise
             # Raised here, it would let the others wait for this process until Orbax gives up.
@@ -64,7 +64,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         try:
             if not problems:
                 write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if jax.process_count() == 1:
                 raise
             problems = [f"process 0: {describe(error)}"]

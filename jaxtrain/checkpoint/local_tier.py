@@ -28,10 +28,18 @@ import numpy as np
 from jaxtrain.checkpoint.chunks import Chunk, Part, digest
 from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
-from jaxtrain.checkpoint.manifest import Manifest, other_steps, refuse_gaps, text_digest
+from jaxtrain.checkpoint.manifest import (
+    MALFORMED,
+    Manifest,
+    other_steps,
+    refuse_gaps,
+    text_digest,
+)
 from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import open_regular, read_text, write_text
 
 FINISHED = 2
 """Steps that are kept besides the one being written: a process may be one save behind another."""
@@ -110,7 +118,8 @@ class LocalSteps:
     ) -> None:
         began = time.perf_counter()
         held = Held(step, jax.process_index(), self.start)
-        finished = {int(p.parent.name) for p in self.directory.glob(f"*/{held.process}.*.json")}
+        places = [p.parent.name for p in self.directory.glob(f"*/{held.process}.*.json")]
+        finished = {int(name) for name in places if name.isdecimal()}
         kept = sorted(s for s in finished if s < step)[-FINISHED:]
         self._drop(lambda s: s < min(kept, default=0))
         try:
@@ -132,7 +141,7 @@ class LocalSteps:
         pack = self.directory / held.pack
         pack.parent.mkdir(parents=True, exist_ok=True)
         chunks = write_chunks(pack.parent, pack.name, parts)
-        pack.touch()  # a process may have nothing to write
+        open_regular(pack, "ab").close()  # a process may have nothing to write
         body = json.dumps(
             {
                 "held": held,
@@ -144,7 +153,7 @@ class LocalSteps:
         )
         record = self.directory / held.record
         beside = record.with_suffix(".tmp")
-        beside.write_text(f"{text_digest(body.encode())}\n{body}")
+        write_text(beside, f"{text_digest(body.encode())}\n{body}")
         beside.replace(record)
 
     def whole_steps(self) -> dict[int, LocalStep]:
@@ -171,7 +180,7 @@ class LocalSteps:
         for save in sorted(whole):
             try:
                 found[save[0]] = LocalStep(_merged(save[0], bodies[save]), whole[save])
-            except ValueError as error:  # the same on every process
+            except MALFORMED as error:  # the same on every process
                 self.problems.append(f"step {save[0]}: {error}")
         return found
 
@@ -226,15 +235,33 @@ class LocalSteps:
     def _readable(self) -> Iterator[tuple[Held, Any]]:
         """Parts on this machine whose record is as it was written."""
         for path in sorted(self.root.glob("*/*/*.json")):
-            found, _, body = path.read_text(errors="replace").partition("\n")
-            if found != text_digest(body.encode()):
+            try:
+                told = _record(path)
+                if told is None:
+                    continue
+                held = _held(f"{path.parent.name}/{path.name}")
+                other = _told(told) - {held}
+            except (OSError, *MALFORMED) as error:  # on one process alone: the others go on
+                self.problems.append(f"{path} is no record of a part: {error!r}")
                 continue
-            held, told = _held(f"{path.parent.name}/{path.name}"), json.loads(body)
-            if other := _told(told) - {held}:
+            if other:
                 where = ", ".join(f"{other.record} was written" for other in sorted(other))
                 self.problems.append(f"{held.record}: {where}, and renamed")
                 continue
             yield held, told
+
+
+def _record(path: Path) -> Any:
+    """The body of a record; None where it is not as it was written. Raises OSError, and one of
+    MALFORMED where somebody wrote another."""
+    found, _, text = read_text(path).partition("\n")
+    if found != text_digest(text.encode()):
+        return None
+    body = parsed(text)
+    records_from_json(body["leaves"])
+    if not isinstance(body["processes"], int) or not isinstance(body["metadata"], dict):
+        raise ValueError("it does not say of how many processes it is, or has no metadata")
+    return body
 
 
 def _held(name: str) -> Held:
@@ -245,7 +272,7 @@ def _held(name: str) -> Held:
 
 def _told(body: Any) -> set[Held]:
     """Which part of which step a record and its chunks say they are."""
-    told = {_held(pack) for _, _, _, pack, *_ in body["chunks"]}
+    told = {_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
     return told | ({Held(*body["held"])} if "held" in body else set())
 
 

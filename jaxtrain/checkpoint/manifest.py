@@ -24,7 +24,7 @@ from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
 from jaxtrain.files.folder import file_of, plain_name
 from jaxtrain.files.json_text import parsed
-from jaxtrain.files.regular import read_text
+from jaxtrain.files.regular import open_regular, read_text, write_all
 
 ITEM = "state"
 """The item of Orbax's that holds everything of ours; a directory of a step."""
@@ -225,10 +225,9 @@ def take_parts(directory: Path, processes: int) -> tuple[list[Chunk], list[str]]
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """On the disk, with its name, when this returns."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+    """On the disk, with its name, when this returns. Raises ValueError where a link is there."""
+    with open_regular(path, "wb") as file:
+        write_all(file, data)
         os.fsync(file.fileno())
     directory = os.open(path.parent, os.O_RDONLY)
     try:

@@ -32,7 +32,8 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.folder import plain_name
-from jaxtrain.files.regular import write_text
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text, write_text
 
 RUN = ".run"
 """A file in the run directory, beside that of the steps, which may be lost: which directory of a
@@ -236,11 +237,11 @@ class Checkpoints:
         """What the local directory of this run is called. A copy of the run has another."""
         try:
             home = self.directory.parent
-            known = json.loads((home / RUN).read_text())
-            mine = known["inode"] == home.stat().st_ino
+            known = parsed(read_text(home / RUN))
+            mine, run = known["inode"] == home.stat().st_ino, str(known["run"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
-        return known["run"] if mine and plain_name(str(known["run"])) else ""
+        return run if mine and plain_name(run) else ""
 
     def _durable_read(self, step: int) -> Read | None:
         """Reads the durable tier's copy of a chunk of the local one."""

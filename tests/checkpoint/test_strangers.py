@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
-from jaxtrain.checkpoint.chunks import Box, Chunk
-from jaxtrain.checkpoint.manifest import FAILED, HEAD, NAME, text_digest
-from jaxtrain.checkpoint.pack import read_chunk
+from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
+from jaxtrain.checkpoint.chunks import Box, Chunk, Part
+from jaxtrain.checkpoint.exchange import Held, Peers
+from jaxtrain.checkpoint.leaves import LeafRecord
+from jaxtrain.checkpoint.local_tier import LocalSteps
+from jaxtrain.checkpoint.manifest import FAILED, HEAD, NAME, text_digest, write_synced
+from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
+from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.telemetry.metrics import MetricsWriter, read_metrics
 from jaxtrain.train import loop
@@ -292,3 +297,86 @@ def test_a_chunk_is_measured_before_memory_is_taken_for_it(tmp_path: Path) -> No
     chunk = Chunk("w", Box((0,), (2**42,)), "", "a.pack", 0, 2**42)
     with pytest.raises(ValueError, match=r"a.pack ends at byte 8, too early"):
         read_chunk(tmp_path / "a.pack", chunk, np.dtype(np.uint8))
+
+
+def write_through_the_local_tier(directory: Path, parts: list[Part], name: str) -> None:
+    """Where its step's `name` is a link beforehand."""
+    steps = LocalSteps(LocalTier(every=1, directory=str(directory)), "run")
+    place = steps.directory / "1"
+    place.mkdir(parents=True)
+    (place / f"0.{steps.start}.{name}").symlink_to(directory / "link")
+    records = {part.leaf: LeafRecord(part.box.shape, "uint8", None) for part in parts}
+    steps.save(1, parts, records, {})
+    try:
+        steps.wait()
+    finally:
+        steps.close()
+
+
+def take_from_another(directory: Path, name: str) -> None:
+    """A part that another process sends, where `name` is a link beforehand."""
+    peers = Peers(directory, directory / "0")
+    (directory / "0" / "1").mkdir(parents=True)
+    (directory / "0" / "1" / f"0.a.{name}").symlink_to(directory / "link")
+    problem = peers._put(MagicMock(), Held(1, 0, "a"), "{}", 0)
+    peers.close()
+    if problem:
+        raise ValueError(problem)
+
+
+PART = Part("w", Box((0,), (3,)), np.arange(3, dtype=np.uint8))
+THROUGH: dict[str, Callable[[Path], object]] = {
+    "a pack": lambda d: write_chunks(d, "link", [PART]),
+    "a manifest": lambda d: write_synced(d / "link", b"{}"),
+    "a local pack": lambda d: write_through_the_local_tier(d, [PART], "pack"),
+    "a local pack of nothing": lambda d: write_through_the_local_tier(d, [], "pack"),
+    "a local record": lambda d: write_through_the_local_tier(d, [PART], "tmp"),
+    "a part that was sent": lambda d: take_from_another(d, "pack"),
+    "a record that was sent": lambda d: take_from_another(d, "json"),
+}
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("there", [True, False])
+def test_no_part_of_a_step_is_written_through_a_link(
+    through: str, there: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "link").symlink_to(tmp_path / "keys")
+    if there:
+        (tmp_path / "keys").write_text(SECRET)
+    with pytest.raises(ValueError, match=r"is a symbolic link to .*, which would be written"):
+        THROUGH[through](tmp_path / "tier")
+    assert (tmp_path / "keys").exists() == there
+    assert not there or (tmp_path / "keys").read_text() == SECRET
+
+
+RECORDS: dict[str, Callable[[Path], object]] = {
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "deep": lambda path: write_record(path, "[" * 100_000),
+    "a list": lambda path: write_record(path, "[]"),
+    "no processes": lambda path: write_record(path, '{"leaves": {}, "chunks": []}'),
+    "in a folder that is no step": lambda path: path.parent.rename(path.parents[1] / "x"),
+}
+
+
+def write_record(path: Path, text: str) -> None:
+    path.write_text(f"{text_digest(text.encode())}\n{text}")
+
+
+@pytest.mark.parametrize("how", RECORDS)
+def test_a_forged_record_of_a_local_tier_is_passed_over(how: str, tmp_path: Path) -> None:
+    policy = SavePolicy(every=9, local=LocalTier(every=1, directory=str(tmp_path / "memory")))
+    with Checkpoints(tmp_path / "run" / "checkpoints", policy) as tiers:
+        for step in (1, 2):
+            tiers.save(step, {"w": jnp.arange(6.0) + step}, {"step": step}, durable=False)
+    (path,) = (tmp_path / "memory").glob("*/0/2/*.json")
+    RECORDS[how](path)
+    with Checkpoints(tmp_path / "run" / "checkpoints", policy) as tiers:
+        assert tiers.newest_whole() == 1
+        (told,) = tiers.take_troubles()
+        assert "is no record of a part" in told and "it is passed over" in told
+        tiers.save(3, {"w": jnp.arange(6.0)}, {"step": 3}, durable=False)
+        tiers.wait()
+        assert not tiers.take_troubles()
