@@ -59,14 +59,20 @@ class RunLog:
     def write_again(self) -> None:
         """Go on in new files: the old ones were removed."""
         if self._writer is not None:
-            self._writer.close()
+            self._close(self._writer)
             last = self.history.lines[-1]["step"] if self.history.lines else self.session.start
             self._writer = self._opened(last + 1)
 
     def close(self) -> None:
         self.progress.close()
         if self._writer is not None:
-            self._writer.close()
+            self._close(self._writer)
+
+    def _close(self, writer: MetricsWriter) -> None:
+        try:
+            writer.close()
+        except OSError as error:  # it would hide what ends the run
+            self.tell(f"NOT LOGGED the last steps: {error}")
 
     def _opened(self, start: int) -> MetricsWriter | None:
         if self.run_dir is None:

@@ -189,6 +189,29 @@ def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
     assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["7", "10", "13"]
 
 
+def test_a_log_that_cannot_be_closed_hides_no_error(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """The thread that writes events has not told everything before it is closed."""
+    stream, run, asked = io.StringIO(), tmp_path / "run", []
+
+    def ask() -> bool:
+        asked.append(None)
+        if len(asked) == 1:
+            replaced_by_a_file(run)
+        return False
+
+    logging = jaxtrain.Logging(every=1, tensorboard=True)
+    policy = jaxtrain.SavePolicy(every=1000)
+    with pytest.raises(ValueError, match="cannot be written"):
+        jaxtrain.train(
+            replace(own, steps=3, checkpoints=policy, logging=logging),
+            jaxtrain.mesh_from_axes(data=1), run_dir=run, cache_dir=tmp_path, stream=stream,
+            should_stop=ask,
+        )  # fmt: skip
+    assert re.search("NOT LOGGED the last steps: .*events", stream.getvalue())
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_all_processes_hear_that_one_cannot_write_the_directory_again(
     fails: int, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
