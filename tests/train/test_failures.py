@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.checkpoint import CheckpointManager, exchange, manager
+from jaxtrain.checkpoint import CheckpointManager, exchange, manager, tiers
 from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.data import BigramChain
 from jaxtrain.telemetry.metrics import read_metrics
@@ -166,14 +166,20 @@ def replaced_by_a_file(run: Path) -> None:
     run.touch()
 
 
+@pytest.mark.parametrize("tier", ["durable", "local"])
 def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
-    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that goes on by a minute a step: a save is due every three."""
     minutes: list[None] = []
-    monkeypatch.setattr(manager, "SaveClock", partial(SaveClock, clock=lambda: 60 * len(minutes)))
+    for module in (manager, tiers):
+        clock = partial(SaveClock, clock=lambda: 60 * len(minutes))
+        monkeypatch.setattr(module, "SaveClock", clock)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     policy, stream = jaxtrain.SavePolicy(every=jaxtrain.Minutes(3)), io.StringIO()
+    if tier == "local":
+        local = jaxtrain.LocalTier(policy.every, str(tmp_path / "memory"))
+        policy = jaxtrain.SavePolicy(every=1000, local=local)
 
     def ask() -> bool:
         minutes.append(None)
