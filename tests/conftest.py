@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import jax
@@ -41,3 +42,33 @@ def environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def cheap_compiler() -> Iterator[None]:
+    """For programs that are read, not timed: what they send and multiply is settled before their
+    code is made."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def answers_within() -> Callable[[int], AbstractContextManager[None]]:
+    """A context in which whatever takes longer than so many seconds fails."""
+
+    @contextmanager
+    def limited(seconds: int) -> Iterator[None]:
+        def late(*_: object) -> None:
+            raise AssertionError(f"no answer in {seconds} seconds")
+
+        before = signal.signal(signal.SIGALRM, late)
+        signal.alarm(seconds)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+
+    return limited

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,15 +32,9 @@ EXPERIMENT = jaxtrain.Experiment(
 
 
 @pytest.fixture(autouse=True)
-def at_once() -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise AssertionError("no answer in 30 seconds")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+def at_once(answers_within: Any) -> Iterator[None]:
+    with answers_within(30):
+        yield
 
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {

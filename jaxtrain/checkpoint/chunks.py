@@ -7,9 +7,10 @@ written: bytes that belong elsewhere are as wrong as bytes that changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import xxhash
 
@@ -76,6 +77,17 @@ def hasher_of(leaf: str, box: Box, dtype: np.dtype) -> xxhash.xxh3_128:
 def as_bytes(data: np.ndarray) -> memoryview:
     """The elements' bytes, row after row; a view where they already lie so."""
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+def boxes_of(
+    places: Mapping[jax.Device, tuple[slice, ...] | None], shape: tuple[int, ...]
+) -> dict[Box, list[jax.Device]]:
+    """The distinct boxes of an array that devices hold, as shardings give them, each with those
+    that hold it."""
+    found: dict[Box, list[jax.Device]] = {}
+    for device, index in places.items():
+        found.setdefault(box_of(index or (), shape), []).append(device)
+    return found
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

@@ -62,9 +62,8 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
-        self.directory = local_path(
-            "directory", directory
-        ).absolute()  # Orbax refuses a relative one
+        # Orbax refuses a relative one.
+        self.directory = local_path("directory", directory).absolute()
         self.policy = policy
         self.clock = SaveClock(policy.every, mtbf_s)
         self.damaged: dict[int, DamagedCheckpoint] = {}

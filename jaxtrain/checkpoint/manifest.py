@@ -44,7 +44,6 @@ class Manifest(NamedTuple):
     sizes: bytes of each pack."""
 
     step: int | None
-
     directory: Path
     leaves: dict[str, LeafRecord]
     metadata: dict[str, Any]

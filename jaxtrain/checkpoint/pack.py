@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.checkpoint.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
-from jaxtrain.files.regular import open_regular
+from jaxtrain.files.regular import open_regular, write_all
 
 PIECE = 2**18
 """Read at a time: what was just read is in the processor's cache when its digest is taken."""
@@ -117,7 +117,7 @@ class _Pack:
         if self._file is None:
             self._file = open_regular(self.path, "wb")
         size, offset = piece.data.nbytes, self.size
-        _write(self._file, as_bytes(piece.data))
+        write_all(self._file, as_bytes(piece.data))
         self.size += size
         return Chunk(piece.leaf, piece.box, found, self.path.name, offset, size)
 
@@ -163,12 +163,6 @@ def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _write(file: FileIO, data: memoryview) -> None:
-    """All of `data`: an unbuffered write may take less."""
-    while data:
-        data = data[file.write(data) :]
 
 
 def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Part, box_of
+from jaxtrain.checkpoint.chunks import Box, Part, boxes_of
 from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, pieces_of
 
 
@@ -42,7 +42,5 @@ def placed_boxes(
 ) -> tuple[tuple[Box, tuple[jax.Device, ...]], ...]:
     """The distinct boxes that devices hold of an array, each with those that hold it; the same on
     every process."""
-    found: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(box_of(index, shape), []).append(device)
+    found = boxes_of(sharding.devices_indices_map(shape), shape)
     return tuple((box, tuple(devices)) for box, devices in found.items())

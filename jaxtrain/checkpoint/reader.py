@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, box_of
+from jaxtrain.checkpoint.chunks import Box, Chunk, boxes_of
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.pack import read_chunk
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, Slots, pieces_of
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, Slots, part_of, pieces_of
 
 READERS = 4
 
@@ -85,9 +85,7 @@ def _read_array(
 ) -> jax.Array:
     shape, dtype = tuple(spec.shape), np.dtype(spec.dtype)
     assert spec.sharding is not None, "the manager refuses a template without shardings"
-    places: dict[Box, list[jax.Device]] = {}
-    for device, index in spec.sharding.addressable_devices_indices_map(shape).items():
-        places.setdefault(box_of(index or (), shape), []).append(device)
+    places = boxes_of(spec.sharding.addressable_devices_indices_map(shape), shape)
     needed = [piece.box for box in places for piece in pieces_of(slots, box)]
     touched = [c for c in manifest.chunks.get(leaf, []) if any(map(c.box.meet, needed))]
     found = list(pool.map(partial(_attempt, read=read, dtype=dtype), touched))
@@ -97,7 +95,7 @@ def _read_array(
     held = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
     shards = []
     for box, devices in places.items():
-        data = _part(box, dtype, held, slots)
+        data = part_of(slots, box, dtype, partial(_assembled, dtype=dtype, held=held))
         shards += [jax.device_put(data, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec.sharding, shards)
 
@@ -111,18 +109,6 @@ def _attempt(
     except ValueError as error:
         return f"{chunk.leaf} {_span(chunk.box)}: {error}"
     return data if keep else None
-
-
-def _part(
-    box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]], slots: Slots | None
-) -> np.ndarray:
-    """Part `box` of an array, out of chunks of the stored leaf."""
-    if slots is None:
-        return _assembled(box, dtype, held)
-    out = np.zeros(box.shape, dtype)
-    for piece in slots.pieces(box):
-        out[piece.at] = _assembled(piece.box, dtype, held)
-    return out
 
 
 def _assembled(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) -> np.ndarray:

@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +66,18 @@ AS_THEY_REST: AllSlots = {}
 def pieces_of(slots: Slots | None, box: Box) -> list[Piece]:
     """As `Slots.pieces`; all of it where the leaf is stored as it rests."""
     return [Piece(box, (...,))] if slots is None else list(slots.pieces(box))
+
+
+def part_of(
+    slots: Slots | None, box: Box, dtype: Any, read: Callable[[Box], np.ndarray]
+) -> np.ndarray:
+    """Part `box` of an array, of which `read` gives boxes of the stored leaf; padding is zero."""
+    if slots is None:
+        return read(box)
+    out = np.zeros(box.shape, dtype)
+    for piece in slots.pieces(box):
+        out[piece.at] = read(piece.box)
+    return out
 
 
 def _runs(layers: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -77,9 +77,9 @@ def _remedy(name: str, value: Any, hint: Any) -> str:
     kinds = _kinds(hint)
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and type(value) in (int, str):
-            for first in dataclasses.fields(kind)[:1]:
-                if first.name in ("every", "prompt") and _fits(value, _first_hint(kind)):
-                    return f"{name}=jaxtrain.{kind.__name__}({first.name}={value!r})"
+            first = next((field.name for field in dataclasses.fields(kind)), None)
+            if first in ("every", "prompt") and _fits(value, _first_hint(kind)):
+                return f"{name}=jaxtrain.{kind.__name__}({first}={value!r})"
     return " or ".join(WORDS.get(kind) or f"a jaxtrain.{kind.__name__}" for kind in kinds)
 
 

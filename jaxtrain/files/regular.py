@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
         write_all(file, text.encode("utf-8"))
 
 
-def write_all(file: FileIO, data: bytes) -> None:
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """All of `data`: an unbuffered write may take less."""
     left = memoryview(data)
     while left:

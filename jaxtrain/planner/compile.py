@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, unpredicted
 from jaxtrain.planner.contract import Contract, Key, contract, seen
-from jaxtrain.planner.overhead import overhead
+from jaxtrain.planner.overhead import Overhead, overhead
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.hlo_text import program_text
@@ -69,6 +70,11 @@ class CompileReport:
     overlap: dict[str, Tally]
     violations: tuple[str, ...]
 
+    @cached_property
+    def work(self) -> Overhead | None:
+        """What a pipeline does over what it needs to; None without one."""
+        return overhead(self.checked.assembly)
+
     def table(self) -> str:
         """What the program sends, each line with the prediction beside it where there is one."""
         header = ["collective", "mesh axes", "dtype", "times", "bytes a device sends"]
@@ -103,8 +109,7 @@ class CompileReport:
             f"matmul FLOPs of a device's step: {self.flops:,.0f}"
             + ("" if self.asked_flops is None else f"; asked for: {self.asked_flops:,.0f}"),
         ]
-        work = overhead(self.checked.assembly)
-        lines += [] if work is None else [work.summary()]
+        lines += [] if self.work is None else [self.work.summary()]
         if self.opaque:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
@@ -129,7 +134,6 @@ class CompileReport:
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
             for k, (n, b) in sorted(self.sent.items())
         ]
-        work = overhead(self.checked.assembly)
         return {
             "fits": self.fits,
             "bytes_per_device": sizes,
@@ -140,7 +144,7 @@ class CompileReport:
             "asked_flops": self.asked_flops,
             "compile_s": self.compile_s,
             "violations": list(self.violations),
-            **({} if work is None else {"pipeline_work": work.as_json()}),
+            **({} if self.work is None else {"pipeline_work": self.work.as_json()}),
         }
 
 

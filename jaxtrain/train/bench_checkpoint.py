@@ -330,9 +330,7 @@ def _state(size: int) -> State:
 
 @contextmanager
 def _place(directory: str | Path | None, size: int) -> Iterator[Path]:
-    below = (
-        local_path("directory", directory) if directory is not None else Path(tempfile.gettempdir())
-    )
+    below = local_path("directory", tempfile.gettempdir() if directory is None else directory)
     free = shutil.disk_usage(below).free
     needed = 8 * size  # two steps of each, and packs
     if free < needed:

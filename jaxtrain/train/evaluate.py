@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.batches import PlacedRows
+from jaxtrain.train.natural import placed
 from jaxtrain.train.pipelined import evaluated_at_once
 from jaxtrain.train.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
 from jaxtrain.train.state import TrainState, averaged
@@ -91,14 +92,12 @@ class Evaluator:
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compile now, for a state that rests so, what the first call would."""
         self.open()
-        abstract, where = averaged(self._assembly.abstract), averaged(shardings)
-        placed = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-            (abstract, self._assembly.abstract.rest),
-            (where, shardings.rest),
+        abstract = self._assembly.abstract
+        given = jax.tree.map(
+            placed, (averaged(abstract), abstract.rest), (averaged(shardings), shardings.rest)
         )
         rows = self._placed.rows(self._numbers(0, self._at_once))
-        self._step = self._step.lower(*placed, rows).compile(compiler_options=compiler_options)
+        self._step = self._step.lower(*given, rows).compile(compiler_options=compiler_options)
 
     def _run(self, *arguments: Any) -> Any:
         """One at a time: programs that do not wait for each other's results would run side by side,

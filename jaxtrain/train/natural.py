@@ -16,6 +16,8 @@ import jax
 
 from jaxtrain.checkpoint.leaves import named_leaves
 from jaxtrain.checkpoint.slots import AllSlots, Slots
+from jaxtrain.mesh.sharding import Axes
+from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.train.assembly import Assembly
 from jaxtrain.train.state import TrainState, shardings, state_axes_of
 
@@ -27,13 +29,17 @@ def slots_of(assembly: Assembly) -> dict[str, Slots]:
         return {}
     layout, abstract = assembly.pipeline.layout, assembly.abstract
     names = jax.tree.structure(abstract).flatten_up_to(state_axes_of(abstract, assembly.places))
-    many = layout.chunks > 1
-    found = {}
-    for path, axes in zip(named_leaves(abstract), names, strict=True):
-        if "layers" in axes:  # the dim of chunks, if there is one, stands before that of slots
-            dim = axes.index("layers") - many
-            found[path] = Slots(dim, layout.layer_of if many else layout.layer_of[0])
-    return found
+    layer_of = layout.layer_of if layout.chunks > 1 else layout.layer_of[0]
+    return {
+        path: Slots(_first_dim(layout, axes), layer_of)
+        for path, axes in zip(named_leaves(abstract), names, strict=True)
+        if "layers" in axes
+    }
+
+
+def _first_dim(layout: StageLayout, axes: Axes) -> int:
+    """That of slots in a laid leaf; that of chunks, if there is one, stands before it."""
+    return axes.index("layers") - (layout.chunks > 1)
 
 
 def natural_shapes(assembly: Assembly) -> TrainState:
@@ -49,11 +55,15 @@ def natural_shapes(assembly: Assembly) -> TrainState:
 
 def in_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
     """Leaves by the names of parameters, in natural layer order."""
-    if assembly.pipeline is None:
-        return params
-    ordered = assembly.pipeline.layout.ordered
-    stacked = {k for k, place in assembly.places.items() if "layers" in place.axes}
-    return {k: ordered(leaf) if k in stacked else leaf for k, leaf in params.items()}
+    return {k: ordered(assembly, leaf, assembly.places[k].axes) for k, leaf in params.items()}
+
+
+def ordered(assembly: Assembly, leaf: Any, axes: Axes) -> Any:
+    """A leaf of the state in natural layer order; `axes` are its logical axes as it rests."""
+    if assembly.pipeline is None or "layers" not in axes:
+        return leaf
+    layout = assembly.pipeline.layout
+    return layout.ordered(leaf, _first_dim(layout, axes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from jaxtrain.train.assembly import Assembly, active_mesh, assemble
 from jaxtrain.train.batches import PlacedRows, fields_of, numbered
 from jaxtrain.train.evaluate import Evaluator
 from jaxtrain.train.layouts import Layout, arranged
+from jaxtrain.train.natural import in_order, ordered
 from jaxtrain.train.rows import open_split
 from jaxtrain.train.session import CACHE_DIR, initial_program
 from jaxtrain.train.state import TrainState, shardings, state_axes_of
@@ -107,18 +108,14 @@ def _mesh(layout: Layout, assembly: Assembly) -> jax.sharding.Mesh:
 
 def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     names = state_axes_of(assembly.abstract, assembly.places)
-    return jax.tree.map(lambda leaf, axes: _natural(assembly, leaf, axes), state, names)
+    # On the host first: an array that is split would be put in order by a program of its own.
+    return jax.tree.map(
+        lambda leaf, axes: np.asarray(ordered(assembly, np.asarray(leaf), axes)), state, names
+    )
 
 
 def _ordered(assembly: Assembly, params: Arrays) -> Arrays:
-    return {k: _natural(assembly, v, assembly.places[k].axes) for k, v in params.items()}
-
-
-def _natural(assembly: Assembly, leaf: Any, axes: tuple[str | None, ...]) -> np.ndarray:
-    if assembly.pipeline is None or "layers" not in axes:
-        return np.asarray(leaf)
-    layout = assembly.pipeline.layout
-    return np.asarray(layout.ordered(leaf, axes.index("layers") - (layout.chunks > 1)))
+    return jax.tree.map(np.asarray, in_order(assembly, params))
 
 
 def _by_path(tree: Any) -> Arrays:

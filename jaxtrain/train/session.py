@@ -28,7 +28,7 @@ from jaxtrain.train.rates import DocumentsOf, counts_flops
 from jaxtrain.train.restore import restored
 from jaxtrain.train.rows import Documents, open_split
 from jaxtrain.train.start import Start, settled_start, starting_params
-from jaxtrain.train.state import TrainState, shardings
+from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import compile_step, trace_loss
 
 CACHE_DIR = Path("~/.cache/jaxtrain")
@@ -119,7 +119,6 @@ def open_session(
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
-    where = shardings(assembly.abstract, assembly.splits, mesh)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
     dataset = open_split(experiment, "train", cache_dir)
@@ -139,8 +138,8 @@ def open_session(
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
-        compiling = pool.submit(compile_step, assembly, mesh, where, None, choice)
-        state, start = _first_state(at_rest, where, checkpoints, begins)
+        compiling = pool.submit(compile_step, assembly, mesh, at_rest.shardings, None, choice)
+        state, start = _first_state(at_rest, checkpoints, begins)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
@@ -150,6 +149,7 @@ def open_session(
     read = dataset if counted is None else counted
     placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
+    where = at_rest.shardings
     session = Session(
         assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
     )
@@ -177,7 +177,6 @@ def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
 
 def _first_state(
     at_rest: AtRest,
-    where: TrainState,
     checkpoints: Checkpoints | None,
     begins: Start | None,
 ) -> tuple[TrainState, int]:
@@ -186,7 +185,8 @@ def _first_state(
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
             return restored(at_rest, checkpoints, start), start
-    return initialise(at_rest.assembly, where, starting_params(at_rest, begins)), 0
+    given = starting_params(at_rest, begins)
+    return initialise(at_rest.assembly, at_rest.shardings, given), 0
 
 
 def initialise(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import other_steps
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
@@ -44,31 +45,11 @@ def edited(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> Non
     path.write_text(f"{HEAD} {text_digest(text.encode())}\n{text}")
 
 
-def renamed(steps: Path) -> None:
-    (steps / "4").rename(steps / "10")
-
-
-def pasted(steps: Path) -> None:
-    shutil.rmtree(steps / "8" / "state")
-    shutil.copytree(steps / "2" / "state", steps / "8" / "state")
-
-
-def swapped(steps: Path) -> None:
-    for old, new in (("6", "aside"), ("8", "6"), ("aside", "8")):
-        (steps / old).rename(steps / new)
-
-
 def renamed_beyond_int32(steps: Path) -> None:
     (steps / "8").rename(steps / "4000000000")
 
 
-DAMAGES = [
-    (renamed, [10], 8),
-    (pasted, [8], 6),
-    (swapped, [6, 8], 4),
-    (renamed_beyond_int32, [4_000_000_000], 6),
-]
-"""What is done, the steps that verify names, and the newest that is good."""
+DAMAGES = [*other_steps.DAMAGES, (renamed_beyond_int32, [4_000_000_000], 6)]
 
 
 def uncounted(body: dict[str, Any]) -> None:
@@ -114,7 +95,7 @@ def test_another_steps_files_are_never_restored(
 def test_no_number_is_changed_alone(saved: Path, tmp_path: Path, kept: str) -> None:
     """Step 2 in place of 8, two of its three numbers made 8."""
     run = shutil.copytree(saved, tmp_path / "run")
-    pasted(run / "checkpoints")
+    other_steps.pasted(run / "checkpoints")
 
     def change(body: dict[str, Any]) -> None:
         if kept != "manifest":

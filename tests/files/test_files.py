@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,17 +18,10 @@ from jaxtrain.files.regular import open_regular, read_text, refuse_links, write_
 
 
 @pytest.fixture(autouse=True)
-def no_wait() -> Iterator[None]:
+def no_wait(answers_within: Any) -> Iterator[None]:
     """A pipe without a partner is waited for without end."""
-
-    def late(*_: object) -> None:
-        raise AssertionError("it waited")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(10)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with answers_within(10):
+        yield
 
 
 MODES = ("rb", "wb", "ab", "r+b", "a+b")

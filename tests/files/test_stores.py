@@ -72,28 +72,8 @@ COMMANDS: dict[str, list[str]] = {
     "verify": ["verify", "AT"],
     "tokenize": ["tokenize", "experiments/stdlib_lm.py", "--out", "AT"],
     "schedule": ["schedule", "--table", "AT"],
-    "schedule, picture": [
-        "schedule",
-        "--kind",
-        "gpipe",
-        "--stages",
-        "2",
-        "--microbatches",
-        "2",
-        "--svg",
-        "AT",
-    ],
-    "schedule, table": [
-        "schedule",
-        "--kind",
-        "gpipe",
-        "--stages",
-        "2",
-        "--microbatches",
-        "2",
-        "--save",
-        "AT",
-    ],
+    "schedule, picture": [*SCHEDULE, "--svg", "AT"],
+    "schedule, table": [*SCHEDULE, "--save", "AT"],
 }
 
 ADDRESSES = ("gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run"))

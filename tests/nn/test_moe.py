@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,13 +29,7 @@ from jaxtrain.nn.moe import (
 EMBED, HIDDEN = 6, 10
 Weights = tuple[jax.Array, ...]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_compiler() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("cheap_compiler")
 
 
 def problem(

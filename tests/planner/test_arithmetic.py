@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import jaxtrain
@@ -25,6 +24,8 @@ from jaxtrain.train.step import compile_step
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+pytestmark = pytest.mark.usefixtures("cheap_compiler")
 
 
 def assembled(
@@ -155,12 +156,3 @@ def test_where_it_is_not_known_nothing_is_asked(change: dict[str, Any]) -> None:
 def test_a_pipeline_asks_by_its_ticks_which_are_not_counted_here() -> None:
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     assert asked_flops(assemble(small, jaxtrain.mesh_from_axes(stage=2))) is None
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_compiler() -> Any:
-    """What a program multiplies is settled before its code is made."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)

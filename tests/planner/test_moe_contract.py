@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from programs import held
 
@@ -24,14 +22,7 @@ STAGED = (("fsdp", 2), ("stage", 2), ("tensor", 2))
 DOTS, FULL = "scanned, remat dots_and_attention", "scanned, prefetch, remat full"
 ALL = "unrolled, remat none"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_compiler() -> Iterator[None]:
-    """What a program sends is settled before its code is made."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("cheap_compiler")
 
 
 def routed(**fields: Any) -> jaxtrain.Experiment:

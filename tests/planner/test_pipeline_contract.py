@@ -38,13 +38,7 @@ def keeping(pipeline):
     return replace(pipeline, save="residuals")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cheap_compiler():
-    """What a program sends is settled before its code is made."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("cheap_compiler")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 from programs import lowered
 
@@ -33,14 +32,7 @@ CUBE = (("fsdp", 2), ("stage", 2), ("tensor", 2))
 NOTHING, ALL = LayerLoop(True, "none"), LayerLoop(True, "full")
 LOOPED, DOTS = LayerLoop(False, "full"), LayerLoop(True, "dots")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_compiler():
-    """Products are settled before their code is made."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("cheap_compiler")
 
 
 @pytest.fixture(scope="module")

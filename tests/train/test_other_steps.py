@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from other_steps import DAMAGES
 
 import jaxtrain
 from jaxtrain import FineTuning, FromRun, cli
@@ -33,27 +34,6 @@ def run(
         stream=stream,
     )
     return result, stream.getvalue()
-
-
-def renamed(steps: Path) -> None:
-    (steps / "4").rename(steps / "10")
-
-
-def pasted(steps: Path) -> None:
-    shutil.rmtree(steps / "8" / "state")
-    shutil.copytree(steps / "2" / "state", steps / "8" / "state")
-
-
-def swapped(steps: Path) -> None:
-    for old, new in (("6", "aside"), ("8", "6"), ("aside", "8")):
-        (steps / old).rename(steps / new)
-
-
-DAMAGES: list[tuple[Callable[[Path], None], list[int], int]] = [
-    (renamed, [10], 8),
-    (pasted, [8], 6),
-    (swapped, [6, 8], 4),
-]
 
 
 def test_a_run_goes_on_from_the_newest_step_that_is_its_own(

@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.huggingface.layout import (
     turned,
 )
 from jaxtrain.checkpoint.leaves import stored_shape
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, pieces_of
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, part_of
 from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -161,16 +161,15 @@ class _Reader:
     def leaf(self, path: str, spec: jax.ShapeDtypeStruct, slots: AllSlots) -> jax.Array:
         """One leaf. The host holds one shard of it at a time."""
         sharding: Any = spec.sharding
-        wanted: dict[chunks.Box, list[jax.Device]] = {}
-        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
-            wanted.setdefault(chunks.box_of(index, spec.shape), []).append(device)
+        wanted = chunks.boxes_of(sharding.addressable_devices_indices_map(spec.shape), spec.shape)
+
+        def read(part: chunks.Box) -> np.ndarray:
+            spans = zip(*part, strict=True)
+            return self.shard(path, tuple((start, start + n) for start, n in spans), spec.dtype)
+
         shards = []
         for part, devices in wanted.items():
-            values = np.zeros(part.shape, spec.dtype)
-            for piece in pieces_of(slots.get(path), part):
-                spans = zip(*piece.box, strict=True)
-                box = tuple((start, start + n) for start, n in spans)
-                values[piece.at] = self.shard(path, box, spec.dtype)
+            values = part_of(slots.get(path), part, spec.dtype, read)
             # A copy: what a step donates must not be numpy's memory.
             sent = [jax.device_put(values, device, may_alias=False) for device in devices]
             shards += jax.block_until_ready(sent)
