@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,9 +35,10 @@ class Ring:
 
     directions: 1 sends to the right only, 2 both ways at once.
     unroll: every hop is in the program, so that a scheduler can overlap each with what is beside
-      it; False makes a loop of them, whose program does not grow with n. Only all_to_all sends
-      other bytes then: a loop's buffer cannot shrink, so a device sends (n-1)^2/n times its
-      buffer (half of that in two directions) instead of (n-1)/n.
+      it; False makes a loop of them, whose program does not grow with n (but for CPU, where a loop
+      could run beside other collectives: see `order.py`). Only all_to_all sends other bytes then:
+      a loop's buffer cannot shrink, so a device sends (n-1)^2/n times its buffer (half of that in
+      two directions) instead of (n-1)/n.
     """
 
     directions: int = 2
@@ -65,11 +67,15 @@ class Ring:
                     carry = hop(carry, way, h)
                 return carry
 
+            hop_numbers = range(done + 1, hops + 1)
             if self.unroll:
-                for h in range(done + 1, hops + 1):
-                    carry = together(h, carry)
+                carry = each_of(hop_numbers, together, carry)
             elif hops > done:
-                carry = lax.fori_loop(done + 1, hops + 1, together, carry)
+                carry = lax.platform_dependent(
+                    carry,
+                    cpu=partial(each_of, hop_numbers, together),
+                    default=partial(lax.fori_loop, done + 1, hops + 1, together),
+                )
             done = hops
         return carry
 
@@ -170,6 +176,13 @@ class Ring:
             for way, hops in chains
         }
         return self.travel(chains, forwarded, (out, leaving))[0]
+
+
+def each_of(numbers: range, act: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """carry = act(number, carry) for each of the numbers."""
+    for number in numbers:
+        carry = act(number, carry)
+    return carry
 
 
 def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:

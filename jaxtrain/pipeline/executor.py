@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.pipeline.slots import Rows
 from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
@@ -44,7 +45,8 @@ class Executor(Tables):
         """Where the tables have no B there are no gradients."""
         carry, trees = self.start(given)
         carry = self.follow(carry, trees, given)
-        return Sums(carry.total[0], carry.total[1], carry.blocks, carry.outside)
+        sums = Sums(carry.total[0], carry.total[1], carry.blocks, carry.outside)
+        return after(sums, sums)  # the last ticks, still sending, have nothing to do with some
 
     def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
         """What the ticks of the tables make of what `start` gives."""

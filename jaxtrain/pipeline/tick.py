@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.pipeline.slots import Buffers, Rows
 
@@ -118,7 +119,11 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """The body of one scan: ticks in which the same `kinds` of work are done."""
+    """The body of one scan: ticks in which the same `kinds` of work are done.
+
+    One part at a time sends (`_in_turn`): a layer's collectives may stand in a loop, those of what
+    all stages share in a branch, and XLA:CPU would run others beside them.
+    """
 
     run: Tables
     given: OnDevice
@@ -138,14 +143,15 @@ class Tick:
             if not self.run.buffers.late_head:
                 carry = self._left(carry, row, y)
             if (self.rows.receive_input >= 0).any():
-                carry = carry._replace(arriving=self._sent(y, +1))
+                carry = carry._replace(arriving=self._sent(_in_turn(carry, y), +1))
         if "B" in self.kinds:
             carry, dx = self._backward(carry, row)
             carry = self._exited(carry, row, dx)
             # After B has read its own: what comes may be put where that was.
             if (self.rows.receive_cotangent >= 0).any():
                 slot = self._mine(row.receive_cotangent)
-                cotangents = _put(carry.cotangents, slot, self._sent(dx, -1))
+                sent = self._sent(_in_turn(carry, dx), -1)
+                cotangents = _put(carry.cotangents, slot, sent)
                 carry = carry._replace(cotangents=cotangents)
         if "W" in self.kinds:
             carry = self._weighed(carry, row)
@@ -155,12 +161,13 @@ class Tick:
         first = lax.axis_index(self.run.stage) == 0
         slot = self._mine(row.forward_input)
         stage, outside = self.given.stage, self.given.outside
+
         x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), carry.inputs[0], row)
         entering = first & (row.enter >= 0)
         inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
         carry = carry._replace(inputs=inputs)
         at = self._at(row.forward)
-        chunk, x = chunk_of(self.given.blocks, at.chunk), _take(inputs, slot)
+        chunk, x = chunk_of(self.given.blocks, at.chunk), _in_turn(carry, _take(inputs, slot))
         with jax.named_scope("F"):
             if not carry.kept:
                 return carry, stage.forward(chunk, x, at)
@@ -204,7 +211,7 @@ class Tick:
 
     def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
         at, y = self._at(row.backward), None
-        x = _take(carry.inputs, self._mine(row.backward_input))
+        x = _in_turn(carry, _take(carry.inputs, self._mine(row.backward_input)))
         if not carry.kept:
             # Run again in this tick, whatever a compiler finds equal: with one microbatch the same
             # input lies there in other ticks.
@@ -219,7 +226,7 @@ class Tick:
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"
             carry = self._left(carry, row, y)
-        dy = _take(carry.cotangents, self._mine(row.backward_cotangent))
+        dy = _in_turn(carry, _take(carry.cotangents, self._mine(row.backward_cotangent)))
         with jax.named_scope("B"):
             grads, dx, stash = self.given.stage.pulled_back(saved, chunk, dy, at)
         carry = self._accumulated(carry, row.backward, grads)
@@ -232,6 +239,7 @@ class Tick:
         at = self._at(row.weight)
         chunk = chunk_of(self.given.blocks, at.chunk)
         stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
+        stash = _in_turn(carry, stash)
         with jax.named_scope("W"):
             grads = self.given.stage.weight_gradients(stash, chunk, at)
         return self._accumulated(carry, row.weight, grads)
@@ -249,6 +257,7 @@ class Tick:
         """The gradient that comes out of the pipeline's beginning, into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
         dx = jnp.where(first & (row.exit >= 0), dx, jnp.zeros((), dx.dtype))
+        dx = _in_turn(carry, dx)
         names = [k for k in self.run.entering if k not in self.run.frozen]
         if not names:
             return carry
@@ -293,6 +302,12 @@ class Tick:
 
     def _mine(self, row: jax.Array) -> jax.Array:
         return row[lax.axis_index(self.run.stage)]
+
+
+def _in_turn(carry: Carry, tree: Any) -> Any:
+    """`tree`, to be read after all that was sent so far, in this tick and before it."""
+    sent = (carry.arriving, carry.cotangents, carry.total, carry.outside, carry.blocks)
+    return after(tree, sent)
 
 
 def chunk_of(blocks: Arrays, chunk: Any) -> Arrays:

@@ -25,6 +25,7 @@ from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.planner.overhead import Overhead, overhead
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
+from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
 from jaxtrain.telemetry.stablehlo import lowered_collectives
@@ -174,9 +175,10 @@ def compile_experiment(
     Absent TPUs and GPUs need their compiler's plugin and a process that has started with
     `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
 
-    violations: a broken contract, collectives in branches that devices take differently, weights
-    that XLA gathers whole because it finds no better way, memory that it cannot save, products that
-    it makes again to save it. Raises ValueError with every violation of experiment and mesh, where
+    violations: a broken contract, collectives in branches that devices take differently, on
+    simulated devices collectives that do not wait for a loop of others, weights that XLA gathers
+    whole because it finds no better way, memory that it cannot save, products that it makes again
+    to save it. Raises ValueError with every violation of experiment and mesh, where
     the mesh can neither be made nor compiled for, and where the compiler refuses so much memory.
     """
     if not isinstance(experiment, Experiment):
@@ -212,7 +214,8 @@ def compile_experiment(
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(
-            *(*law, *_rematerialised(log()), *squeezed, *_made_again(flops, asked)),
+            *(*law, *(side_by_side(text) if spec.simulated else ())),
+            *(*_rematerialised(log()), *squeezed, *_made_again(flops, asked)),
             *_broken(held),
         ),
     )

@@ -22,6 +22,7 @@ from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.buckets import SMALL_LEAF, buckets
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
+from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import same, vary
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
@@ -220,7 +221,9 @@ def accumulated(
             params = fetch(params)
         typed = partial(jax.tree.map, lambda x: vary(x, axes))
         how: Any = dict(settle=reduction.settle, types=typed, frozen=reduction.frozen)
-        return accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
+        found = accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
+        # Some are made before the loop over layers goes back: not summed beside it.
+        return after(found, found)
 
     return sums
 

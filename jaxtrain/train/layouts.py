@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.collectives.choice import Collectives
@@ -38,10 +40,11 @@ class Layout(NamedTuple):
     pipeline: str = "none"
     periods: int | None = None
     """Of layers; None: as many as a small model has."""
+    activation: str = "own"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
-        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None}
+        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None, "activation": "own"}
         rest = (f"{k}={v}" for k, v in self._asdict().items() if v != unsaid.get(k, ...))
         return f"{sizes}: {' '.join(rest)}"
 
@@ -52,7 +55,7 @@ class Layout(NamedTuple):
         return plain._replace(**{name: getattr(self, name) for name in SEMANTIC})
 
 
-SEMANTIC = ("packing", "dropout", "precision", "optimizer", "periods")
+SEMANTIC = ("packing", "dropout", "precision", "optimizer", "periods", "activation")
 """Fields that change what is computed; the others may not."""
 
 SHARDING: dict[str, ShardingRules] = {
@@ -114,6 +117,15 @@ SGD_AND_AVERAGES = SGD(0.5, momentum=0.9, weight_decay=0.1), 0.9
 that gradients can be compared in every step; those of Adam's kind make a whole step of rounding
 where a gradient is near zero."""
 OPTIMIZERS = {"own": None, "SGD, averages": SGD_AND_AVERAGES}
+
+
+def steep(x: jax.Array) -> jax.Array:
+    """SiLU but for its derivative at zero, which is none: an idle or a padding slot of a pipeline
+    that works on zeros makes every gradient it gets into not a number."""
+    return jax.nn.silu(x) + 1e-8 * jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+
+
+ACTIVATIONS = {"own": None, "steep at zero": steep}
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
 MESHES = (
     {"data": 2, "fsdp": 2, "tensor": 2},
@@ -193,6 +205,7 @@ def _staged_options(devices: int, meshes: list[dict[str, int]]) -> dict[str, lis
         "mode": list(IN_PIPELINES),
         "microbatches": [4, 2],
         "periods": [4, 3],
+        "activation": list(ACTIVATIONS),
     }
 
 
@@ -234,9 +247,10 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
 
 
 def _mlp(mlp: MlpConfig | MoeConfig, layout: Layout) -> MlpConfig | MoeConfig:
-    """In bf16 a token that is near a tie takes another expert where
+    """With the layout's activation. In bf16 a token that is near a tie takes another expert where
     rounding falls another way, and no bound holds for what becomes of it: there all experts take
     all tokens."""
+    mlp = replace(mlp, activation=ACTIVATIONS[layout.activation] or mlp.activation)
     if layout.precision == "fp32" or not isinstance(mlp, MoeConfig):
         return mlp
     return replace(mlp, experts_per_token=mlp.experts)

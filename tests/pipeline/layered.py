@@ -46,15 +46,28 @@ def unseen(what: str) -> None:
     """Stands where a test counts how often `what` runs."""
 
 
+def silent(x: jax.Array) -> jax.Array:
+    """Stands where a layer's collectives would."""
+    return x
+
+
+def round_trip(x: jax.Array) -> jax.Array:
+    """x, after it has been on every stage: a loop of collectives, as one over layers may be."""
+    n = lax.axis_size(STAGE)
+    pairs = [(i, (i + 1) % n) for i in range(n)]
+    return lax.fori_loop(0, n, lambda _, x: lax.ppermute(x, STAGE, pairs), x)
+
+
 @dataclass(frozen=True, eq=False)
 class Layers:
     """A `Stage`: x -> tanh(x @ w + b) * factor in each layer. later: B leaves the gradients of w
-    to W, and of b makes them."""
+    to W, and of b makes them. talk: what F, B and W send."""
 
     batch: dict[str, jax.Array]
     stages: int
     later: bool
     seen: Callable[[str], None] = unseen
+    talk: Callable[[jax.Array], jax.Array] = silent
 
     def enter(self, outside: Any, microbatch: Any) -> jax.Array:
         rows = VOCAB // self.stages
@@ -102,20 +115,20 @@ class Layers:
         layers, dz = len(chunk["w"]), []
         for layer in reversed(range(layers)):
             factor = self._factor(at, saved["number"][layer])
-            dz.append(dy * factor * (1 - saved["out"][layer] ** 2))
+            dz.append(self.talk(dy * factor * (1 - saved["out"][layer] ** 2)))
             dy = dz[-1] @ chunk["w"][layer].T
         stash = {"x": saved["x"], "dz": jnp.stack(dz[::-1])}
-        grads = {"b": stash["dz"].sum(1)}
+        grads = {"b": self.talk(stash["dz"].sum(1))}
         if self.later:
             return grads, dy, stash
         return {**grads, **products(stash)}, dy, ()
 
     def weight_gradients(self, stash: Any, chunk: Any, at: At) -> Any:
         self.seen("weight_gradients")
-        return products(stash)
+        return products({**stash, "dz": self.talk(stash["dz"])})
 
     def _through(self, chunk: Any, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
-        saved = []
+        x, saved = self.talk(x), []
         for layer in range(len(chunk["w"])):
             number = jnp.int32(layer + 1)
             out = jnp.tanh(x @ chunk["w"][layer] + chunk["b"][layer][None])

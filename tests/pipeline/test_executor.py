@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from layered import EMBED, STAGE, Problem, far
+from layered import EMBED, STAGE, Problem, far, round_trip
 
 from jaxtrain.pipeline.analysis import spans
 from jaxtrain.pipeline.schedule import Schedule, make_schedule
@@ -19,6 +19,7 @@ from jaxtrain.pipeline.slots import training
 from jaxtrain.pipeline.table_file import read_schedule
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives
+from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 
 
@@ -202,6 +203,31 @@ def test_the_program_does_not_grow_with_microbatches(kind, chunks, save) -> None
         assert branch_violations(program.jaxpr) == []
         sizes.append(len(program.lower().as_text().splitlines()))
     assert sizes[0] == sizes[1]
+
+
+IN_TURN = [
+    (("gpipe", 2, 3, 1), {}),
+    (("one_f_one_b", 4, 6, 1), {}),
+    (("interleaved", 2, 4, 2), {"save": True}),
+    (("zero_bubble", 2, 4, 1), {}),
+    (("zero_bubble", 2, 4, 2), {"save": True}),
+    (("interleaved", 2, 4, 2), {"only_forward": True}),
+    # Loops of one tick, which XLA takes apart.
+    (("zero_bubble", 2, 2, 1), {}),
+    (("zero_bubble", 2, 3, 2), {"save": True}),
+    (("one_f_one_b", 2, 1, 1), {}),
+]
+
+
+@pytest.mark.usefixtures("cheap_compiler")
+@pytest.mark.parametrize(("size", "how"), IN_TURN)
+def test_a_tick_sends_one_thing_at_a_time(size, how) -> None:
+    """XLA:CPU would run collectives beside a loop or a branch of others."""
+    problem = Problem(make_schedule(*size))
+    text = program_text(traced(problem, talk=round_trip, **how).lower().compile())
+    assert side_by_side(text, scheduled=False) == []
+    if not how.get("only_forward"):
+        agrees(problem, talk=round_trip, **how)
 
 
 def sent_in(program: Any) -> Counter[tuple[str, str, str, int, bool]]:

@@ -8,6 +8,7 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.planner.assembled import steady
 from jaxtrain.planner.contract import Contract, contract
 from jaxtrain.telemetry.hlo import Collective, collectives
+from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.train.assembly import active_mesh
@@ -23,10 +24,13 @@ def lowered(assembly: Any) -> Any:
 
 
 def programs(assembly: Any) -> tuple[list[Collective], list[Collective]]:
-    """Collectives as they are handed to XLA, and as compiled."""
+    """Collectives as they are handed to XLA, and as compiled: one after another, where XLA:CPU
+    would not keep them apart."""
     before = lowered(assembly)
     compiled = before.compile(compiler_options=assembly.compiler_options or None)
-    return lowered_collectives(before), collectives(program_text(compiled))
+    text = program_text(compiled)
+    assert not side_by_side(text)
+    return lowered_collectives(before), collectives(text)
 
 
 def held(assembly: Any) -> Contract:

@@ -18,6 +18,8 @@ from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.telemetry.hlo_order import side_by_side
+from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.train.assembly import assemble
 from jaxtrain.train.layouts import Layout, arranged, layouts
@@ -302,3 +304,24 @@ def test_bf16_is_told_as_a_rewrite():
     found = contract(assembly, [], [])
     assert any("bf16" in words for words in found.rewrites)
     assert {line.key.dtype for line in found.lines} == {"f32"}
+
+
+LOOPED = "scanned, remat dots_and_attention"
+FOLLOWED = [  # the head's gradient, the loss; what a pipeline's last ticks do not touch
+    Layout(
+        (("fsdp", 4), ("tensor", 2)),
+        "explicit, ring looped, layer by layer",
+        "zero2",
+        loop=LOOPED,
+        microbatches=1,
+    ),
+    Layout((("tensor", 4),), "explicit, ring", "zero1", loop=LOOPED, microbatches=1),
+    Layout((("stage", 4),), "explicit, recursive", loop=LOOPED, microbatches=4, pipeline="1F1B"),
+]
+
+
+@pytest.mark.parametrize("layout", FOLLOWED, ids=str)
+@pytest.mark.usefixtures("cheap_compiler")
+def test_what_follows_a_loop_waits_for_it(layout):
+    compiled = lowered(assembled(layout)).compile()
+    assert side_by_side(program_text(compiled), scheduled=False) == []

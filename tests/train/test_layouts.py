@@ -11,6 +11,7 @@ from jaxtrain.train.covering import covering_array, factorisation_count, factori
 from jaxtrain.train.layouts import (
     EVERYWHERE,
     MESHES,
+    PIPELINES,
     STAGED,
     Layout,
     _options,
@@ -86,3 +87,10 @@ def test_accumulation_is_held_against_one_microbatch(dropout: float, microbatche
     layout = Layout((("data", 8),), microbatches=4, dropout=dropout, periods=3)
     expected = Layout((("data", 1),), microbatches=microbatches, dropout=dropout, periods=3)
     assert layout.reference() == expected
+
+
+def test_a_steep_activation_is_met_on_stages_that_layers_do_not_divide() -> None:
+    """By every pipeline, and in padding slots, whose work is on zeros."""
+    steep = [x for x in layouts(8, "quick")[0] if x.activation != "own"]
+    assert {x.pipeline for x in steep} == set(PIPELINES) - {"none"}
+    assert any((x.periods or 0) % dict(x.axes)["stage"] for x in steep)
