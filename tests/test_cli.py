@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import jaxtrain
@@ -104,6 +105,17 @@ def mesh(devices: int = 1, **axes: int) -> str:
 def losses(run: str) -> list[tuple[int, float]]:
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
     return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def test_version_says_what_a_report_needs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert re.fullmatch(
+        r"jaxtrain \d+\.\d+\.\d+, jax [\d.]+\S*, jaxlib [\d.]+\S*, Python 3\.\d+\.\S+\n", said
+    )
+    assert jax.__version__ in said
 
 
 def test_the_flags_of_train_are_frozen() -> None:

@@ -187,3 +187,22 @@ def test_the_example_of_collectives_runs() -> None:
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
     assert (names["whole"] == names["rows"]).all() and names["whole"].sharding.is_fully_replicated
+
+
+def test_the_log_has_each_entry_once_in_its_list() -> None:
+    log = (ROOT / "experiments" / "LOG.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d)  (.*)$", log, re.MULTILINE)
+    listed = re.findall(r"^- \[(.*)\]\(#(.*)\)$", log, re.MULTILINE)
+    assert sorted(text for text, _ in listed) == sorted(question for _, question in entries)
+    dates = {question: date for date, question in entries}
+    for text, anchor in listed:
+        words = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        assert anchor == f"{dates[text]}--{words}"
+    assert [date for date, _ in entries] == sorted((date for date, _ in entries), reverse=True)
+
+
+def test_citation_and_licence_are_the_projects() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {PROJECT['version']}\n" in citation
+    assert f"license: {PROJECT['license']}\n" in citation
+    assert "Apache License\n" in (ROOT / "LICENSE").read_text(encoding="utf-8")

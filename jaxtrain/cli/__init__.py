@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
+def _versions() -> str:
+    """What a report of a mistake needs."""
+    parts = [f"{name} {version(name)}" for name in ("jaxtrain", "jax", "jaxlib")]
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
+
+
 def _exit_code(options: Any) -> int:
     try:
         return options.run(options)
@@ -71,6 +79,7 @@ def _exit_code(options: Any) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="A sharded training stack")
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
