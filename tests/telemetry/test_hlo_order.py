@@ -108,7 +108,8 @@ def test_a_rings_loop_is_none_on_cpu(ring):
 
     text = compiled(twice)
     assert not side_by_side(text) and " while(" not in text
-    mesh = jax.sharding.AbstractMesh((N,), ("data",))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((N,), ("data",), axis_types=auto)
     run = jax.shard_map(twice, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     arrays = [jax.ShapeDtypeStruct((N * 32, 32), jnp.float32)] * 2
     elsewhere = jax.jit(run).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
