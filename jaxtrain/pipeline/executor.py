@@ -71,7 +71,7 @@ class Executor(Tables):
 
         held = room(self.buffers.inputs, x)
         total, zero = typed(jnp.zeros(2, jnp.float32)), typed(jnp.zeros(x.shape, x.dtype))
-        empty = Carry(total, held, (), [], [], {}, {}, zero)
+        empty = Carry(total, held, (), [], [], {}, {}, zero, typed(jnp.zeros((), jnp.float32)))
         if not self.training:
             return empty, Trees(None, None)
 

@@ -84,6 +84,8 @@ class Carry(NamedTuple):
     arriving: jax.Array
     """What the stage before sent in the last tick. It is put among the inputs before anything else:
     put at the tick's end, beside B's read of them, XLA would copy them all in every tick."""
+    turn: jax.Array
+    """Made after what went into `cotangents`: XLA would copy those, were they read in its stead."""
 
 
 class Trees(NamedTuple):
@@ -152,7 +154,7 @@ class Tick:
                 slot = self._mine(row.receive_cotangent)
                 sent = self._sent(_in_turn(carry, dx), -1)
                 cotangents = _put(carry.cotangents, slot, sent)
-                carry = carry._replace(cotangents=cotangents)
+                carry = carry._replace(cotangents=cotangents, turn=after(carry.turn, sent))
         if "W" in self.kinds:
             carry = self._weighed(carry, row)
         return carry, None
@@ -207,6 +209,7 @@ class Tick:
             total=total,
             outside={**carry.outside, **sums},
             cotangents=_put(carry.cotangents, slot, dy),
+            turn=after(carry.turn, dy),
         )
 
     def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
@@ -306,7 +309,7 @@ class Tick:
 
 def _in_turn(carry: Carry, tree: Any) -> Any:
     """`tree`, to be read after all that was sent so far, in this tick and before it."""
-    sent = (carry.arriving, carry.cotangents, carry.total, carry.outside, carry.blocks)
+    sent = (carry.turn, carry.arriving, carry.total, carry.outside, carry.blocks)
     return after(tree, sent)
 
 
