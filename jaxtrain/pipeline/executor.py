@@ -46,7 +46,8 @@ class Executor(Tables):
         carry, trees = self.start(given)
         carry = self.follow(carry, trees, given)
         sums = Sums(carry.total[0], carry.total[1], carry.blocks, carry.outside)
-        return after(sums, sums)  # the last ticks, still sending, have nothing to do with some
+        # The last ticks, still sending, have nothing to do with some of them.
+        return after(sums, carry.turn)
 
     def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
         """What the ticks of the tables make of what `start` gives."""

@@ -85,7 +85,12 @@ class Carry(NamedTuple):
     """What the stage before sent in the last tick. It is put among the inputs before anything else:
     put at the tick's end, beside B's read of them, XLA would copy them all in every tick."""
     turn: jax.Array
-    """Made after what went into `cotangents`: XLA would copy those, were they read in its stead."""
+    """A scalar, made after all that was sent so far: what is sent next reads it (`_in_turn`). Made
+    of what came or was added, not of the buffers it went to: XLA would copy those."""
+
+    def sent(self, what: Any, **changes: Any) -> Carry:
+        """With these fields, `what` having been sent for them."""
+        return self._replace(turn=after(self.turn, what), **changes)
 
 
 class Trees(NamedTuple):
@@ -145,16 +150,16 @@ class Tick:
             if not self.run.buffers.late_head:
                 carry = self._left(carry, row, y)
             if (self.rows.receive_input >= 0).any():
-                carry = carry._replace(arriving=self._sent(_in_turn(carry, y), +1))
+                arriving = self._sent(_in_turn(carry, y), +1)
+                carry = carry.sent(arriving, arriving=arriving)
         if "B" in self.kinds:
             carry, dx = self._backward(carry, row)
             carry = self._exited(carry, row, dx)
             # After B has read its own: what comes may be put where that was.
             if (self.rows.receive_cotangent >= 0).any():
                 slot = self._mine(row.receive_cotangent)
-                sent = self._sent(_in_turn(carry, dx), -1)
-                cotangents = _put(carry.cotangents, slot, sent)
-                carry = carry._replace(cotangents=cotangents, turn=after(carry.turn, sent))
+                arriving = self._sent(_in_turn(carry, dx), -1)
+                carry = carry.sent(arriving, cotangents=_put(carry.cotangents, slot, arriving))
         if "W" in self.kinds:
             carry = self._weighed(carry, row)
         return carry, None
@@ -163,7 +168,6 @@ class Tick:
         first = lax.axis_index(self.run.stage) == 0
         slot = self._mine(row.forward_input)
         stage, outside = self.given.stage, self.given.outside
-
         x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), carry.inputs[0], row)
         entering = first & (row.enter >= 0)
         inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
@@ -188,7 +192,7 @@ class Tick:
                 carry.total,
                 row,
             )
-            return carry._replace(total=total)
+            return carry.sent(total, total=total)
         names = [k for k in self.run.leaving if k not in self.run.frozen]
         mine = {k: carry.outside[k] for k in names}
 
@@ -205,11 +209,11 @@ class Tick:
 
         total, sums, dy = self._sometimes("leave", leave, (carry.total, mine, y), row)
         slot = jnp.where(last, row.leave_cotangent, -1)
-        return carry._replace(
+        return carry.sent(
+            (total, sums, dy),
             total=total,
             outside={**carry.outside, **sums},
             cotangents=_put(carry.cotangents, slot, dy),
-            turn=after(carry.turn, dy),
         )
 
     def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
@@ -254,13 +258,12 @@ class Tick:
         sums = {
             k: _put(carry.blocks[k], slot, _take(carry.blocks[k], chunk) + grads[k]) for k in grads
         }
-        return carry._replace(blocks={**carry.blocks, **sums})
+        return carry.sent(grads, blocks={**carry.blocks, **sums})
 
     def _exited(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
         """The gradient that comes out of the pipeline's beginning, into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
-        dx = jnp.where(first & (row.exit >= 0), dx, jnp.zeros((), dx.dtype))
-        dx = _in_turn(carry, dx)
+        dx = jnp.where(first & (row.exit >= 0), _in_turn(carry, dx), jnp.zeros((), dx.dtype))
         names = [k for k in self.run.entering if k not in self.run.frozen]
         if not names:
             return carry
@@ -273,7 +276,7 @@ class Tick:
             return _added(sums, pull_back(dx)[0])
 
         sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)
-        return carry._replace(outside={**carry.outside, **sums})
+        return carry.sent(sums, outside={**carry.outside, **sums})
 
     def _sometimes(self, name: str, work: Any, before: Any, row: Rows) -> Any:
         """work(microbatch, before) in the ticks that have one, in others `before`. Nothing is
@@ -309,8 +312,7 @@ class Tick:
 
 def _in_turn(carry: Carry, tree: Any) -> Any:
     """`tree`, to be read after all that was sent so far, in this tick and before it."""
-    sent = (carry.turn, carry.arriving, carry.total, carry.outside, carry.blocks)
-    return after(tree, sent)
+    return after(tree, carry.turn)
 
 
 def chunk_of(blocks: Arrays, chunk: Any) -> Arrays:

@@ -101,13 +101,13 @@ class _Still(Executor):
     tick to tick."""
 
     def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
-        def ticks(_: Any, carry: Carry) -> Carry:
+        def ticks(carry: Carry) -> Carry:
             return super(_Still, self).follow(carry, trees, given)
 
         weight = jax.tree.leaves(given.blocks)[0]
         nan = jnp.isnan(weight[(0,) * weight.ndim]).astype(jnp.int32)
         # All devices would run them or none: there are collectives in them.
-        return lax.fori_loop(0, lax.pmin(nan, self.axes), ticks, carry)
+        return lax.cond(lax.pmin(nan, self.axes) > 0, ticks, lambda carry: carry, carry)
 
 
 def without_ticks(assembly: Assembly, reduction: Reduction) -> LocalSums:
