@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _versions() -> str:
-    """What a report of a mistake needs."""
-    parts = [f"{name} {version(name)}" for name in ("jaxtrain", "jax", "jaxlib")]
-    return ", ".join([*parts, f"Python {platform.python_version()}"])
+class _Version(argparse.Action):
+    """What a report of a mistake needs. Looked up when asked for: every start would wait for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        parts = [f"{name} {version(name)}" for name in ("jaxtrain", "jax", "jaxlib")]
+        print(", ".join([*parts, f"Python {platform.python_version()}"]))
+        parser.exit()
 
 
 def _exit_code(options: Any) -> int:
@@ -79,7 +83,9 @@ def _exit_code(options: Any) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="A sharded training stack")
-    parser.add_argument("--version", action="version", version=_versions())
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="versions of jaxtrain, jax, jaxlib and Python"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:

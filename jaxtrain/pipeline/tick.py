@@ -210,7 +210,7 @@ class Tick:
         total, sums, dy = self._sometimes("leave", leave, (carry.total, mine, y), row)
         slot = jnp.where(last, row.leave_cotangent, -1)
         return carry.sent(
-            (total, sums, dy),
+            dy,
             total=total,
             outside={**carry.outside, **sums},
             cotangents=_put(carry.cotangents, slot, dy),

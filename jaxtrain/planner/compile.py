@@ -214,8 +214,11 @@ def compile_experiment(
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(
-            *(*law, *(side_by_side(text) if spec.simulated else ())),
-            *(*_rematerialised(log()), *squeezed, *_made_again(flops, asked)),
+            *law,
+            *(side_by_side(text) if spec.simulated else ()),
+            *_rematerialised(log()),
+            *squeezed,
+            *_made_again(flops, asked),
             *_broken(held),
         ),
     )

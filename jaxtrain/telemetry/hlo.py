@@ -156,7 +156,6 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
         arrays[shape.dtype] += 1
     # Without a dim to split, an all-to-all takes a tile for each device apart.
     tiles = size if kind == "all-to-all" and "dimensions" not in attributes else 1
-    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes.get("metadata", ""))
     return [
         Collective(
             name=each.name,
@@ -170,7 +169,7 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
             arrays=arrays[dtype] // tiles,
             is_async=deferred,
             in_branch=False,
-            op_name=op_name[1] if op_name else "",
+            op_name=each.op_name,
         )
         for dtype, whole in buffers.items()
         if dtype != "token"

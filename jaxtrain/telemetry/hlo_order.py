@@ -7,7 +7,6 @@ devices meet in different collectives (`collectives/order.py` sees to it).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from jaxtrain.telemetry.hlo import SENT
@@ -69,5 +68,4 @@ def _talks(module: Module, name: str, talking: dict[str, bool]) -> bool:
 
 def _named(each: Instruction) -> str:
     """Its opcode, and where it comes from in the source."""
-    op_name = re.search(r'op_name="([^"]*)"', each.attributes.get("metadata", ""))
-    return f"{each.opcode} {op_name[1] if op_name else each.name}"
+    return f"{each.opcode} {each.op_name or each.name}"

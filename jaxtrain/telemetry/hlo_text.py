@@ -56,6 +56,12 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: dict[str, str]
 
+    @property
+    def op_name(self) -> str:
+        """What of the source it was made from, as JAX names it; "" where nothing is said."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
+        return found[1] if found else ""
+
     def names(self, attribute: str) -> tuple[str, ...]:
         """The computations named by an attribute: `calls=%a` or `branch_computations={%a, %b}`."""
         text = self.attributes.get(attribute, "").strip("{}")
