@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
     "files": 0,
+    "checkpoint": 1,
     "mesh": 1,
     "data": 2,
     "telemetry": 2,
@@ -22,15 +24,17 @@ LAYERS = {
     "nn": 3,
     "pipeline": 4,
     "optim": 4,
-    "models": 4,
-    "checkpoint": 5,
+    "models": 5,
+    "compression": 5,
     "experiment": 6,
-    "train": 7,
-    "planner": 8,
-    "fault_tolerance": 8,
-    "decentralized": 8,
-    "cli": 9,
-    "__main__": 10,
+    "step": 7,
+    "weights": 8,
+    "run": 9,
+    "certificate": 10,
+    "planner": 10,
+    "bench": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 
@@ -96,6 +100,29 @@ def layer_violations(root: Path) -> list[str]:
             if words[1] not in LAYERS:
                 found.append(f"{path}:{line}: {name} is imported through jaxtrain itself")
     return found
+
+
+def cycle_violations(root: Path) -> list[str]:
+    """Modules that import each other, in whatever way, each ring of them once."""
+    trees = {_dotted(path): (path, tree) for path, tree, _ in modules(root)}
+    needs: dict[str, dict[str, int]] = {name: {} for name in trees}
+    for name, (path, tree) in trees.items():
+        for line, found in imports(tree, ("jaxtrain", *Path(path).parts[:-1])):
+            module = found if found in trees else found.rpartition(".")[0]
+            if module in trees and module != name:
+                needs[name][module] = line
+    sorter = TopologicalSorter({name: needs[name].keys() for name in needs})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        ring = error.args[1][::-1]  # each is imported by the one before it
+        path, line = trees[ring[0]][0], needs[ring[0]][ring[1]]
+        return [f"{path}:{line}: {' imports '.join(ring)}"]
+    return []
+
+
+def _dotted(path: str) -> str:
+    return ".".join(("jaxtrain", *Path(path).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def budget_violations(root: Path) -> list[str]:
@@ -176,6 +203,7 @@ def tracer_violations(root: Path) -> list[str]:
 
 CHECKS = {
     "layers": layer_violations,
+    "cycles": cycle_violations,
     "budgets": budget_violations,
     "partition_spec": partition_spec_violations,
     "tracer_free": tracer_violations,
@@ -214,7 +242,7 @@ BAD = [
         "def f():\n    from jaxtrain.models import block\n",
         "a.py:2: nn (layer 3)",
     ),
-    ("layers", "nn/a.py", "from ..train import loop\n", "a.py:1: nn (layer 3) imports train"),
+    ("layers", "nn/a.py", "from ..run import loop\n", "a.py:1: nn (layer 3) imports run"),
     ("layers", "nn/a.py", "from .. import optim\n", "a.py:1: nn (layer 3) imports optim"),
     ("layers", "nn/a.py", "from jaxtrain import cli\n", "a.py:1: nn (layer 3) imports cli"),
     (
@@ -226,11 +254,11 @@ BAD = [
     (
         "layers",
         "optim/a.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxtrain.train import x\n",
-        "a.py:3: optim (layer 4) imports train (layer 7)",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxtrain.run import x\n",
+        "a.py:3: optim (layer 4) imports run (layer 9)",
     ),
-    ("layers", "train/a.py", "from jaxtrain import fsdp\n", "a.py:1: jaxtrain.fsdp is imported"),
-    ("layers", "experiment.py", "from jaxtrain.train import x\n", "experiment.py:1: experiment"),
+    ("layers", "run/a.py", "from jaxtrain import fsdp\n", "a.py:1: jaxtrain.fsdp is imported"),
+    ("layers", "experiment.py", "from jaxtrain.run import x\n", "experiment.py:1: experiment"),
     ("layers", "shed/a.py", "", "shed/a.py:1: shed is in no layer"),
     ("budgets", "nn/a.py", "x = 1\n" * 401, "a.py:401: 401 lines"),
     ("budgets", "nn/a.py", "def f():\n" + "    x = 1\n" * 60, "a.py:1: f has 61 lines"),
@@ -261,8 +289,12 @@ def test_the_checker_sees_a_bad_file(tmp_path, check, path, text, said):
 
 GOOD = [
     ("layers", "__init__.py", "from jaxtrain.cli import main\n"),
-    ("layers", "train/a.py", "from jaxtrain.train.step import x\nfrom jaxtrain.nn import loss\n"),
-    ("layers", "cli.py", "from jaxtrain.train import loop\nimport jax\n"),
+    (
+        "layers",
+        "run/a.py",
+        "from jaxtrain.step.state import x\nfrom jaxtrain.nn import loss\n",
+    ),
+    ("layers", "cli.py", "from jaxtrain.run import loop\nimport jax\n"),
     ("layers", "nn/a.py", "from . import loss\nfrom .loss import logits\n"),
     ("budgets", "nn/a.py", "x = 1\n" * 400),
     ("budgets", "nn/a.py", "class C:\n" + "".join(f"    a{i}: int\n" for i in range(17))),
@@ -282,3 +314,27 @@ def test_the_checker_lets_a_good_file_pass(tmp_path, check, path, text):
     (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / path).write_text(text, encoding="utf-8")
     assert CHECKS[check](tmp_path) == []
+
+
+CIRCLES = [
+    {"nn/a.py": "from jaxtrain.nn.b import x\n", "nn/b.py": "import jaxtrain.nn.a\n"},
+    {"nn/a.py": "from jaxtrain.nn import b\n", "nn/b.py": "def f():\n    from .a import x\n"},
+    {"nn/__init__.py": "from jaxtrain.nn.a import x\n", "nn/a.py": "from jaxtrain.nn import y\n"},
+    {
+        "nn/a.py": "from jaxtrain.nn.b import x\n",
+        "nn/b.py": "from jaxtrain.nn.c import x\n",
+        "nn/c.py": "if TYPE_CHECKING:\n    from jaxtrain.nn.a import x\n",
+    },
+]
+
+
+@pytest.mark.parametrize("files", CIRCLES)
+def test_the_checker_sees_a_circle(tmp_path, files):
+    for path, text in {**files, "mesh/a.py": "from jaxtrain.nn.a import x\n"}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    (told,) = cycle_violations(tmp_path)
+    where, ring = told.split(": ")
+    assert where.split(":")[0] in files and int(where.split(":")[1]) > 0
+    names = ring.split(" imports ")
+    assert names[0] == names[-1] and len(names) == len(files) + 1

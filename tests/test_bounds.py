@@ -14,14 +14,14 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.checkpoint.huggingface.config import expressed
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.source import documents
 from jaxtrain.experiment import config_of, with_fields
 from jaxtrain.pipeline.schedule import ENTRIES, make_schedule
 from jaxtrain.pipeline.table_file import read_schedule
-from jaxtrain.train.kept_tokenizer import folder_tokenizer
-from jaxtrain.train.loading import load
+from jaxtrain.weights.huggingface.config import expressed
+from jaxtrain.weights.loading import load
+from jaxtrain.weights.tokenizer_files import folder_tokenizer
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
 MODEL = jaxtrain.DecoderConfig(vocab=257, embed=8, layers=2, period=(BLOCK,))

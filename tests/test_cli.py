@@ -21,11 +21,11 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.certificate import certify as certify_module
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.cli import train as train_command
-from jaxtrain.train import certify as certify_module
-from jaxtrain.train.run_directory import left_in
-from jaxtrain.train.session import Session
+from jaxtrain.run.directory import left_in
+from jaxtrain.run.session import Session
 
 ROOT = Path(__file__).parents[1]
 
@@ -556,7 +556,7 @@ def test_bench_collectives_measures_what_is_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every flag reaches the function; the JSON stands alone on the standard output."""
-    from jaxtrain.train import bench_collectives as bench
+    from jaxtrain.bench import collectives as bench
 
     row = bench.Row("all_reduce", "ring_1", 2, 65536, 1.0, 2.0, 7.0, None)
     calls: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ Nothing about mesh, stages or hosts is in it, nor which container type held a le
 Orbax, asynchronous, behind an interface of ours that never drops a save silently. The configuration
 that a run directory was made from is kept, and compared, here too.
 
-Does not belong here: when to train, evaluate or stop (train/), what an experiment is
+Does not belong here: when to train, evaluate or stop (run/), what an experiment is
 (experiment.py), how a leaf is placed on a mesh (mesh/sharding.py).
 
 Read: Mohan, Phanishayee, Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (FAST

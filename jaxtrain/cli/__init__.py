@@ -22,6 +22,7 @@ from jaxtrain.cli.shared import (
     FAILED,
     INTERRUPTED,
     JSON,
+    MESH,
     REFUSED,
     UNREAD,
     answer,
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
-    check.add_argument("--mesh", required=True)
+    check.add_argument("--mesh", required=True, help=MESH)
     text = "the data is on another machine: do not look for its files"
     check.add_argument("--data-elsewhere", action="store_true", help=text)
     check.add_argument("--json", action="store_true", help=JSON)
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compiled = command("compile", _compile, "what a step takes and sends, on a mesh here or not")
     compiled.add_argument("experiment")
-    compiled.add_argument("--mesh", required=True)
+    compiled.add_argument("--mesh", required=True, help=MESH)
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
     for sub in (trained, check, compiled):
@@ -145,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: Any) -> int:
     from jaxtrain.planner.overhead import overhead
-    from jaxtrain.train.check import check
+    from jaxtrain.run.check import check
 
     here = not options.data_elsewhere
     report = check(experiment_of(options), options.mesh, data_here=here)
@@ -161,7 +162,7 @@ def _certify(options: Any) -> int:
 
     # A count below 1 makes no mesh; `certify` refuses it.
     set_simulation_flags(options, mesh_from_axes(data=max(options.devices, 1)))
-    from jaxtrain.train.certify import certify
+    from jaxtrain.certificate.certify import certify
 
     certificate = None
     for difference, found in certify(
@@ -210,7 +211,7 @@ def _compiler_log() -> Iterator[Callable[[], str]]:
 def _tokenize(options: Any) -> int:
     from jaxtrain.data import Mixture, TextData, TokenFiles, progress_bar, tokenize
     from jaxtrain.experiment import load_experiment
-    from jaxtrain.train.session import CACHE_DIR
+    from jaxtrain.run.session import CACHE_DIR
 
     out = local_path("--out", options.out)
     data = load_experiment(options.experiment).data

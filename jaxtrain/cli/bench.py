@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.cli.shared import FAILED, JSON, answer, mesh_of, progress, set_simulation_flags
+from jaxtrain.cli.shared import FAILED, JSON, MESH, answer, mesh_of, progress, set_simulation_flags
 
 
 def add_bench(commands: Any) -> None:
@@ -18,13 +18,13 @@ def add_bench(commands: Any) -> None:
     step = kinds.add_parser("step", help=text, description=text)
     step.set_defaults(run=_bench_step)
     step.add_argument("experiment")
-    step.add_argument("--mesh", default="meshes/cpu_1.toml")
+    step.add_argument("--mesh", default="cpu_1", help=MESH)
     step.add_argument("--steps", type=int, default=10)
 
     text = "every collective by every algorithm beside lax's own"
     collectives = kinds.add_parser("collectives", help=text, description=text)
     collectives.set_defaults(run=_bench_collectives)
-    collectives.add_argument("--mesh", required=True)
+    collectives.add_argument("--mesh", required=True, help=MESH)
     for name, text in (
         ("collectives", "a,b or all; default all, across processes those of a training step"),
         ("algorithms", "a,b or all; default all, fewer across processes and beyond 16MiB"),
@@ -58,14 +58,14 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench_step(options: Any) -> int:
-    from jaxtrain.train.bench import bench_step
+    from jaxtrain.bench.step import bench_step
 
     found = bench_step(options.experiment, mesh_of(options), steps=options.steps)
     return answer(options, found, found.table())
 
 
 def _bench_collectives(options: Any) -> int:
-    from jaxtrain.train import bench_collectives as bench
+    from jaxtrain.bench import collectives as bench
 
     readers: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
         "collectives": (str.strip, bench.MEASURED),
@@ -92,7 +92,7 @@ def _bench_pipeline(options: Any) -> int:
 
     # A count below 1 makes no mesh; `bench_pipeline` refuses it.
     set_simulation_flags(options, mesh_from_axes(stage=max(options.stages, 1)))
-    from jaxtrain.train.bench_pipeline import bench_pipeline
+    from jaxtrain.bench.pipeline import bench_pipeline
 
     chosen: dict[str, Any] = {}
     if options.rounds is not None:
@@ -112,8 +112,8 @@ def _bench_checkpoint(options: Any) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
     set_simulation_flags(options, mesh_from_axes(fsdp=8))
-    from jaxtrain.train.bench_checkpoint import bench_checkpoint
-    from jaxtrain.train.bench_collectives import read_size
+    from jaxtrain.bench.checkpoint import bench_checkpoint
+    from jaxtrain.bench.collectives import read_size
 
     sizes = tuple(read_size(text) for text in options.sizes.split(","))
     found = bench_checkpoint(sizes, directory=options.dir, progress=progress(options))

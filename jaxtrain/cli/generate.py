@@ -23,7 +23,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
 
 
 def generated(options: Any) -> int:
-    from jaxtrain.train.generate import generate_text
+    from jaxtrain.weights.generate import generate_text
 
     text = generate_text(
         options.model,
@@ -50,7 +50,7 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
 def exported(options: Any) -> int:
     # Nothing is computed: the host's memory holds a model that an accelerator's may not.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxtrain.train.export import export
+    from jaxtrain.weights.export import export
 
     chosen = {"step": options.step, "dtype": options.dtype, "trust": tuple(options.trust)}
     print(export(options.run_dir, options.out, **chosen))

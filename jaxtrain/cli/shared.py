@@ -13,6 +13,7 @@ FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 UNREAD = 141
 """As a shell says of a program that SIGPIPE ended: `jaxtrain ... | head -1`."""
 JSON = "JSON alone on the standard output; what people read goes to standard error"
+MESH = "a mesh file, or the name of one that comes with jaxtrain, such as h100_8"
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 

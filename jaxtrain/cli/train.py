@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.shared import INTERRUPTED, PREEMPTED, mesh_of, say, set_simulation_flags
+from jaxtrain.cli.shared import INTERRUPTED, MESH, PREEMPTED, mesh_of, say, set_simulation_flags
 
 TOGETHER_S = 0.25
 """Signals that come so close are one: a terminal, its shell and a launcher may each send theirs."""
@@ -19,7 +19,7 @@ TOGETHER_S = 0.25
 
 def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("experiment", help="a Python file with a function experiment()")
-    train.add_argument("--mesh", default="meshes/cpu_1.toml", help="a mesh file")
+    train.add_argument("--mesh", default="cpu_1", help=MESH)
     train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
@@ -29,8 +29,8 @@ def trained(options: Any) -> int:
     spec = mesh_of(options)
     if spec.simulated:
         set_simulation_flags(options, spec)
-    from jaxtrain.train.loop import train
-    from jaxtrain.train.run_directory import left_in
+    from jaxtrain.run.directory import left_in
+    from jaxtrain.run.loop import train
 
     run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
     with Stop().listening(to_the_end=options.own_process) as stop:

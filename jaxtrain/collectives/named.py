@@ -5,7 +5,7 @@ together the true sum.)
 
 `check_vma` catches a forgotten reduction only over axes absent from a leaf's spec, and a `psum`
 too many doubles silently. A reduction that is in this table and nowhere else can be removed or
-doubled by a test, which must then see the certificate fail (`tests/train/test_mutation.py`).
+doubled by a test, which must then see the certificate fail (`tests/certificate/test_mutation.py`).
 """
 
 from __future__ import annotations

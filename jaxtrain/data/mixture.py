@@ -23,7 +23,10 @@ MIN_BLOCK = 256
 
 @dataclass(frozen=True)
 class Mixture:
-    """(weight, source) pairs; the weights are relative and count rows."""
+    """(weight, source) pairs; the weights are relative and count rows.
+
+    parts: the pairs, such as ((0.7, TextFiles("a/*.txt")), (0.3, JsonLines("b.jsonl"))).
+    """
 
     parts: tuple[tuple[float, Any], ...]
 

@@ -18,6 +18,9 @@ class JsonLines(FileSource):
     """One JSON object a line; blank lines are skipped.
 
     Bad JSON, or a field that is missing or no string, is refused with file and line.
+
+    text_field: the key of what is learnt. prompt_field: the key of what stands before it and is
+    only read (its tokens have loss weight 0); None for no prompts.
     """
 
     text_field: str = field(default="text", kw_only=True)
@@ -89,7 +92,11 @@ def _line_number(path: str, offset: int) -> int:
 
 @dataclass(frozen=True)
 class Parquet(FileSource):
-    """Rows of Parquet files, read a batch at a time. A missing column or a null is refused."""
+    """Rows of Parquet files, read a batch at a time. A missing column or a null is refused.
+
+    text_field: the column of what is learnt. prompt_field: the column of what stands before it
+    and is only read (its tokens have loss weight 0); None for no prompts.
+    """
 
     text_field: str = field(default="text", kw_only=True)
     prompt_field: str | None = field(default=None, kw_only=True)

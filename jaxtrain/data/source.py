@@ -94,6 +94,8 @@ class StdlibSource:
     A document is a file; tests, installed packages and generated files are left out, and so are
     the few that are not UTF-8. Held out is a fraction of the files, by a hash of
     the name relative to the library, so that the split is the same on every machine.
+
+    held_out: the fraction, in [0, 1).
     """
 
     held_out: float = 0.05
@@ -149,6 +151,9 @@ class FileSource:
 
     Without `held_out_patterns` a document is held out by a hash of its own text, so copies of it
     stay on one side. With them, those files are the held-out split and all others are trained on.
+
+    patterns: the files. held_out: the fraction that is held out, in [0, 1). held_out_patterns:
+    the files that are, in its stead.
     """
 
     patterns: str | tuple[str, ...]

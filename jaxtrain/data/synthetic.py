@@ -17,6 +17,8 @@ class BigramChain:
 
     With `isolate_documents` rows are cut into documents of random lengths, some end in padding,
     some targets weigh nothing and every eighth row is all padding: the ragged case.
+
+    vocab: number of tokens. seq: tokens a row.
     """
 
     vocab: int

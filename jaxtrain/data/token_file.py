@@ -138,6 +138,8 @@ class TokenFiles:
 
     Held out is a fraction of the documents by a hash of (file, number), or the files of
     `held_out_paths`. The tokenizer beside it must be the one that wrote the files.
+
+    paths: the files, by name or glob. held_out: the fraction, in [0, 1).
     """
 
     paths: str | tuple[str, ...]

@@ -135,6 +135,9 @@ class BpeTokenizer:
     Lossless: decode(encode(x)) == x. Trained once per corpus and kept in `cache_dir`; the same
     corpus gives the same merges. `vocab` counts the 256 bytes and eos; a small corpus may have
     fewer merges to give, and the vocabulary is then smaller.
+
+    min_frequency: a pair that is met less often is not merged. eos: the token that ends a
+    document.
     """
 
     vocab: int = 4096
@@ -189,7 +192,10 @@ class BpeTokenizer:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json of Hugging Face `tokenizers`; `eos` is the token that ends a document."""
+    """A tokenizer.json of Hugging Face `tokenizers`; `eos` is the token that ends a document.
+
+    path: of the file.
+    """
 
     path: str
     eos: str = EOS

@@ -30,6 +30,7 @@ class Execution:
 
     mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for built-in
       models, gspmd for others.
+    loop: how the loop over layers runs (unrolled, remat, prefetch).
     attention: an attention kernel of `jaxtrain.nn.attention`; None is the platform's own.
     collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
     check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
@@ -81,7 +82,10 @@ def length_violations(tokens: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A continuation generated when training ends. temperature 0 is greedy."""
+    """A continuation generated when training ends. temperature 0 is greedy.
+
+    prompt: the text that is continued. tokens: how many are drawn.
+    """
 
     prompt: str
     tokens: int = 200
@@ -140,10 +144,14 @@ class Experiment:
     model: a config with `build`, or a module-level function rngs -> nnx.Module whose
       `loss(batch, *, key)` returns (sum, count).
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
+    optimizer: such as `AdamW(3e-4)`. steps: of the whole run; schedules end there.
     batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
     clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
       (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
-      evaluation, sample and nothing else then use. fine_tuning: weights to begin with, and which
+      evaluation, sample and nothing else then use. precision: the dtypes. sharding: how tensors
+      are split over mesh axes. execution: how the step is run. checkpoints: when the run is saved
+      and what is kept, None for never. logging: how often metrics are written, and where.
+      fine_tuning: weights to begin with, and which
       parameters are trained; None trains all of them from their initialisation.
 
     Raises ValueError that lists every field of the wrong kind, with what to write instead; what

@@ -32,7 +32,8 @@ class FromHuggingFace:
 class FromRun:
     """The parameters of another run's checkpoint, each chunk verified as it is read.
 
-    step: None for the newest. averaged: its averaged weights (`ema_decay`) where it keeps any.
+    run_dir: that run's directory. step: None for the newest. averaged: its averaged weights
+    (`ema_decay`) where it keeps any.
     leaves: patterns of the parameters to take; the others are initialised. None takes all, and
     refuses a run that has not just the same ones, of the same shapes. trust: modules of your own
     (`"my_package"`, or a tuple) that are imported where the run's config.json names their classes

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh import hardware
+from jaxtrain.mesh import hardware, library
 from jaxtrain.mesh.axes import MESH_AXES
 from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link, did_you_mean
 
@@ -44,6 +44,10 @@ class MeshSpec:
     `axes` keeps the file's order, slowest link first; its sizes multiply to `devices`. `links` has
     (scope, link), innermost first. `topology` is the torus of one TPU slice, in chips. `simulated`:
     the mesh is made of CPU devices, whatever the chip. Raises ValueError with every violation.
+
+    name: of the file, without suffix. path: of the file. devices_per_host: consecutive devices
+    that share a host. facts: price, power, failures, storage. compiler_options: (name, value)
+    pairs that XLA is given with every step.
     """
 
     name: str
@@ -132,18 +136,19 @@ def mesh_from_axes(**axes: int) -> MeshSpec:
 
 
 def load_mesh(mesh: str | Path | MeshSpec) -> MeshSpec:
-    """The mesh of a TOML file; a MeshSpec is returned as it is. JAX is not needed.
+    """The mesh of a TOML file, given by its path, or by name (`h100_8`) where it comes with
+    jaxtrain; a MeshSpec is returned as it is. JAX is not needed.
 
     Raises one ValueError that lists every violation: a file that is missing or not TOML, unknown
     keys, chips, links and axes, wrong types, axes that do not multiply to the devices.
     """
     if isinstance(mesh, MeshSpec):
         return mesh
-    path = local_path("mesh", mesh)
+    path = local_path("mesh", library.file_of(mesh))
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"mesh file {path}: {error.strerror}{_files_like(path)}") from error
+        raise ValueError(f"mesh file {path}: {error.strerror}{library.nearest(path)}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from error
     return _parse(document, path)
@@ -200,11 +205,6 @@ def _parse(document: Mapping[str, Any], path: Path) -> MeshSpec:
         compiler_options=options,
         simulated=chip.platform == "cpu",
     )
-
-
-def _files_like(path: Path) -> str:
-    present = sorted(p.name for p in path.parent.glob("*.toml"))
-    return did_you_mean(path.name, present) if present else ""
 
 
 def _links(table: Mapping[str, Any], problems: list[str]) -> tuple[tuple[str, Link], ...]:
@@ -362,7 +362,7 @@ def _usable(spec: MeshSpec, devices: Sequence[Any]) -> Sequence[Any]:
             f"{spec.devices}), or set XLA_FLAGS={DEVICE_COUNT_FLAG}={spec.devices}"
         )
     if platform != wanted or present < spec.devices:
-        here = "meshes/cpu_1.toml" if platform == "cpu" else "a mesh file of the devices here"
+        here = "cpu_1" if platform == "cpu" else "a mesh file of the devices here"
         raise ValueError(
             f"{where} needs {spec.devices} devices of {chip.name} "
             f"({' or '.join(chip.device_kinds) or chip.platform}); this machine has {has}: "

@@ -76,6 +76,10 @@ class ShardingRules:
     `accumulate_sharded`: gradients are reduce-scattered in every microbatch into sharded fp32
     accumulators (ZeRO-2, FSDP); False reduces once a step from unsharded ones (ZeRO-1): fewer
     bytes sent, more memory.
+
+    params, optimizer and activations are tables, (logical axis, mesh axes) pairs: a dim with
+    that logical axis is split over those mesh axes. optimizer: None splits its state as the
+    parameters.
     """
 
     params: Table = ()

@@ -9,17 +9,14 @@ are parts of one sum. So the collectives are those without adapters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.param import constant, named_key, normal
-
-if TYPE_CHECKING:
-    from jaxtrain.models.decoder import DecoderConfig
 
 INTO, OUT_OF = "_lora_a", "_lora_b"
 """What the names of A [.., in, rank] and B [.., rank, out] end with, after their matrix's."""
@@ -91,27 +88,6 @@ def merged(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array
 def is_adapter(name: str) -> bool:
     """Whether a leaf of that name is an adapter's."""
     return name.endswith((INTO, OUT_OF))
-
-
-def with_adapters(
-    config: DecoderConfig, targets: tuple[str, ...], rank: int, scale: float
-) -> DecoderConfig:
-    """The model with adapters beside the matrices `targets`, named as leaves of the model."""
-    found: dict[str, Any] = {}
-    for part in ("prefix", "period", "suffix"):
-        blocks = []
-        for i, block in enumerate(getattr(config, part)):
-            start = f"{part}.{i}."
-            mine = tuple(t.removeprefix(start) for t in targets if t.startswith(start))
-            adapters = Adapters(rank, scale, mine) if mine else None
-            blocks.append(replace(block, adapters=adapters))
-        found[part] = tuple(blocks)
-    return replace(config, **found)
-
-
-def without_adapters(config: DecoderConfig) -> DecoderConfig:
-    """The model alone."""
-    return with_adapters(config, (), 0, 0.0)
 
 
 def adapter_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

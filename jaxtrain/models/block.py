@@ -45,6 +45,9 @@ class AttentionConfig:
     kv_heads: None is as many as `heads`. head_dim: None is embed / heads. window: a query sees
     itself and window - 1 tokens before (Mistral). softcap: scores are softcap * tanh(s / softcap).
     scale: of scores, None is head_dim ** -0.5. rope: None with learned positions.
+
+    qk_norm: of queries and keys by head, None for none. qkv_bias, out_bias: whether the
+    products into queries, keys and values, and the one out of the heads, add a bias.
     """
 
     heads: int
@@ -69,7 +72,10 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """activation(x gate) * (x up) when gated (SwiGLU; Shazeer 2020), else activation(x up)."""
+    """activation(x gate) * (x up) when gated (SwiGLU; Shazeer 2020), else activation(x up).
+
+    hidden: width between the products. bias: whether each product adds one.
+    """
 
     hidden: int
     activation: Activation = silu
@@ -84,6 +90,8 @@ class MoeConfig:
 
     No token is dropped, and nothing but the loss keeps the experts' loads even. The shares of the
     chosen experts sum to 1: with experts_per_token=1 the router has no gradient.
+
+    hidden, activation, gated: of each expert, as in `MlpConfig`.
     """
 
     hidden: int
@@ -98,6 +106,9 @@ class BlockConfig:
     """x + attention(norm(x)), then x + mlp(norm(x)); each branch is scaled and dropped out.
 
     adapters: beside some of its matrices; `Experiment.fine_tuning` puts them there.
+
+    norm: of both branches' inputs. residual_scale: what a branch is multiplied by before it is
+    added. dropout: the share of a branch's outputs that are dropped.
     """
 
     attention: AttentionConfig

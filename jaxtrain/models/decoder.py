@@ -17,15 +17,16 @@ from flax import nnx
 
 from jaxtrain.mesh.sharding import PaddedAxis, ShardingRules
 from jaxtrain.models.block import Block, BlockConfig, Cache, Context, MoeConfig, Place
+from jaxtrain.models.decoder_fields import DecoderFields
 from jaxtrain.models.validate import mesh_violations, violations
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.loss import HeadConfig, cross_entropy, logits
 from jaxtrain.nn.module import STACKED, put_together, take_apart
-from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
-from jaxtrain.nn.param import Initialisation, named_key, normal
+from jaxtrain.nn.norm import Norm
+from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import rematerialised
-from jaxtrain.nn.rotary import Rope, tables
+from jaxtrain.nn.rotary import tables
 from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
 
@@ -33,51 +34,19 @@ Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(DecoderFields):
     """A decoder language model.
 
+    vocab: number of tokens. embed: width of the residual stream.
     layers: all of them; layers - len(prefix) - len(suffix) is a multiple of len(period).
     learned_positions: rows of a learned position table (GPT-2), None without one.
     tied: the head is the embedding table. vocab_multiple: the table is padded to it, the same on
     every mesh; padded rows get no probability and no gradient. chunk_tokens: tokens whose logits
     exist at one time. dropout: of the embeddings; blocks have their own.
+    norm: before the head. embedding_scale: what embeddings are multiplied by. logit_scale: what
+    logits are; logit_softcap: logits are softcap * tanh(logits / softcap), None for none. init:
+    standard deviations of the first weights.
     """
-
-    vocab: int
-    embed: int
-    layers: int
-    period: tuple[BlockConfig, ...]
-    prefix: tuple[BlockConfig, ...] = ()
-    suffix: tuple[BlockConfig, ...] = ()
-    norm: NormConfig = RMSNorm()  # noqa: RUF009 (frozen)
-    learned_positions: int | None = None
-    tied: bool = False
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    dropout: float = 0.0
-    init: Initialisation = Initialisation()  # noqa: RUF009 (frozen)
-    vocab_multiple: int = 1024
-    chunk_tokens: int = 2048
-
-    @property
-    def padded_vocab(self) -> int:
-        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def periods(self) -> int:
-        return (self.layers - len(self.prefix) - len(self.suffix)) // len(self.period)
-
-    @property
-    def blocks(self) -> tuple[BlockConfig, ...]:
-        """Every layer's block, in natural order."""
-        return (*self.prefix, *(self.period * self.periods), *self.suffix)
-
-    @property
-    def ropes(self) -> tuple[tuple[Rope, int], ...]:
-        """The distinct rotary embeddings, each with the head_dim it turns."""
-        found = dict.fromkeys((b.attention.rope, b.attention.size(self.embed)) for b in self.blocks)
-        return tuple((rope, size) for rope, size in found if rope is not None)
 
     def violations(self) -> list[str]:
         """What is wrong with the fields, each with its remedy; empty when all is well."""

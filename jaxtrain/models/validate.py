@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.mesh.sharding import IN_USE_SPLIT, ShardingRules, ways
 from jaxtrain.models.block import BlockConfig, MoeConfig
-
-if TYPE_CHECKING:
-    from jaxtrain.models.decoder import DecoderConfig
-
+from jaxtrain.models.decoder_fields import DecoderFields
 
 LAYERS, EXPERTS, ALL_EXPERTS, SIZE = 2**14, 2**14, 2**20, 2**31 - 1
 """At most: ten times the deepest and the most divided models known; and what an index of 32 bits
 counts. What claims more is no model, and would be listed layer by layer."""
 
 
-def violations(config: DecoderConfig) -> list[str]:
+def violations(config: DecoderFields) -> list[str]:
     """Each wrong field with its remedy."""
     if found := _layers_unknown(config):
         return found
@@ -104,7 +101,7 @@ def _counts(block: BlockConfig) -> dict[str, Any]:
     return counts
 
 
-def _layers_unknown(config: DecoderConfig) -> list[str]:
+def _layers_unknown(config: DecoderFields) -> list[str]:
     """What keeps the layers from being counted at all."""
     found = []
     if not isinstance(config.layers, int) or isinstance(config.layers, bool):
@@ -116,7 +113,7 @@ def _layers_unknown(config: DecoderConfig) -> list[str]:
     return found or too_many("layers", config.layers, LAYERS)
 
 
-def _beyond_any(config: DecoderConfig) -> list[str]:
+def _beyond_any(config: DecoderFields) -> list[str]:
     """Counts that no model has."""
     found = []
     for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens", "learned_positions"):
@@ -142,7 +139,7 @@ def too_many(name: str, value: Any, most: int) -> list[str]:
     return [f"{name}={shown} is more than any model has; use {most} or less"]
 
 
-def _scale_violations(config: DecoderConfig) -> list[str]:
+def _scale_violations(config: DecoderFields) -> list[str]:
     """Numbers that would make every loss NaN or infinite."""
     scales = {
         "embedding_scale": config.embedding_scale,
@@ -179,7 +176,7 @@ def _share(value: Any) -> bool:
 
 
 def mesh_violations(
-    config: DecoderConfig, rules: ShardingRules, sizes: Mapping[str, int], *, explicit: bool
+    config: DecoderFields, rules: ShardingRules, sizes: Mapping[str, int], *, explicit: bool
 ) -> list[str]:
     """What does not split: whole heads and the padded vocabulary over their mesh axes."""
     if _layers_unknown(config) or not config.period:

@@ -14,7 +14,10 @@ from jaxtrain.nn.param import constant
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * scale. `unit_offset`: the scale is stored less one (Gemma)."""
+    """x / rms(x) * scale. `unit_offset`: the scale is stored less one (Gemma).
+
+    eps: added to the mean square.
+    """
 
     eps: float = 1e-5
     unit_offset: bool = False
@@ -22,7 +25,10 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """(x - mean) / std * scale + bias; `bias=False` leaves the bias out."""
+    """(x - mean) / std * scale + bias; `bias=False` leaves the bias out.
+
+    eps: added to the variance.
+    """
 
     eps: float = 1e-5
     bias: bool = True

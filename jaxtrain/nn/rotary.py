@@ -68,7 +68,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """theta: base of the wavelengths, 10000 in RoFormer, 500000 in Llama 3."""
+    """theta: base of the wavelengths, 10000 in RoFormer, 500000 in Llama 3.
+
+    scaling: for sequences longer than those of the first training, None for none.
+    """
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None

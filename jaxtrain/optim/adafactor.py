@@ -174,9 +174,14 @@ class Adafactor:
 
     The rate is relative where `relative` (multiplied by max(eps2 = 1e-3, RMS of the layer's
     tensor)), and a layer's update has an RMS of at most `clipping_threshold`; the padded rows of a
-    vocabulary are no part of an RMS. Weight decay is
+    vocabulary are no part of an RMS. `weight_decay` is
     decoupled and follows the learning rate, as AdamW's does (optax's `weight_decay_rate` does not
     follow it). State: two vectors a matrix, and one number a parameter with momentum.
+
+    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    decay_rate: c of the second moment's decay 1 - t**-c. min_dim_size_to_factor: matrices with
+    a smaller dim keep the full second moment. eps: added to squared gradients (the paper's
+    eps1). decay: which leaves weight decay applies to.
     """
 
     learning_rate: Rate

@@ -19,6 +19,11 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, alg. 2).
 
     Defaults are those of Brown et al. 2020 (GPT-3, app. B). State: two numbers a parameter.
+
+    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`). b1, b2:
+    decay of the means of gradients and of their squares. eps: added to the root of the second
+    mean. weight_decay: what a step takes off a parameter, as a share of it, times the learning
+    rate. decay: which leaves it applies to.
     """
 
     learning_rate: Rate
@@ -51,6 +56,10 @@ class SGD:
 
     Weight decay is the L2 penalty's gradient, added before the momentum. Defaults: He et al. 2016
     (ResNet). State: one number a parameter; none with momentum=0.
+
+    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    weight_decay: the penalty's coefficient. decay: which leaves it applies to. nesterov: take
+    the momentum one step ahead.
     """
 
     learning_rate: Rate
@@ -88,6 +97,9 @@ class Lion:
 
     Its section 5 advises rates 3 to 10 times smaller and decay as much larger than AdamW's: the
     default decay is ten times ours. State: one number a parameter.
+
+    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    weight_decay: decoupled, times the learning rate. decay: which leaves it applies to.
     """
 
     learning_rate: Rate

@@ -123,6 +123,11 @@ class Muon:
 
     rms: updates have this root mean square, so that Muon and AdamW share rate and decay (0.2: Liu
       et al. 2025, sec. 2.2); None scales by sqrt(max(1, fan_out / fan_in)) as Jordan does.
+    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    weight_decay: decoupled, times the learning rate. momentum: of gradients; nesterov: taken one
+      step ahead.
+    newton_schulz_steps, coefficients: how often x <- a x + (b A + c A^2) x with A = x x^T is
+      applied to a matrix, and its (a, b, c). eps: added to the norm that it is divided by first.
     dtype: of the Newton-Schulz iteration; Jordan's is bfloat16.
     adam: None is AdamW at this learning rate and weight decay.
     State: one number a parameter in matrices, two elsewhere.

@@ -28,7 +28,10 @@ class LossScaleState(NamedTuple):
 @dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, sec. 3.2): multiply after `window` finite
-    steps, divide at an overflow; within [minimum, maximum] (Apex's bounds)."""
+    steps, divide at an overflow; within [minimum, maximum] (Apex's bounds).
+
+    initial: the first scale. factor: what it is multiplied or divided by.
+    """
 
     initial: float = 2.0**15
     window: int = 2000
@@ -72,7 +75,8 @@ class Precision:
     there never narrower than `compute`. A user's own model is summed in the dtype of its own
     operations, `compute` unless it asks for more. Sums over microbatches are fp32.
     matmul: `jax.default_matmul_precision` of the program; accelerators take "default" to mean TF32
-    or bfloat16 passes, "highest" is true fp32.
+    or bfloat16 passes, "highest" is true fp32. loss_scale: what keeps gradients in the range of
+    float16, None for none.
     """
 
     params: jax.typing.DTypeLike = jnp.float32

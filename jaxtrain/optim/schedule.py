@@ -88,7 +88,10 @@ def _warm_then_decay(
 
 @dataclass(frozen=True)
 class Constant:
-    """`peak` throughout, after an optional warm-up."""
+    """`peak` throughout, after an optional warm-up.
+
+    peak: the learning rate. warmup: steps over which it rises from 0.
+    """
 
     peak: float
     warmup: int = 0
@@ -113,7 +116,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Cosine from `peak` to `final_fraction` of it at the end (0.1: Brown et al. 2020, app. B)."""
+    """Cosine from `peak` to `final_fraction` of it at the end (0.1: Brown et al. 2020, app. B).
+
+    warmup: steps over which the rate rises from 0 to the peak.
+    """
 
     peak: float
     warmup: int = 0
@@ -139,7 +145,10 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class WarmupLinear:
-    """A straight line from `peak` to `final_fraction` of it at the end (0: Devlin et al. 2019)."""
+    """A straight line from `peak` to `final_fraction` of it at the end (0: Devlin et al. 2019).
+
+    warmup: steps over which the rate rises from 0 to the peak.
+    """
 
     peak: float
     warmup: int = 0
@@ -165,7 +174,12 @@ class WarmupLinear:
 
 @dataclass(frozen=True)
 class WarmupStableDecay:
-    """The peak up to the last `decay` steps, then a cooldown (WSD: Hu et al. 2024, MiniCPM)."""
+    """The peak up to the last `decay` steps, then a cooldown (WSD: Hu et al. 2024, MiniCPM).
+
+    warmup: steps over which the rate rises from 0 to the peak. final_fraction: of the peak,
+    what is left at the end. shape: of the cooldown, from progress in [0, 1] to what is left of
+    the fall: `one_minus_sqrt`, `linear_decay`, `cosine_decay`.
+    """
 
     peak: float
     decay: int

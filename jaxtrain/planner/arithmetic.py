@@ -21,7 +21,7 @@ from jaxtrain.nn.moe import block_count, block_rows
 from jaxtrain.nn.online_softmax import AttentionMask, Scoring
 from jaxtrain.nn.tiling import Tiling
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
-from jaxtrain.train.assembly import Assembly
+from jaxtrain.step.assembly import Assembly
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
 OPAQUE = (Cudnn, Splash)

@@ -15,6 +15,8 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.residuals import Part
+from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
 from jaxtrain.models.block import MoeConfig
@@ -33,10 +35,8 @@ from jaxtrain.planner.facts import (
     StepFacts,
     SumFacts,
 )
-from jaxtrain.train.assembly import Assembly
-from jaxtrain.train.compressed_sums import Choice
-from jaxtrain.train.residuals import Part
-from jaxtrain.train.tuning import ENTERING
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.tuning import ENTERING
 
 
 def steady(assembly: Assembly) -> Choice:

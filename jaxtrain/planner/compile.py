@@ -23,16 +23,16 @@ from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, unpredicted
 from jaxtrain.planner.contract import Contract, Key, contract, seen
 from jaxtrain.planner.overhead import Overhead, overhead
+from jaxtrain.run.check import CheckReport, weighed
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.state import shardings
+from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
 from jaxtrain.telemetry.stablehlo import lowered_collectives
-from jaxtrain.train.assembly import Assembly, active_mesh, assemble
-from jaxtrain.train.check import CheckReport, weighed
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import trace_step
 
 CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
 """Gives what the compiler writes to the process's standard error while the context is open."""

@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxtrain.planner.assembled import facts_of, unpredicted
 from jaxtrain.planner.traffic import Sent, step_traffic
+from jaxtrain.step.assembly import Assembly, platform_of
 from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups
-from jaxtrain.train.assembly import Assembly, platform_of
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "uint8": "u8"}
 """NumPy's names -> HLO's."""

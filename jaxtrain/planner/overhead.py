@@ -11,9 +11,9 @@ from jaxtrain.planner.assembled import facts_of, unpredicted
 from jaxtrain.planner.facts import FlopFacts
 from jaxtrain.planner.pipeline_work import Work, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.step.assembly import Assembly
 from jaxtrain.telemetry.flops import Attention
 from jaxtrain.telemetry.hlo import SENT
-from jaxtrain.train.assembly import Assembly
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.run import loop
 from jaxtrain.telemetry.metrics import MetricsWriter, read_metrics
-from jaxtrain.train import loop
 
 SECRET = '{"step": 0}\n'
 """The user's own; it would do as metrics, too."""

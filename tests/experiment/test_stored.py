@@ -28,7 +28,7 @@ from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
 from jaxtrain.models.adapters import Adapters
 from jaxtrain.nn.attention import PlatformKernel
 from jaxtrain.nn.norm import RMSNorm
-from jaxtrain.train.loading import load
+from jaxtrain.weights.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
 EXPERIMENT = jaxtrain.Experiment(

@@ -10,11 +10,11 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.checkpoint.huggingface import read_params, write_folder
+from jaxtrain.bench.checkpoint import bench_checkpoint
 from jaxtrain.data import ByteTokenizer, StdlibSource, tokenize
 from jaxtrain.files.stores import local_path, store_violations
-from jaxtrain.train.bench_checkpoint import bench_checkpoint
-from jaxtrain.train.loading import load
+from jaxtrain.weights.huggingface import read_params, write_folder
+from jaxtrain.weights.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
 EXPERIMENT = jaxtrain.Experiment(

@@ -139,6 +139,30 @@ def test_a_missing_file_names_the_nearest():
         load_mesh(ROOT / "meshes" / "cpu8.toml")
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_mesh_that_comes_with_jaxtrain_goes_by_its_name(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = load_mesh(file.stem)
+    assert dataclasses.replace(found, path=str(file)) == load_mesh(file)
+    (tmp_path / file.stem).mkdir()
+    assert load_mesh(file.stem) == found, "whatever lies in the current folder"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("meshes/h100_8.toml", "No such file.*comes with a mesh of that name: give 'h100_8' alone"),
+        ("h100-8", "No such file.*did you mean 'h100_8'"),
+        ("laptop", "No such file.*use one of cpu_1, cpu_8, .*v5p_512_stage8"),
+        ("own.toml", "own.toml: No such file or directory$"),
+    ],
+)
+def test_outside_a_clone_a_missing_mesh_names_those_there_are(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        load_mesh(given)
+
+
 def test_with_axes_cuts_the_same_machine(tmp_path):
     spec = load_mesh(write(tmp_path, GOOD))
     assert spec.links == (("host", LINKS["nvlink4"]), ("cluster", LINKS["infiniband_ndr"]))
@@ -322,7 +346,7 @@ def cpus(n, processes=1):
             spec_of("h100_sxm", fsdp=8),
             cpus(1),
             "m.toml needs 8 devices of h100_sxm .NVIDIA H100 80GB HBM3.; this machine has "
-            "1 cpu device: run with --simulate, or pass --mesh meshes/cpu_1.toml",
+            "1 cpu device: run with --simulate, or pass --mesh cpu_1",
         ),
         (spec_of("tpu_v5e", fsdp=8), list(gpus(1, 8)), "of tpu_v5e.*machine has 8 gpu devices"),
         (spec_of("h100_sxm", fsdp=8), list(gpus(1, 4)), "needs 8 devices.*machine has 4 gpu"),

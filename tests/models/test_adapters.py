@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.models.adapters import column, merged, row, with_adapters
+from jaxtrain.models.adapter_config import with_adapters
+from jaxtrain.models.adapters import column, merged, row
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.remat import REMAT

@@ -7,13 +7,13 @@ from typing import Any
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.planner.assembled import steady
 from jaxtrain.planner.contract import Contract, contract
+from jaxtrain.step.assembly import active_mesh
+from jaxtrain.step.state import shardings
+from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.hlo import Collective, collectives
 from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
-from jaxtrain.train.assembly import active_mesh
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import trace_step
 
 
 def lowered(assembly: Any) -> Any:

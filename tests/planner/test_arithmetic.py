@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import jaxtrain
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.attention import Cudnn, Reference
 from jaxtrain.nn.blockwise import Blockwise
@@ -16,11 +17,10 @@ from jaxtrain.nn.online_softmax import AttentionMask, Scoring
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.nn.tiling import Tiling
 from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.state import shardings
+from jaxtrain.step.train_step import compile_step
 from jaxtrain.telemetry.hlo import dot_flops
-from jaxtrain.train.assembly import Assembly, active_mesh, assemble
-from jaxtrain.train.shrink import shrink
-from jaxtrain.train.state import shardings
-from jaxtrain.train.step import compile_step
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -16,11 +16,11 @@ import jax
 import pytest
 
 import jaxtrain
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
 from jaxtrain.planner.compile import compile_experiment
-from jaxtrain.train import step as stepping
-from jaxtrain.train.shrink import shrink
+from jaxtrain.step import train_step as stepping
 
 ROOT = Path(__file__).parents[2]
 

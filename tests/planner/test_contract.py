@@ -12,18 +12,18 @@ import pytest
 from programs import held, lowered, programs
 
 import jaxtrain
+from jaxtrain.certificate.layouts import Layout, arranged, layouts
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
 from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import moved
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
-from jaxtrain.train.assembly import assemble
-from jaxtrain.train.layouts import Layout, arranged, layouts
-from jaxtrain.train.shrink import shrink
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 EXPLICIT = [each for each in layouts(8, "quick")[0] if each.mode != "gspmd"]

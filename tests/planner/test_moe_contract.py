@@ -10,11 +10,11 @@ import pytest
 from programs import held
 
 import jaxtrain
+from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.train.assembly import assemble
-from jaxtrain.train.layouts import Layout, arranged
-from jaxtrain.train.shrink import shrink
+from jaxtrain.step.assembly import assemble
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))

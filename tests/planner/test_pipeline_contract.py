@@ -10,6 +10,8 @@ import pytest
 from programs import held, programs
 
 import jaxtrain
+from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline import tick
 from jaxtrain.pipeline.config import Pipeline
@@ -17,9 +19,7 @@ from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.contract import contract
 from jaxtrain.planner.sent import local_elements
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.train.assembly import assemble
-from jaxtrain.train.layouts import Layout, arranged
-from jaxtrain.train.shrink import shrink
+from jaxtrain.step.assembly import assemble
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 TWO = (("stage", 2),)

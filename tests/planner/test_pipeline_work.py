@@ -12,6 +12,8 @@ from programs import lowered
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline.analysis import bubble
@@ -19,11 +21,9 @@ from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.overhead import executed_over_useful
 from jaxtrain.planner.compile import CompileReport
 from jaxtrain.planner.overhead import flop_facts, overhead
+from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.hlo import dot_flops
 from jaxtrain.telemetry.hlo_text import program_text
-from jaxtrain.train.assembly import assemble
-from jaxtrain.train.layouts import Layout, arranged
-from jaxtrain.train.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
 TWO = (("stage", 2),)

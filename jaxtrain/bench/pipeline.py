@@ -1,0 +1,381 @@
+"""`bench pipeline`: seconds a step of every schedule, beside what their tables predict.
+
+In lock-step a masked tick works too, so a step lasts as long as its table costs
+(`pipeline.analysis.cost`) and what each schedule does once: buffers between ticks, the sum of
+gradients, the optimizer's update. Each of these is measured by itself (`pipeline_costs`), and no
+prediction uses a step's time. In neither is what a first tick pays for the memory it works in.
+Costs and steps take turns in one process, one program at a time, so that whatever else the machine
+does hits all alike. On simulated devices, which share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
+from jaxtrain.data import BigramChain
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.rotary import Rope
+from jaxtrain.optim.fields import at_least, count
+from jaxtrain.optim.optimizer import AdamW
+from jaxtrain.pipeline.analysis import bubble, cost
+from jaxtrain.pipeline.config import Pipeline
+from jaxtrain.pipeline.schedule import Costs, Schedule
+from jaxtrain.run.rows import open_split
+from jaxtrain.run.session import CACHE_DIR, initialise
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.state import shardings
+from jaxtrain.step.train_step import LocalSumsOf, compile_step
+
+PIPELINES = (
+    Pipeline("one_f_one_b"),
+    Pipeline("gpipe"),
+    Pipeline("interleaved", chunks=2),
+    Pipeline("zero_bubble"),
+)
+MEASURED_AT = 8
+"""Microbatches at which costs are measured, and what is done once."""
+PREDICTED = (2, 32)
+ROUNDS = 5
+WINDOW = 2.0
+"""Seconds for which a program runs, again and again, in its turn. Of single runs the quickest is a
+short program's luckiest moment but a long one's mean of many: sums of the former fall short of the
+latter."""
+BOUND = 0.15
+"""An error of a prediction that is larger is marked."""
+LEGEND = f"""\
+M: microbatches. Cost: of the table's ticks and M heads, in units of F; bubble: its share that is
+idle. Once: buffers, the sum of gradients, the update. Predicted: cost and once. Spread: by how much
+the slowest round exceeds the quickest; schedules that are no further apart are not told apart.
+Error: below 0 a step is slower than predicted; !: off by more than {BOUND:.0%}."""
+PASSES = (1, 4)
+"""How often a program of costs follows its tables: what the longer takes beyond the shorter is
+ticks alone, and nothing that is done once."""
+
+Arrays = dict[str, Any]
+Program = Callable[[], Any]
+Key = tuple[Pipeline, int]
+"""A step: its schedule and its microbatches."""
+ONCE = "once"
+
+
+def benchmark(stages: int) -> Experiment:
+    """Four layers a stage, so wide that their arithmetic outweighs what a tick does beside it.
+    `batch` is one microbatch."""
+    block = BlockConfig(AttentionConfig(heads=4, rope=Rope(1e4)), MlpConfig(hidden=768))
+    return Experiment(
+        model=DecoderConfig(vocab=2048, embed=256, layers=4 * stages, period=(block,)),
+        data=BigramChain(vocab=2048, seq=128),
+        optimizer=AdamW(1e-3),
+        steps=100,
+        batch=2,
+        evaluation=None,
+        checkpoints=None,
+    )
+
+
+# Programs
+
+
+@dataclass(eq=False)
+class _Machine:
+    """Where programs run. experiment: with a microbatch for its batch. states: the train state of
+    each number of chunks, which its programs hand on to one another."""
+
+    experiment: Experiment
+    stages: int
+    states: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        e, self.spec = self.experiment, mesh_from_axes(stage=self.stages)
+        self.dataset = open_split(e, "train", CACHE_DIR.expanduser())
+        self.fields = fields_of(self.dataset, e.data)
+        self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
+
+    def assembled(self, pipeline: Pipeline, microbatches: int) -> Assembly:
+        e = self.experiment
+        execution = replace(e.execution, pipeline=pipeline)
+        assert isinstance(e.batch, int), "the rows of one microbatch do not change"
+        batch = microbatches * e.batch
+        e = replace(e, execution=execution, microbatches=microbatches, batch=batch)
+        return assemble(e, self.spec, self.fields)
+
+    def step(self, assembly: Assembly, local: LocalSumsOf | None = None) -> Program:
+        """The train step as `train` runs it, or with `local`."""
+        where = shardings(assembly.abstract, assembly.splits, self.mesh)
+        program = compile_step(assembly, self.mesh, where, local=local)
+        chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
+        if chunks not in self.states:
+            self.states[chunks] = jax.block_until_ready(initialise(assembly, where))
+
+        def run() -> Any:
+            self.states[chunks], metrics = program(self.states[chunks], batch)
+            return self.states[chunks], metrics
+
+        return run
+
+    def ticks(self, assembly: Assembly, kind: str) -> dict[int, Program]:
+        """`ticks_of` by its passes, with parameters of a step of as many chunks, which comes
+        first."""
+        chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
+        program = jax.jit(ticks_of(assembly, self.mesh, kind))
+        lowered = program.lower(self.states[chunks].params, batch, jnp.int32(1))
+        compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
+
+        def following(passes: int) -> Program:
+            times = jnp.int32(passes)
+            return lambda: compiled(self.states[chunks].params, batch, times)
+
+        return {passes: following(passes) for passes in PASSES}
+
+    def _batch(self, assembly: Assembly) -> Arrays:
+        e = assembly.experiment
+        placed = PlacedRows(self.dataset, assembly.batch_shardings(self.mesh), e.microbatches)
+        return placed.rows(numbered(e.batch)(0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule at a number of microbatches. cost: in forward passes of a stage, head included.
+    once_s: what is done once, as measured with `PipelineReport.measured_at`. measured_s: the
+    quickest round's mean; spread: between the rounds' fastest and slowest, over it."""
+
+    schedule: str
+    chunks: int
+    microbatches: int
+    ticks: int
+    cost: float
+    bubble: float
+    once_s: float
+    predicted_s: float
+    measured_s: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """Below 0: the step takes longer than predicted."""
+        return self.predicted_s / self.measured_s - 1
+
+    def line(self) -> str:
+        mark = " !" if abs(self.error) > BOUND else ""
+        return (
+            f"{self.schedule:<12} {self.microbatches:>3} {self.ticks:>5} {self.cost:>9.2f} "
+            f"{self.bubble:>7.1%} {self.once_s:>6.3f} {self.predicted_s:>11.3f} "
+            f"{self.measured_s:>10.3f} "
+            f"{self.spread:>7.1%} {self.error:>+7.1%}{mark}"
+        )
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """costs: seconds of a stage's work on one microbatch, `whole` the B of schedules without W, as
+    measured in programs of `measured_at` microbatches."""
+
+    what: str
+    stages: int
+    measured_at: int
+    costs: Costs
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> float:
+        return max(abs(row.error) for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        costs = {f"{name}_s": seconds for name, seconds in vars(self.costs).items()}
+        return {
+            **{"what": self.what, "stages": self.stages, "measured_at": self.measured_at, **costs},
+            **{"bound": BOUND, "worst_error": self.worst},
+            "rows": [{**vars(row), "error": row.error} for row in self.rows],
+        }
+
+    def table(self) -> str:
+        c, ms = self.costs, 1e3
+        head = (
+            f"{'schedule':<12} {'M':>3} {'ticks':>5} {'cost in F':>9} {'bubble':>7} "
+            f"{'once s':>6} {'predicted s':>11} {'measured s':>10} {'spread':>7} {'error':>7}"
+        )
+        assert c.whole is not None, "it was measured"
+        within = sum(abs(row.error) <= BOUND for row in self.rows)
+        return "\n".join(
+            [
+                self.what,
+                f"measured at M={self.measured_at}, ms a stage and microbatch: F "
+                f"{c.forward * ms:.2f}, B {c.whole * ms:.2f}; split: B {c.backward * ms:.2f}, W "
+                f"{c.weight * ms:.2f}; head, with embedding, {c.head * ms:.2f}",
+                head,
+                *(row.line() for row in self.rows),
+                f"{within} of {len(self.rows)} predictions within {BOUND:.0%}, the worst off by "
+                f"{self.worst:.2%}",
+                LEGEND,
+            ]
+        )
+
+
+def bench_pipeline(
+    stages: int = 2,
+    *,
+    experiment: Experiment | None = None,
+    measured_at: int = MEASURED_AT,
+    microbatches: tuple[int, ...] = PREDICTED,
+    rounds: int = ROUNDS,
+    window: float = WINDOW,
+    progress: Callable[[str], None] = lambda text: None,
+) -> PipelineReport:
+    """Predict and time the step of all of PIPELINES on `stages` simulated devices.
+
+    experiment: with one microbatch for its batch; None: `benchmark`. measured_at: microbatches at
+    which costs are measured; microbatches: those of the steps. rounds: in each of them every
+    program has its turn: one run, and as many as fill `window` seconds, which are timed. progress:
+    told what is being done, in lines.
+
+    Raises ValueError before anything is compiled: for fewer than 2 stages or rounds (a spread is
+    between two), nothing to predict, numbers that cannot be, an experiment that does not fit, or a
+    process with fewer devices.
+    """
+    found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
+    found += count("rounds", rounds, 2) + at_least("window", window, 0)
+    found += [
+        wrong for i, m in enumerate(microbatches) for wrong in count(f"microbatches[{i}]", m, 1)
+    ]
+    found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
+    found += _experiment_violations(experiment) if experiment is not None else []
+    refuse("bench pipeline", found)
+    e = experiment or benchmark(stages)
+    machine, started = _Machine(e, stages), time.perf_counter()
+
+    def told(text: str) -> None:
+        progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
+
+    steps = {(p, m): machine.assembled(p, m) for m in microbatches for p in PIPELINES}
+    at = {p: machine.assembled(p, measured_at) for p in PIPELINES}
+    of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
+    works = {
+        **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
+        **{"backward": (of_split, "B"), "weight": (of_split, "W")},
+    }
+    programs = _compiled(machine, steps, at, works, told)
+    seconds = take_turns(programs, rounds, window, told)
+    return report_of(
+        _described(e, rounds, window),
+        {
+            name: runs_of(assembly.on_stages.schedule, kind)
+            for name, (assembly, kind) in works.items()
+        },
+        {key: assembly.on_stages.schedule for key, assembly in steps.items()},
+        measured_at,
+        seconds,
+    )
+
+
+def _experiment_violations(e: Experiment) -> list[str]:
+    found = []
+    if not isinstance(e.batch, int):
+        found.append(f"experiment.batch={e.batch!r} must be a number, the rows of a microbatch")
+    if e.microbatches != 1:
+        found.append(f"experiment.microbatches={e.microbatches} must be 1; steps have more of them")
+    return found
+
+
+def _compiled(
+    machine: _Machine,
+    steps: Mapping[Key, Assembly],
+    at: Mapping[Pipeline, Assembly],
+    works: Mapping[str, tuple[Assembly, str]],
+    told: Callable[[str], None],
+) -> dict[Any, Program]:
+    """Programs by the keys of `report_of`'s seconds."""
+    programs: dict[Any, Program] = {}
+    for (pipeline, microbatches), assembly in steps.items():
+        told(f"compiling the step of {pipeline.schedule}, M={microbatches}")
+        programs[pipeline, microbatches] = machine.step(assembly)
+    for pipeline, assembly in at.items():
+        told(f"compiling what a step of {pipeline.schedule} does once")
+        programs[pipeline, ONCE] = machine.step(assembly, without_ticks)
+    for name, (assembly, kind) in works.items():
+        told(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
+        found = machine.ticks(assembly, kind)
+        programs |= {(name, passes): program for passes, program in found.items()}
+    return programs
+
+
+def _described(e: Experiment, rounds: int, window: float) -> str:
+    model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return (
+        f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "
+        f"{e.data.seq} tokens a microbatch; quickest of {rounds} rounds of {window:g} s a program; "
+        f"{os.cpu_count()} cores, load at the end {load:.1f}"
+    )
+
+
+def take_turns(
+    programs: Mapping[Any, Program], rounds: int, window: float, told: Callable[[str], None]
+) -> dict[Any, list[float]]:
+    """Seconds of each program in each round: the mean of as many runs as fill `window` seconds. One
+    program at a time: side by side they wait for each other's collectives forever. Who begins
+    changes."""
+    names, seconds = list(programs), {name: list[float]() for name in programs}
+    for turn in range(rounds):
+        told(f"round {turn + 1} of {rounds}: {len(names)} programs")
+        first = turn * len(names) // rounds
+        for name in [*names[first:], *names[:first]]:
+            seconds[name].append(_mean_seconds(programs[name], window))
+    return seconds
+
+
+def _mean_seconds(program: Program, window: float) -> float:
+    """Of the runs that fill a window, after one that finds what memory another program has left."""
+
+    def seconds(runs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(runs):
+            jax.block_until_ready(program())
+        return time.perf_counter() - began
+
+    runs = max(1, math.ceil(window / seconds(1)))
+    return seconds(runs) / runs
+
+
+def report_of(
+    what: str,
+    counts: Mapping[str, int],
+    schedules: Mapping[Key, Schedule],
+    measured_at: int,
+    seconds: Mapping[Any, list[float]],
+) -> PipelineReport:
+    """The report of times: of steps by `schedules`' keys, of costs by (field of `Costs`, passes),
+    `counts` of each in a pass, and of steps without ticks."""
+    took = {name: min(rounds) for name, rounds in seconds.items()}
+    few, many = PASSES
+    measured = {}
+    for name, times in counts.items():
+        longer = took[name, many] - took[name, few]
+        # What is next to nothing may come out below it, beside other people's work.
+        measured[name] = max(1e-9, longer / (many - few) / times)
+    costs = Costs(**measured)
+
+    def row(key: Key) -> Row:
+        (pipeline, microbatches), schedule = key, schedules[key]
+        table, once = cost(schedule, costs), took[pipeline, ONCE]
+        return Row(
+            pipeline.schedule, pipeline.chunks, microbatches, schedule.ticks,
+            table / costs.forward, bubble(schedule, costs), once,
+            table + once, took[key], (max(seconds[key]) - min(seconds[key])) / took[key],
+        )  # fmt: skip
+
+    stages = next(iter(schedules.values())).stages
+    return PipelineReport(what, stages, measured_at, costs, tuple(map(row, schedules)))

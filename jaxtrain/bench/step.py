@@ -1,0 +1,307 @@
+"""`bench step`: seconds a step, beside a plain jax + optax loop of the same model in the same run.
+
+Each variant and the loop is a process of its own. All are alive at once and take turns, one step
+at a time with nothing else running, so that whatever else the machine does hits all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.bench.baseline import find_baseline, plain_arguments
+from jaxtrain.bench.step_worker import PRECISIONS, arguments_of
+from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.simulation import simulation_flags
+
+MODES = ("explicit", "gspmd")
+WARMUP = 3
+"""Untimed steps after the first."""
+LOOP, SAME_ENVIRONMENT = "plain loop", "plain loop in our environment"
+
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""Python's arguments, and the environment."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """step_s: median of the timed steps. first_step_s: from process start to the end of the first
+    step, nothing cached, no other process at work. peak_bytes: of the device, on CPU of the whole
+    process. program_bytes: what the compiled step needs on one device. loss: of the last, nats.
+    """
+
+    step_s: float
+    compile_s: float
+    first_step_s: float
+    peak_bytes: int
+    program_bytes: int | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to run the experiment, beside the plain loop in the same precision.
+
+    baseline: the loop as its user starts it. same_environment: the loop in our process environment,
+    huge pages for the heap of a simulated mesh included; `baseline` where the two are one.
+    """
+
+    mode: str
+    precision: str
+    ours: Measurement
+    baseline: Measurement
+    same_environment: Measurement
+
+    @property
+    def ratio(self) -> float:
+        """Our seconds a step over the loop's: below 1 is faster."""
+        return self.ours.step_s / self.baseline.step_s
+
+    @property
+    def ratio_same_environment(self) -> float:
+        """The same, the loop in our environment."""
+        return self.ours.step_s / self.same_environment.step_s
+
+    def as_json(self) -> dict[str, Any]:
+        name = {"mode": self.mode, "precision": self.precision}
+        against = {
+            "baseline_step_s": self.baseline.step_s,
+            "ratio": self.ratio,
+            "ratio_same_environment": self.ratio_same_environment,
+        }
+        return {**name, **asdict(self.ours), **against}
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """own: the (mode, precision) that the experiment itself asks for, one of `comparisons`."""
+
+    mesh: str
+    own: tuple[str, str]
+    comparisons: tuple[Comparison, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """step_s baseline_step_s ratio compile_s first_step_s peak_bytes loss (and a few more) of
+        the experiment's own variant; the same of all under `variants`, the loop's in `baselines`.
+        """
+        own = next(c for c in self.comparisons if (c.mode, c.precision) == self.own)
+        return {
+            **own.as_json(),
+            "mesh": self.mesh,
+            "baselines": {c.precision: asdict(c.baseline) for c in self.comparisons},
+            "baselines_same_environment": {
+                c.precision: asdict(c.same_environment) for c in self.comparisons
+            },
+            "variants": [c.as_json() for c in self.comparisons],
+        }
+
+    def table(self) -> str:
+        """A line for each variant and loop; * marks the experiment's own. ratio: to the loop as its
+        user starts it; same env: to the loop in our environment.
+        """
+        head = (
+            f"{self.mesh:<20} {'step s':>9} {'ratio':>6} {'same env':>8} {'compile s':>9} "
+            f"{'first s':>8} {'peak MiB':>9} {'program MiB':>11} {'loss':>7}"
+        )
+        lines = [head]
+        for precision in dict.fromkeys(c.precision for c in self.comparisons):
+            mine = [c for c in self.comparisons if c.precision == precision]
+            loop, same = mine[0].baseline, mine[0].same_environment
+            against = (loop, same)
+            lines.append(_line(f"plain loop {precision}", loop, against))
+            if same is not loop:
+                lines.append(_line(" in our environment", same, against))
+            for c in mine:
+                mark = " *" if (c.mode, c.precision) == self.own else ""
+                lines.append(_line(f"{c.mode} {precision}{mark}", c.ours, against))
+        return "\n".join(lines)
+
+
+def _line(name: str, m: Measurement, against: tuple[Measurement, Measurement]) -> str:
+    ratio, same = (m.step_s / loop.step_s for loop in against)
+    program = "-" if m.program_bytes is None else f"{m.program_bytes / 2**20:.0f}"
+    return (
+        f"{name:<20} {m.step_s:>9.4f} {ratio:>6.3f} {same:>8.3f} {m.compile_s:>9.2f} "
+        f"{m.first_step_s:>8.2f} {m.peak_bytes / 2**20:>9.0f} {program:>11} {m.loss:>7.4f}"
+    )
+
+
+def bench_step(
+    experiment: str | Path,
+    spec: MeshSpec,
+    *,
+    steps: int,
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    baseline: str | Path | None = None,
+) -> BenchReport:
+    """Measure an experiment file on a mesh: each execution mode in each precision.
+
+    steps: timed steps of each, after `WARMUP` others, every one after an untimed step. baseline:
+    the loop's script, None for `baselines/plain_loop.py` beside the experiment. The loop gets the
+    experiment's sizes and mesh, not the mesh's compiler options nor huge pages: those are a
+    part of what is measured. On a simulated mesh the loop also runs in our environment.
+
+    Raises ValueError for an experiment that does not fit the mesh, or that asks for what the plain
+    loop lacks, each with all violations; RuntimeError, with its last words, when a process fails.
+    Costs three or four processes for each precision, alive at once: one accelerator must hold
+    them together.
+    """
+    loaded = load_experiment(experiment)
+    own = _own(loaded, steps, precisions)
+    loop = [str(baseline or find_baseline(experiment)), *plain_arguments(loaded, spec), "--turns"]
+    ours, plain = environment(spec, os.environ), plain_environment(spec, os.environ)
+    comparisons = []
+    for precision in precisions:
+        commands: dict[str, Command] = {
+            mode: (arguments_of(experiment, spec, mode=mode, precision=precision), ours)
+            for mode in MODES
+        }
+        commands[LOOP] = [*loop, "--dtype", precision], plain
+        if plain != ours:
+            commands[SAME_ENVIRONMENT] = [*loop, "--dtype", precision], ours
+        found = take_turns(commands, steps=steps)
+        loops = found[LOOP], found.get(SAME_ENVIRONMENT, found[LOOP])
+        comparisons += [Comparison(mode, precision, found[mode], *loops) for mode in MODES]
+    return BenchReport(Path(spec.where).stem, own, tuple(comparisons))
+
+
+def _own(experiment: Experiment, steps: int, precisions: Sequence[str]) -> tuple[str, str]:
+    """The experiment's own mode and precision."""
+    violations = [] if steps >= 1 else [f"steps={steps}; time at least 1"]
+    mode = experiment.execution.mode or "explicit"
+    names = [name for name, value in PRECISIONS.items() if value == experiment.precision]
+    if not names or names[0] not in precisions:
+        violations.append(
+            f"precision={experiment.precision} is not one of those measured "
+            f"({', '.join(precisions)}); use jaxtrain.fp32 or jaxtrain.bf16"
+        )
+    if mode not in MODES:
+        violations.append(f"execution.mode={mode!r}; the modes are {' and '.join(MODES)}")
+    if violations:
+        raise ValueError("\n".join(violations))
+    return mode, names[0]
+
+
+def environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the processes: the mesh's devices, nothing cached, memory shared."""
+    env = {k: v for k, v in environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    if spec.simulated:
+        env |= simulation_flags(spec, environ)
+    else:
+        # Else the first process takes three quarters of an accelerator's memory from the others.
+        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    here = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (here, environ.get("PYTHONPATH")) if p)
+    return env
+
+
+def plain_environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what `jaxtrain` alone gives its processes: the malloc of the user."""
+    env = environment(spec, environ)
+    env.pop("GLIBC_TUNABLES", None)
+    given = environ.get("GLIBC_TUNABLES")
+    return env if given is None else env | {"GLIBC_TUNABLES": given}
+
+
+def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Measurement]:
+    """Run Python processes that obey `step_worker`'s protocol, step by step in turn.
+
+    Each is started when those before it have ended their first step and wait: it has the machine
+    for itself. Who begins changes from round to round. A timed step follows an untimed one.
+    """
+    with ExitStack() as stack:
+        runners = []
+        for name, (command, env) in commands.items():
+            runners.append(Runner(name, command, env))
+            stack.callback(runners[-1].close)
+            runners[-1].start()
+        for turn in range(WARMUP + steps):
+            first = turn % len(runners)
+            for runner in [*runners[first:], *runners[:first]]:
+                if turn >= WARMUP:  # as in training: what the others did is out of the caches
+                    runner.step(timed=False)
+                runner.step(timed=turn >= WARMUP)
+        return {runner.name: runner.finish() for runner in runners}
+
+
+@dataclass
+class Runner:
+    """A process that runs one step when told to, and what it has measured."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    seconds: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start, and wait for the end of the first step."""
+        began = time.perf_counter()
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (close() closes it)
+        self._process: Any = subprocess.Popen(
+            [sys.executable, *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=dict(self.env),
+        )
+        self._facts = self._answer()
+        self._first_step_s = time.perf_counter() - began
+        self._loss = self._facts["loss"]
+
+    def step(self, *, timed: bool) -> None:
+        with suppress(BrokenPipeError):  # it has ended: `_answer` says how
+            self._process.stdin.write("step\n")
+            self._process.stdin.flush()
+        answer = self._answer()
+        self._loss = answer["loss"]
+        if timed:
+            self.seconds.append(answer["step_s"])
+
+    def finish(self) -> Measurement:
+        """Ask for the last word, and sum up."""
+        self._process.stdin.close()
+        last = self._answer()
+        self._process.wait()
+        return Measurement(
+            step_s=statistics.median(self.seconds),
+            compile_s=self._facts["compile_s"],
+            first_step_s=self._first_step_s,
+            peak_bytes=last["peak_bytes"],
+            program_bytes=last["program_bytes"],
+            loss=self._loss,
+        )
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if not hasattr(self, "_process"):
+            return
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with suppress(BrokenPipeError):
+                stream.close()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next JSON line; other lines are libraries talking."""
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer = json.loads(line)
+                if "refused" in answer:
+                    raise ValueError(answer["refused"])
+                return answer
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = "\n".join(self._errors.read().splitlines()[-20:])
+        raise RuntimeError(f"bench step: the process of {self.name} ended with {code}:\n{last}")

@@ -1,0 +1,273 @@
+"""The certificate: the same experiment gives the same run on every mesh.
+
+Each layout is held against one device. Initial parameters are equal to the bit. In fp32:
+
+- loss and gradient norm of each of five steps, and one evaluation, within 1e-5: |a-b| / |b|;
+- the gradient of each leaf, within 1e-5: max|a-b| / max|b|. With SGD in each step, else in the
+  first;
+- each leaf after five steps, within 1e-4: of parameters and their averages sum|a-b| / sum|b-first|,
+  of the optimizer's state sum|a-b| / sum|b|.
+
+The last two are wider and of sums because Adam and its like divide a gradient by its own size: what
+is rounding in an element near zero becomes a whole step, and moves the gradients that come after.
+In bf16 all bounds are wider, and gradients are those of the first step.
+
+The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to those of
+the layout, in half of the layouts its optimizer too; fp16 is in none. bf16 layouts of a mixture
+send every token to all experts: near a tie rounding decides which one is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.certificate.layouts import PRECISIONS, Layout, layouts
+from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
+from jaxtrain.certificate.shrink import shrink
+from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.optim.fields import count, refuse
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
+"""Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
+STATE_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
+"""Of parameters, averages and optimizer state after the last step."""
+MOST_DEVICES = 64
+"""More fake devices than cores take minutes a step."""
+SMALLEST_SCALE = 1e-4
+"""Of the largest gradient. A gradient that is zero in exact arithmetic (a key bias without RoPE:
+softmax ignores it) has only rounding to compare: no leaf's is measured on a finer scale, and what
+an optimizer makes of one that is smaller is not compared."""
+ROUNDING = STEPS * 2.0**-24
+"""Each step rounds a parameter once: a difference of that share of its value is none."""
+
+Leaves = Mapping[str, np.ndarray]
+
+
+class Difference(NamedTuple):
+    """How far a layout is from its one-device run; `error` is set when it did not run. grad_rel is
+    that of `worst_leaf`, state_rel (parameters, averages, optimizer state) of `worst_state`."""
+
+    layout: Layout
+    loss_rel: float
+    grad_rel: float
+    norm_rel: float
+    init_equal: bool
+    worst_leaf: str
+    eval_rel: float = np.inf
+    state_rel: float = np.inf
+    worst_state: str = ""
+    error: str = ""
+
+    def __str__(self) -> str:
+        verdict = "ok    " if self.passed else "FAILED"
+        if self.error:
+            return f"{verdict} {self.layout}: {self.error}"
+        init = "equal" if self.init_equal else "DIFFERS"
+        return (
+            f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
+            f"norm {self.norm_rel:.1e} eval {self.eval_rel:.1e} state {self.state_rel:.1e} "
+            f"({self.worst_state}) init {init}  {self.layout}"
+        )
+
+    @property
+    def passed(self) -> bool:
+        dtype = jnp.dtype(PRECISIONS[self.layout.precision].compute).name
+        worst = max(self.loss_rel, self.grad_rel, self.norm_rel, self.eval_rel)
+        near = worst <= BOUNDS[dtype] and self.state_rel <= STATE_BOUNDS[dtype]
+        return not self.error and self.init_equal and bool(near)
+
+
+@dataclass
+class Certificate:
+    """differences in the order run; `closed_count` layouts were due."""
+
+    closed_count: int
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Difference]:
+        return [d for d in self.differences if not d.passed]
+
+    def worst(self, what: str, dtype: str = "fp32") -> float:
+        """The largest `loss_rel`, `grad_rel`, .. among layouts of that precision."""
+        found = [getattr(d, what) for d in self.differences if d.layout.precision == dtype]
+        return max(found, default=0.0)
+
+    def summary(self) -> str:
+        return (
+            f"{len(self.differences)} layouts run of {self.closed_count} due, "
+            f"{len(self.failed)} failed; worst fp32 loss {self.worst('loss_rel'):.1e}, "
+            f"gradient {self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}), "
+            f"state after {STEPS} steps {self.worst('state_rel'):.1e} (bound "
+            f"{STATE_BOUNDS['float32']:.0e}); worst bf16 gradient "
+            f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e})"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layouts": len(self.differences),
+            "failed": len(self.failed),
+            "worst_loss_rel": self.worst("loss_rel"),
+            "worst_grad_rel": self.worst("grad_rel"),
+            "worst_eval_rel": self.worst("eval_rel"),
+            "worst_state_rel": self.worst("state_rel"),
+        }
+
+
+def certify(
+    experiment: Experiment | str | Path,
+    *,
+    devices: int = 8,
+    which: str = "quick",
+    full: bool = False,
+    stop_at_failure: bool = False,
+) -> Generator[tuple[Difference, Certificate], None, None]:
+    """Each layout's difference as it is found, and the certificate so far.
+
+    Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for no
+    devices, and for a model that is not built in: layouts of others are GSPMD's, whose arithmetic
+    is XLA's to keep.
+    """
+    refuse(count("devices", devices, 1))
+    if devices > MOST_DEVICES:
+        raise ValueError(
+            f"devices={devices}: a certificate runs every layout on fake devices of one machine; "
+            f"use {MOST_DEVICES} or fewer, such as 8, on which every axis is met"
+        )
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    if not isinstance(experiment.model, DecoderConfig):
+        raise ValueError("certify compares layouts of built-in models; this experiment has its own")
+    if not full:
+        experiment = shrink(experiment, devices=devices)
+    due, closed_count = layouts(devices, which)
+    # What is compiled ahead is lost when a failure ends the certificate.
+    ahead = 0 if stop_at_failure else os.cpu_count() or 1
+    certificate, references = Certificate(closed_count), {}
+    left = Counter(layout.reference() for layout in due)
+    with closing(_programs(experiment, due, ahead)) as programs:
+        for layout in due:
+            reference = layout.reference()
+            if reference not in references:
+                references[reference] = next(programs).result()()
+            difference = _compared(layout, next(programs), references[reference])
+            left[reference] -= 1
+            if not left[reference]:
+                del references[reference]
+            certificate.differences.append(difference)
+            yield difference, certificate
+            if stop_at_failure and not difference.passed:
+                return
+    assert len(certificate.differences) == closed_count, "a layout was skipped"
+
+
+def _programs(
+    experiment: Experiment, due: list[Layout], ahead: int
+) -> Generator[Future[Program], None, None]:
+    """The program of each layout, that of its reference before the first that needs it. XLA
+    compiles outside Python's lock: so many more are compiled while one runs. One runs at a time:
+    the collectives of two hang simulated devices."""
+    references = {layout.reference(): at for at, layout in reversed([*enumerate(due)])}
+    wanted: deque[Layout] = deque()
+    for at, layout in enumerate(due):
+        reference = layout.reference()
+        wanted.extend([reference, layout] if references[reference] == at else [layout])
+    compiling: deque[Future[Program]] = deque()
+    with ThreadPoolExecutor(max(ahead, 1)) as pool:
+        try:
+            while wanted or compiling:
+                while wanted and len(compiling) <= ahead:
+                    compiling.append(pool.submit(program, experiment, wanted.popleft()))
+                yield compiling.popleft()
+        finally:
+            for each in compiling:
+                each.cancel()
+
+
+def _compared(
+    layout: Layout,
+    compiled: Future[Program],
+    reference: Outcome,
+) -> Difference:
+    try:
+        found = compiled.result()()
+    except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
+    return difference(layout, found, reference)
+
+
+def difference(layout: Layout, found: Outcome, reference: Outcome) -> Difference:
+    """How far `found` is from the run that it must equal."""
+    grads, state = _gradients(found, reference), _state(found, reference)
+    leaf, part = (max(errors, key=errors.__getitem__) for errors in (grads, state))
+    return Difference(
+        layout,
+        _relative(found.losses, reference.losses, each=True),
+        grads[leaf],
+        _relative(found.norms, reference.norms, each=True),
+        all(np.array_equal(reference.init[k], v) for k, v in found.init.items()),
+        leaf,
+        _relative(found.eval_loss, reference.eval_loss, each=True),
+        state[part],
+        part,
+    )
+
+
+def _gradients(found: Outcome, reference: Outcome) -> dict[str, float]:
+    """The error of each leaf, the worst of all steps that are compared."""
+    errors: dict[str, float] = {}
+    for grads, expected in zip(found.grads, reference.grads, strict=True):
+        floor = SMALLEST_SCALE * _largest(expected)
+        for k, g in grads.items():
+            errors[k] = max(errors.get(k, 0.0), _relative(g, expected[k], floor=floor))
+    return errors
+
+
+def _state(found: Outcome, reference: Outcome) -> dict[str, float]:
+    """Of parameters, averages and an optimizer's leaves by their names, what was not rounding in
+    the first gradient."""
+    first, zero = reference.grads[0], np.zeros(())
+    floor = SMALLEST_SCALE * _largest(first)
+    rounding = {k for k, g in first.items() if np.max(np.abs(g)) < floor}
+    errors = {}
+    for what in ("params", "averages", "optimizer"):
+        expected = getattr(reference, what)
+        for k, leaf in getattr(found, what).items():
+            if not any(k == name or k.endswith(f"['{name}']") for name in rounding):
+                before = zero if what == "optimizer" else reference.init[k]
+                errors[f"{what} {k}"] = _moved_apart(leaf, expected[k], before)
+    return errors
+
+
+def _largest(leaves: Leaves) -> float:
+    return max(float(np.max(np.abs(leaf))) for leaf in leaves.values())
+
+
+def _relative(a: Any, b: Any, *, each: bool = False, floor: float = 1e-30) -> float:
+    """max|a-b| / max|b|, or max(|a-b| / |b|) where `each`. nan counts as a difference."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    scale = np.abs(b) if each else np.max(np.abs(b))
+    worst = float(np.max(np.abs(a - b) / np.maximum(scale, floor)))
+    return np.inf if np.isnan(worst) else worst
+
+
+def _moved_apart(a: Any, b: Any, before: Any) -> float:
+    """sum|a-b| / sum|b-before|, without differences of one rounding a step."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    apart = np.abs(a - b)
+    apart = np.where(apart <= ROUNDING * np.abs(b), 0.0, apart)
+    share = float(np.sum(apart) / np.maximum(np.sum(np.abs(b - before)), 1e-30))
+    return np.inf if np.isnan(share) else share

@@ -1,0 +1,51 @@
+"""The fields of a decoder, apart from its layers: what checks them is below what builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtrain.models.block import BlockConfig
+from jaxtrain.nn.norm import NormConfig, RMSNorm
+from jaxtrain.nn.param import Initialisation
+from jaxtrain.nn.rotary import Rope
+
+
+@dataclass(frozen=True)
+class DecoderFields:
+    """A decoder language model; `DecoderConfig`, which has its methods, says what each one is."""
+
+    vocab: int
+    embed: int
+    layers: int
+    period: tuple[BlockConfig, ...]
+    prefix: tuple[BlockConfig, ...] = ()
+    suffix: tuple[BlockConfig, ...] = ()
+    norm: NormConfig = RMSNorm()  # noqa: RUF009 (frozen)
+    learned_positions: int | None = None
+    tied: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    dropout: float = 0.0
+    init: Initialisation = Initialisation()  # noqa: RUF009 (frozen)
+    vocab_multiple: int = 1024
+    chunk_tokens: int = 2048
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def periods(self) -> int:
+        return (self.layers - len(self.prefix) - len(self.suffix)) // len(self.period)
+
+    @property
+    def blocks(self) -> tuple[BlockConfig, ...]:
+        """Every layer's block, in natural order."""
+        return (*self.prefix, *(self.period * self.periods), *self.suffix)
+
+    @property
+    def ropes(self) -> tuple[tuple[Rope, int], ...]:
+        """The distinct rotary embeddings, each with the head_dim it turns."""
+        found = dict.fromkeys((b.attention.rope, b.attention.size(self.embed)) for b in self.blocks)
+        return tuple((rope, size) for rope, size in found if rope is not None)

@@ -1,0 +1,126 @@
+"""Held-out loss, in nats a token and bits a byte."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.run.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.batches import PlacedRows
+from jaxtrain.step.layer_order import placed
+from jaxtrain.step.pipeline import evaluated_at_once
+from jaxtrain.step.state import TrainState, averaged
+from jaxtrain.step.train_step import make_evaluation_step
+
+Values = dict[str, float]
+
+
+class Evaluator:
+    """Evaluates on the same held-out rows every time; the loss does not depend on the mesh.
+
+    Built at the first call, or by `open`: a run that never evaluates compiles nothing for it.
+    """
+
+    def __init__(self, assembly: Assembly, mesh: jax.sharding.Mesh, *, cache_dir: Path) -> None:
+        self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
+        self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
+        self._dispatcher = ThreadPoolExecutor(1)
+        self._at_once = evaluated_at_once(assembly)
+        self._data: Any = None
+        self._step: Any = None
+
+    def __call__(self, state: TrainState, *, batches: int | None) -> Values:
+        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
+
+        batches: of the experiment's (largest) batch, from the start of the split; None for all of
+        it, each row once.
+        """
+        self.open()
+        chosen = range(self._pieces(batches, self._data))
+        params = averaged(state)
+        parts: list[Any] = []
+        for first in chosen[:: self._at_once]:
+            numbers = self._numbers(first, self._at_once)
+            # Pieces behind the last are rows of weight 0.
+            rows = self._placed.rows(
+                np.where(numbers < len(chosen) * self._size, numbers, len(self._data))
+            )
+            for part in parts[-1:]:
+                part.result()
+            parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
+        found = [part.result() for part in parts]
+        total, count = (sum(map(float, column)) for column in zip(*found, strict=True))
+        values = {"eval_loss": total / count if count > 0 else 0.0}
+        seen = sum(map(self._bytes, chosen))
+        if seen:
+            values["bits_per_byte"] = total / math.log(2) / seen
+        return values
+
+    def wait(self) -> None:
+        """Return when nothing is evaluated: an interrupt of a call leaves a program on its way."""
+        self._dispatcher.submit(int).result()
+
+    def open(self) -> None:
+        """Open the held-out data. Raises ValueError when there is none, and where it does not have
+        what evaluations read; later calls do nothing."""
+        if self._data is not None:
+            return
+        e = self._assembly.experiment
+        data = open_split(e, "held_out", self._cache_dir)
+        if len(data) == 0:
+            raise ValueError(
+                "the held-out split has no rows; use a shorter seq, more held-out text, or "
+                "evaluation=None"
+            )
+        refuse_other_fields(data, e, self._assembly.fields)
+        self._size = self._assembly.largest_batch // e.microbatches
+        if e.evaluation is not None:
+            for batches in (e.evaluation.batches, e.evaluation.final_batches):
+                self._pieces(batches, data)
+        self._data = Ended(data)
+        where = self._assembly.batch_shardings(self._mesh)
+        self._placed = PlacedRows(self._data, where, self._at_once)
+        self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+
+    def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
+        """Compile now, for a state that rests so, what the first call would."""
+        self.open()
+        abstract = self._assembly.abstract
+        given = jax.tree.map(
+            placed, (averaged(abstract), abstract.rest), (averaged(shardings), shardings.rest)
+        )
+        rows = self._placed.rows(self._numbers(0, self._at_once))
+        self._step = self._step.lower(*given, rows).compile(compiler_options=compiler_options)
+
+    def _run(self, *arguments: Any) -> Any:
+        """One at a time: programs that do not wait for each other's results would run side by side,
+        and simulated devices have no thread for each of each: their collectives hang."""
+        return jax.block_until_ready(self._step(*arguments))
+
+    def _pieces(self, batches: int | None, data: Any) -> int:
+        """How many pieces of a microbatch's rows hold so many batches: they take its memory, and
+        the rows are the same whatever a step cuts its batch into."""
+        rows, micro = len(data), self._assembly.experiment.microbatches
+        whole = -(-rows // self._size)
+        pieces = whole if batches is None else min(whole, batches * micro)
+        if pieces * self._size > rows:
+            refuse_cut_off(rows, self._size, self._assembly.largest_batch, self._assembly.fields)
+        return pieces
+
+    def _numbers(self, piece: int, pieces: int = 1) -> np.ndarray:
+        return np.arange(piece * self._size, (piece + pieces) * self._size)
+
+    def _bytes_of(self, piece: int) -> float:
+        """Bytes of text that the piece's targets stand for, weighted as their losses are."""
+        table = getattr(self._data.dataset, "token_bytes", None)
+        if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
+            return 0.0
+        rows = self._data.rows(self._numbers(piece))
+        return float(np.sum(table[rows["targets"]] * rows[WEIGHTS]))

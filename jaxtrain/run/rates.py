@@ -1,0 +1,97 @@
+"""Step time, tokens a second and MFU: means over the steps since the last written line."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from jaxtrain.data import batch_of
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.telemetry.flops import mfu
+
+DocumentsOf = Callable[[int], Mapping[int, float] | None]
+"""step -> length of a document in its batch -> how many there are; None where rows are whole."""
+
+
+def counts_flops(assembly: Assembly) -> bool:
+    """Whether MFU is told: of frozen leaves no gradients are made, and how much of a step that
+    saves is not counted; of a user's own model nothing is known."""
+    return assembly.built_in and not assembly.spec.simulated and not assembly.frozen
+
+
+class Rates:
+    """Speeds of finished steps, evaluation and saving left out: each value is a mean over the steps
+    since the line that was written last.
+
+    The first step of a run has none: it holds the program's first run.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        documents: DocumentsOf = lambda step: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._assembly, self._documents, self._clock = assembly, documents, clock
+        self._began: tuple[float, float, float] | None = None
+        """Clock, pause and wait at the written line; `_latest`: at the step that ended last."""
+        self._latest = (0.0, 0.0, 0.0)
+        self._paused = 0.0
+        self._steps = self._rows = 0
+        self._lengths: Counter[int] = Counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self._paused += self._clock() - began
+
+    def of(self, step: int, wait_s: float) -> dict[str, float | None]:
+        """After `step`, which just finished: step_s, data_s (waiting for data), tokens_per_s (of
+        rows without tokens examples_per_s), mfu_full and mfu_causal.
+
+        wait_s: seconds that this start has waited for data, in all.
+        """
+        assembly = self._assembly
+        tokens = assembly.fields.get("tokens")
+        speed = "examples_per_s" if tokens is None else "tokens_per_s"
+        documents = self._documents(step)
+        self._latest = (self._clock(), self._paused, wait_s)
+        if self._began is None:
+            self._began = self._latest
+            return {speed: None, "step_s": None, "data_s": wait_s}
+        now, paused, waited = (a - b for a, b in zip(self._latest, self._began, strict=True))
+        seconds, seq = now - paused, 1 if tokens is None else tokens[0][0]
+        self._steps += 1
+        self._rows += batch_of(assembly.experiment.batch, step - 1)
+        self._lengths.update(documents or {})
+        values: dict[str, float | None] = {
+            speed: self._rows * seq / seconds,
+            "step_s": seconds / self._steps,
+            "data_s": waited / self._steps,
+        }
+        if counts_flops(assembly):
+            values |= self._mfu(seq, seconds)
+        return values
+
+    def written(self) -> None:
+        """The line of the step that ended last was written: the next means begin there."""
+        self._began, self._steps, self._rows = self._latest, 0, 0
+        self._lengths.clear()
+
+    def _mfu(self, seq: int, seconds: float) -> dict[str, float]:
+        assembly = self._assembly
+        flops = assembly.experiment.model.flops(
+            seq=seq, sequences=self._rows, documents=self._lengths or None
+        )
+        return {
+            f"mfu_{name}": mfu(
+                count,
+                step_s=seconds,
+                peak_flops_per_device=assembly.peak_flops,
+                devices=assembly.spec.devices,
+            )
+            for name, count in (("full", flops.train_full), ("causal", flops.train_causal))
+        }

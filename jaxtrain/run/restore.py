@@ -1,0 +1,63 @@
+"""A state read back from its checkpoint, onto this mesh or another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.compression.residuals import no_residuals, redistributed, stored_splits
+from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.step.layer_order import AtRest, natural_shapes, placed
+from jaxtrain.step.state import TrainState
+
+PREFIX = "residuals."
+
+
+def restored(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState:
+    """The state saved as `step`, as it rests on this mesh: each device reads what it holds.
+
+    All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
+    to sum over: those are read as they are and dealt out again, for which each device holds as
+    many times its share of them as there were devices. Raises what `Checkpoints.restore`
+    does.
+    """
+    leaves = checkpoints.manifest(step).leaves.items()
+    stored = {k.removeprefix(PREFIX): leaf.shape for k, leaf in leaves if k.startswith(PREFIX)}
+    wanted = _shapes(natural_shapes(at_rest.assembly).residuals)
+    if wanted == stored or wanted.keys() != stored.keys():
+        # Of other leaves the manager says which are missing.
+        return checkpoints.restore(step, at_rest.template, at_rest.slots)[0]
+    abstract = at_rest.assembly.abstract.residuals
+    splits = stored_splits(abstract, at_rest.assembly.splits.residuals, stored)
+
+    def as_stored(path: Any, leaf: Any, split: Any) -> jax.ShapeDtypeStruct:
+        name = _name(path)
+        # Errors have a dim of devices first, here as many as there were; layers stay in slots.
+        errors = name.startswith("errors.")
+        shape = (stored[name][0], *leaf.shape[1:]) if errors else stored[name]
+        return placed(jax.ShapeDtypeStruct(shape, leaf.dtype), named_sharding(at_rest.mesh, split))
+
+    residuals = jax.tree_util.tree_map_with_path(as_stored, abstract, splits)
+    template = replace(at_rest.template, residuals=residuals)
+    state = checkpoints.restore(step, template, at_rest.slots)[0]
+    deal = jax.jit(partial(_dealt, at_rest=at_rest), out_shardings=at_rest.shardings.residuals)
+    return replace(state, residuals=jax.block_until_ready(deal(state.residuals)))
+
+
+def _dealt(stored: Any, at_rest: AtRest) -> Any:
+    e, parts = at_rest.assembly.experiment, at_rest.assembly.parts
+    first = no_residuals(e.execution.reducer, parts, e.seed)
+    return redistributed(stored, at_rest.assembly.abstract.residuals, first)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(residuals)
+    return {_name(path): tuple(leaf.shape) for path, leaf in flat}

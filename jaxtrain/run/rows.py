@@ -1,0 +1,149 @@
+"""A split opened for a model: it has what the model reads, or that is told before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data import BatchRamp, Dataset, batch_of
+from jaxtrain.experiment import Experiment
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.step.batches import Batch, fields_of
+
+AHEAD = 64
+"""Batches that are kept count of at once: more than any loader holds."""
+WEIGHTS = "weights"
+DECODER_READS = ("tokens", "targets")
+
+
+def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
+    """The split of the experiment's data. For a decoder, rows without `weights` get them: all ones.
+
+    Raises ValueError naming the fields that a decoder reads and the rows do not have, and what
+    `open` raises.
+    """
+    dataset = experiment.data.open(split, seed=experiment.seed, cache_dir=cache_dir)
+    if not isinstance(experiment.model, DecoderConfig) or len(dataset) == 0:
+        return dataset
+    row = dataset.rows(np.arange(1))
+    lacking = [name for name in DECODER_READS if name not in row]
+    if lacking:
+        raise ValueError(
+            f"the {split} rows of {type(experiment.data).__name__} have {_listed(row)} and no "
+            f"{_listed(lacking)}; a decoder reads tokens and targets, int32 [rows, seq], and where "
+            f"they are there weights, segments and positions"
+        )
+    return dataset if WEIGHTS in row else Weighted(dataset)
+
+
+class Weighted:
+    """A dataset whose targets all weigh one."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        rows = self._dataset.rows(indices)
+        return {**rows, WEIGHTS: np.ones(rows["targets"].shape, np.float32)}
+
+
+class Ended:
+    """A dataset whose rows after its last are its first one with weights 0: full batches to the
+    end."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        within = indices < len(self)
+        rows = self.dataset.rows(np.where(within, indices, 0))
+        if within.all():
+            return rows
+        weights = rows[WEIGHTS]
+        return {**rows, WEIGHTS: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
+
+
+class Documents:
+    """A dataset that counts the documents in the rows it gives, a batch after the other from that
+    of step `start` + 1 on: attention stays within them, so FLOPs depend on their lengths."""
+
+    def __init__(self, dataset: Dataset, batch: int | BatchRamp, start: int) -> None:
+        self._dataset, self._batch, self._step = dataset, batch, start + 1
+        self._found: dict[int, dict[int, float]] = {}
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        rows = self._dataset.rows(indices)
+        lengths, counts = np.unique(document_lengths(rows["segments"]), return_counts=True)
+        share = batch_of(self._batch, self._step - 1) / len(indices)  # of this process
+        self._found[self._step] = dict(
+            zip(lengths.tolist(), (counts * share).tolist(), strict=True)
+        )
+        self._found.pop(self._step - AHEAD, None)  # nobody asked
+        self._step += 1
+        return rows
+
+    def of(self, step: int) -> dict[int, float] | None:
+        """Length of a document -> how many the batch of that step had, by the rows of this process;
+        once for each step."""
+        return self._found.pop(step, None)
+
+
+def document_lengths(segments: np.ndarray) -> np.ndarray:
+    """Tokens of each document in rows of `segments` [rows, seq]; 0 is padding, and counts as
+    none."""
+    begins = np.ones(segments.shape, bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    at = np.flatnonzero(begins)
+    return np.diff(np.append(at, segments.size))[segments.reshape(-1)[at] > 0]
+
+
+def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) -> None:
+    """Raises ValueError naming what a held-out row lacks, or has in another shape or dtype, of the
+    `fields` of a training batch."""
+    found = fields_of(held_out, experiment.data)
+    problems = [
+        f"{name}: {_field(found.get(name))} for the {_field(field)} of training rows"
+        for name, field in fields.items()
+        if found.get(name) != field
+    ]
+    if problems:
+        raise ValueError(
+            f"the held-out rows of {type(experiment.data).__name__} are not what the model is "
+            f"trained on: {'; '.join(problems)}; give both splits the same fields, or use "
+            "evaluation=None"
+        )
+
+
+def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any) -> None:
+    """Raises ValueError where an evaluation would read beyond the last of `rows` held-out rows, in
+    pieces of `piece`, and there are no weights to say which of them count."""
+    if WEIGHTS in fields:
+        return
+    most = rows // batch
+    raise ValueError(
+        f"an evaluation would read {-(-rows // piece) * piece} rows, in pieces of {piece}, of a "
+        f"held-out split of {rows}: those behind its end need weights of 0, and rows have "
+        f"{_listed(fields)} and no weights; "
+        + (f"use Evaluation(batches={most}, final_batches={most}) or fewer, " if most else "use ")
+        + f"a held-out split of a multiple of {piece} rows, or give rows weights, float32, by "
+        f"which the model's loss multiplies"
+    )
+
+
+def _field(field: Any) -> str:
+    return "none" if field is None else f"{np.dtype(field[1]).name}{list(field[0])}"
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(name for name in names if name != "rows") or "nothing"

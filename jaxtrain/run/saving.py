@@ -1,0 +1,100 @@
+"""The saves of a run: one that fails is told and the run goes on, unless nothing comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.checkpoint.storage import CheckpointError
+from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.experiment import config_of
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.run.session import Session
+
+
+def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> Checkpoints:
+    """The checkpoints of a run directory, for a run on that mesh."""
+    hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
+    mtbf_s = None if hours is None else hours * 3600 / spec.devices
+    return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s)
+
+
+class Saving:
+    """Saves the state of `session` through `manager`; `tell` is given what the user should read."""
+
+    def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
+        self.manager, self.session, self.tell = manager, session, tell
+        self._first = True
+
+    @property
+    def rated(self) -> bool:
+        """Whether saves need the values of an evaluation. Without, they come before it: nothing is
+        lost if the run is killed while it evaluates."""
+        return self.manager.policy.keeping.best is not None
+
+    def begin(self) -> None:
+        """Tell where the run goes on from, and leave behind what is newer. A step that only the
+        local tier has is saved durably before another is taken: a reboot would lose it."""
+        start, damaged = self.session.start, self.manager.damaged
+        gone = self.manager.begin_after(start or None)
+        for step, error in sorted(damaged.items(), reverse=True):
+            kept = f"; it is kept as {gone[step]}" if step in gone else ""
+            self.tell(f"DAMAGED {error}{kept}; going on from step {start}")
+        if start and self.manager.from_local(start):
+            self.tell(f"step {start} comes from the local tier")
+            if self.manager.latest() != start:
+                self._told(lambda: self._save(start, {}, durable=True))
+        self._tell_troubles()
+
+    def due(self, done: int) -> str | None:
+        """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
+        self._told(self.manager.poll)
+        if self.manager.agrees(done):
+            jax.block_until_ready(self.session.state)
+        return self.manager.should_save(done)
+
+    def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
+        """Begin to save the state after `step`, unless it is there already. A failure is told."""
+        if durable:
+            self._told(self.manager.wait)  # what is in flight may be this very step
+        if not durable or self.manager.latest() != step:
+            self._told(lambda: self._save(step, metrics, durable=durable))
+
+    def save_last(self, step: int, metrics: dict[str, float]) -> None:
+        """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
+        later save makes up for it."""
+        self._told(self.manager.wait)
+        try:
+            if self.manager.latest() != step:
+                self._save(step, metrics, durable=True)
+                self.manager.wait()
+        finally:
+            self._tell_troubles()
+
+    def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
+        metadata = {
+            "step": step,
+            "data": self.session.dataset.digest,
+            "metrics": metrics,
+            "experiment": config_of(self.session.experiment),
+        }
+        state, slots = self.session.state, self.session.at_rest.slots
+        self.manager.save(step, state, metadata, slots, durable=durable)
+        if self._first:
+            self._first = False
+            self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
+
+    def _told(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except CheckpointError as error:
+            self.tell(f"NOT SAVED {error}; the run goes on")
+        self._tell_troubles()
+
+    def _tell_troubles(self) -> None:
+        for trouble in self.manager.take_troubles():
+            self.tell(f"NOTE {trouble}; the run goes on")

@@ -1,0 +1,218 @@
+"""A run made ready: data opened, program compiled, state on its devices."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.storage import DamagedCheckpoint
+from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.compression.sums import GuardReader, choose, program_key
+from jaxtrain.data import Loader
+from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.run.evaluate import Evaluator
+from jaxtrain.run.rates import DocumentsOf, counts_flops
+from jaxtrain.run.restore import restored
+from jaxtrain.run.rows import Documents, open_split
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble, initial_state
+from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.layer_order import AtRest, natural_shapes
+from jaxtrain.step.state import TrainState
+from jaxtrain.step.train_step import compile_step, trace_loss
+from jaxtrain.weights.start import Start, settled_start, starting_params
+
+CACHE_DIR = Path("~/.cache/jaxtrain")
+"""Where tokenised corpora and packing indexes are kept; may be deleted at any time."""
+
+
+@dataclass
+class Session:
+    """What a training loop works with. `state` is replaced at every step (its buffers are donated).
+
+    `compiled` holds one program for each batch size met so far, and for compressed sums one for
+    each `Choice`: the first step of another is compiled when it is met.
+    """
+
+    assembly: Assembly
+    mesh: jax.sharding.Mesh
+    shardings: TrainState
+    dataset: Any
+    state: TrainState
+    start: int
+    loader: Loader
+    evaluate: Evaluator
+    at_rest: AtRest
+    compile_s: float
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    begins: Start | None = None
+    """What the first step of the run begins with, if the run did not make it."""
+    documents: DocumentsOf = lambda step: None
+    guard: GuardReader = field(default_factory=GuardReader)
+    dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.assembly.experiment
+
+    @property
+    def beginning(self) -> str:
+        """What the parameters came from, for a line that goes on; nothing where they were made."""
+        if isinstance(self.begins, FromRun):
+            return f"from step {self.begins.step} of {self.begins.run_dir}, "
+        return f"from {self.begins.folder}, " if self.begins is not None else ""
+
+    def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Dispatch one step on the next state; returns its metrics, not waited for.
+
+        In a thread: a KeyboardInterrupt strikes in the main one, and so never between the donation
+        of the old state and the arrival of the new.
+        """
+        return self.dispatcher.submit(self._dispatch, batch).result()
+
+    def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        micro, rows = batch["rows"].shape
+        choice = self.guard.choose(_reducer(self.assembly))
+        which = program_key(micro * rows, choice)
+        program = self.compiled.get(which)
+        if program is None:
+            program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
+            self.compiled[which] = program
+        self.state, metrics = program(self.state, batch)
+        self.guard.push(metrics)
+        return metrics
+
+    def alive(self) -> bool:
+        """Whether the state can be read: a step that failed has donated it. Waits for what an
+        interrupt left on its way."""
+        self.evaluate.wait()
+        self.dispatcher.submit(int).result()
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+    def close(self) -> None:
+        self.loader.close()
+        self.dispatcher.shutdown()
+
+
+def open_session(
+    experiment: Experiment,
+    spec: MeshSpec,
+    *,
+    cache_dir: Path,
+    checkpoints: Checkpoints | None = None,
+    held_out: bool = False,
+) -> Session:
+    """Raises ValueError for whatever does not fit, before anything is compiled or written; what can
+    be told without the data before it is opened, which may mean to tokenise it.
+
+    held_out: open the held-out data too, if the experiment evaluates.
+    """
+    assembly = assemble(experiment, spec, {})
+    mesh = active_mesh(make_mesh(spec), assembly.sizes)
+    refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
+    start = (checkpoints.newest_whole() or 0) if checkpoints else 0
+    begins = None if start else settled_start(assembly)
+    dataset = open_split(experiment, "train", cache_dir)
+    _check_vocabulary(experiment, dataset)
+    if checkpoints is not None:
+        _check_corpus(checkpoints, start, dataset)
+    assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
+    if not assembly.built_in:
+        trace_loss(assembly)
+    at_rest = AtRest(assembly, mesh)
+    evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
+    if held_out and experiment.evaluation is not None:
+        evaluate.open()
+    if checkpoints is not None:
+        checkpoints.check_space(natural_shapes(assembly))  # last: it makes the directory
+    began = time.perf_counter()
+    # XLA compiles outside Python's lock: the step's program and the initial state's at once.
+    with ThreadPoolExecutor(1) as pool:
+        choice = choose(_reducer(assembly), start, -1)
+        compiling = pool.submit(compile_step, assembly, mesh, at_rest.shardings, None, choice)
+        state, start = _first_state(at_rest, checkpoints, begins)
+        program = compiling.result()
+    compile_s = time.perf_counter() - began
+    guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
+    counted = None
+    if counts_flops(assembly) and "segments" in assembly.fields:
+        counted = Documents(dataset, experiment.batch, start)
+    read = dataset if counted is None else counted
+    placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
+    loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
+    where = at_rest.shardings
+    session = Session(
+        assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
+    )
+    session.guard, session.begins = guard, begins
+    if counted is not None:
+        session.documents = counted.of
+    session.compiled[program_key(assembly.largest_batch, choice)] = program
+    return session
+
+
+def _reducer(assembly: Assembly) -> Any:
+    """What sums the gradients; None on one device, whose steps are all one program."""
+    return assembly.experiment.execution.reducer if assembly.explicit else None
+
+
+def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
+    stored = checkpoints.manifest(start).metadata.get("data") if start else None
+    if stored is not None and stored != dataset.digest:
+        raise ValueError(
+            f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
+            f"corpus (digest {stored[:12]}, now {dataset.digest[:12]}): its rows would not be the "
+            f"ones that come next; bring the corpus back, or start a new run with another --run-dir"
+        )
+
+
+def _first_state(
+    at_rest: AtRest,
+    checkpoints: Checkpoints | None,
+    begins: Start | None,
+) -> tuple[TrainState, int]:
+    """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
+    sharded: initialised under jit, each device making its part, or reading it."""
+    while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
+        with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
+            return restored(at_rest, checkpoints, start), start
+    given = starting_params(at_rest, begins)
+    return initialise(at_rest.assembly, at_rest.shardings, given), 0
+
+
+def initialise(
+    assembly: Assembly, where: TrainState, given: dict[str, jax.Array] | None = None
+) -> TrainState:
+    """The initial state on its devices; the same bits on every mesh. given: parameters that it
+    begins with, as they rest; they are donated."""
+    return initial_program(assembly, where)(given or {})
+
+
+def initial_program(assembly: Assembly, where: TrainState) -> Any:
+    """What `initialise` calls with the parameters given."""
+
+    def make(given: dict[str, jax.Array]) -> TrainState:
+        e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
+        return initial_state(
+            e, assembly.transform, assembly.parts, assembly.pipeline, trained, given
+        )
+
+    return jax.jit(make, out_shardings=where, donate_argnums=0)
+
+
+def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
+    vocab = getattr(experiment.model, "vocab", None)
+    if vocab is not None and dataset.vocab > vocab:
+        raise ValueError(
+            f"the data has token ids up to {dataset.vocab - 1} and model.vocab={vocab}; use "
+            f"vocab={dataset.vocab} or another tokenizer"
+        )

@@ -1,0 +1,372 @@
+"""Loss and gradients of a step on a mesh: sum, count, and stated reductions.
+
+`Explicit`: one shard_map over the whole mesh, every axis manual. The local share of the loss sum is
+differentiated, and no reduction stands inside the differentiated function but the adjoint pairs of
+the communicator; gradients, loss and count are reduced after. `Gspmd`: the same function under
+sharding constraints. Both accumulate microbatches of raw sums in fp32 and divide once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.buckets import SMALL_LEAF, buckets
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
+from jaxtrain.collectives.order import after
+from jaxtrain.collectives.vary import same, vary
+from jaxtrain.compression.residuals import Residuals
+from jaxtrain.compression.sums import CompressedSums, flushed
+from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
+from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
+
+Arrays = dict[str, Any]
+
+LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[jax.Array, jax.Array, Arrays]]
+"""(params, rest, microbatch, key) -> (share of the loss sum, share of the count, rest after)."""
+
+
+class Gradients(NamedTuple):
+    """Sums over the batch: nothing is divided yet. `grads` rest as the optimizer's state does.
+
+    residuals: of compressed sums. exact: the sums that a measured step of those made beside them.
+    """
+
+    loss: jax.Array
+    count: jax.Array
+    grads: Arrays
+    rest: Arrays
+    residuals: Residuals = {}  # noqa: RUF012 (never changed)
+    exact: Arrays = {}  # noqa: RUF012
+
+
+def accumulate(
+    loss: LossFunction,
+    params: Arrays,
+    rest: Arrays,
+    batch: Arrays,
+    *,
+    key: jax.Array,
+    scale: jax.Array,
+    settle: Callable[[Arrays], Arrays],
+    types: Callable[[Any], Any],
+    frozen: Set[str] = frozenset(),
+) -> Gradients:
+    """Sums over microbatches (dim 0 of every leaf of `batch`), gradients of scale * loss in fp32 by
+    the parameters that are not `frozen`.
+
+    `settle` reduces one microbatch's gradients to what is accumulated; `types` gives the scan's
+    starting values the types its body returns.
+    """
+
+    moved = {k: p for k, p in params.items() if k not in frozen}
+
+    def one(rest: Arrays, at: Any) -> tuple[Any, Any, Arrays, Arrays]:
+        number, micro = at
+
+        def scaled(moved: Arrays) -> tuple[jax.Array, Any]:
+            used = {**params, **moved}
+            total, count, after = loss(used, rest, micro, jax.random.fold_in(key, number))
+            return total * scale, (total, count, after)
+
+        grads, (total, count, after) = jax.grad(scaled, has_aux=True)(moved)
+        return total, count, settle(grads), after
+
+    microbatches = len(jax.tree.leaves(batch)[0])
+    first = jax.tree.map(lambda x: x[0], batch)
+    if microbatches == 1:
+        total, count, grads, rest = one(rest, (0, first))
+        return Gradients(total, count, grads, rest)
+
+    def step(carry: Gradients, at: Any) -> tuple[Gradients, None]:
+        total, count, grads, rest = one(carry.rest, at)
+        before = (carry.loss, carry.count, carry.grads)
+        total, count, grads = jax.tree.map(jnp.add, before, (total, count, grads))
+        return carry._replace(loss=total, count=count, grads=grads, rest=rest), None
+
+    shapes = jax.eval_shape(lambda: one(rest, (0, first)))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:3])
+    total, count, grads = types(zeros)
+    start = Gradients(total, count, grads, rest)
+    return lax.scan(step, start, (jnp.arange(microbatches), batch))[0]
+
+
+class Reduction(NamedTuple):
+    """How the gradients of all leaves get from where the backward pass leaves them to the
+    optimizer's split, on mesh axes `sizes`."""
+
+    places: Mapping[str, Leaf]
+    sizes: Mapping[str, int]
+    sharded: bool
+    """Scatter each microbatch (ZeRO-2, FSDP) or once a step (ZeRO-1)."""
+    scatter_by: Algorithm = Lax()
+    reducer: AllReduce = Lax()
+    """What sums over the axes a leaf is whole on."""
+    small_leaf: int = SMALL_LEAF
+    """Leaves of which a device's part has up to so many elements travel together."""
+    layers: bool = False
+    """Sum the gradients of each layer in the backward pass: `by_layer`."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Leaves that have no gradient."""
+        return frozenset(name for name, place in self.places.items() if not place.trained)
+
+    def settle(self, grads: Arrays) -> Arrays:
+        """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
+        grads = {k: g.astype(jnp.float32) for k, g in grads.items()}
+        return self._scattered(grads) if self.sharded else grads
+
+    def finish(self, grads: Arrays) -> Arrays:
+        """Once a step: what is left to scatter, and sums over the axes a leaf is whole on."""
+        return self.summed(self.split(grads))
+
+    def split(self, grads: Arrays) -> Arrays:
+        """Once a step: what is left to scatter."""
+        return grads if self.sharded else self._scattered(grads)
+
+    def begins(self, place: Leaf) -> Dims:
+        """The split in which the backward pass leaves a leaf's gradient."""
+        return place.params if self.sharded else place.in_use
+
+    def _scattered(self, grads: Arrays) -> Arrays:
+        places = {name: self.places[name] for name in grads}
+        for split in rounds({k: (self.begins(p), p.optimizer) for k, p in places.items()}):
+            parts = {k: grads[k].size // ways(axes, self.sizes) for k, (_, axes) in split.items()}
+            for each in bundles(split, parts, self.small_leaf):
+                grads = scatter_bundle(grads, each, self.scatter_by, "optimizer gradients")
+        return grads
+
+    def updated(self, shards: Arrays) -> Arrays:
+        """Parameters that each device has updated in its part, gathered to be as they rest (ZeRO-1
+        and 2); small ones together."""
+        places = {name: self.places[name] for name in shards}
+        whole = {name: vary(x, tuple(self.sizes)) for name, x in shards.items()}
+        for split in rounds({k: (p.params, p.optimizer) for k, p in places.items()}):
+            parts = {name: whole[name].size for name in split}
+            for each in bundles(split, parts, self.small_leaf):
+                whole = gather_bundle(whole, each, self.scatter_by)
+        split_over = {k: {a for d in p.params for a in d} for k, p in places.items()}
+        return {
+            k: same(x, tuple(a for a in self.sizes if a not in split_over[k]))
+            for k, x in whole.items()
+        }
+
+    def whole_on(self, name: str) -> tuple[str, ...]:
+        """The mesh axes on which the optimizer's part of a leaf is whole, in mesh order."""
+        split = {a for d in self.places[name].optimizer for a in d}
+        return tuple(a for a in self.sizes if a not in split)
+
+    def by_layer(self, name: str) -> bool:
+        """Whether the backward pass sums the leaf's gradient, a layer at a time: one that is
+        stacked over layers, and that nothing is to scatter first."""
+        place = self.places[name]
+        return self.layers and "layers" in place.axes and self.begins(place) == place.optimizer
+
+    def sum_layer(self, grads: Arrays, prefix: str) -> Arrays:
+        """One layer's gradients, named without `prefix`, summed in fp32 where that is `by_layer`;
+        typed as varying, as all values of the backward pass are."""
+        axes = {k: self.whole_on(prefix + k) for k in grads if self.by_layer(prefix + k)}
+        mine = {k: grads[k].astype(jnp.float32) for k in axes}
+        summed = self._all_reduced(mine, axes, "layer gradients", "layer gradients")
+        return {**grads, **{k: vary(g, tuple(self.sizes)) for k, g in summed.items()}}
+
+    def summed(self, grads: Arrays) -> Arrays:
+        """Sums over the axes on which a leaf is whole, of those the backward pass has not made."""
+        axes = {name: self.whole_on(name) for name in grads}
+        done = {k: same(g, axes[k]) for k, g in grads.items() if self.by_layer(k)}
+        rest = {k: g for k, g in grads.items() if k not in done}
+        return done | self._all_reduced(rest, axes, "gradients", "small gradients")
+
+    def _all_reduced(
+        self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str
+    ) -> Arrays:
+        """`grads` summed by the reductions of those names; small leaves in buckets."""
+        together = buckets(grads, axes, self.small_leaf)
+        bucketed = {name for bucket in together for name in bucket.names}
+        out = {
+            k: gradient_sum(large, g, axes[k], self.reducer)
+            for k, g in grads.items()
+            if k not in bucketed
+        }
+        for bucket in together:
+            flat = gradient_sum(small, bucket.joined(grads), bucket.axes, self.reducer)
+            out |= bucket.parted(flat, grads)
+        return out
+
+
+LocalSums = Callable[[Arrays, Arrays, Any, jax.Array], Gradients]
+"""(params, batch, key, scale) -> a device's shares, gradients as `Reduction.finish` takes them; all
+of them typed as varying over all mesh axes."""
+
+
+def accumulated(
+    loss: LossFunction, reduction: Reduction, fetch: Callable[[Arrays], Arrays]
+) -> LocalSums:
+    """One microbatch after another. `fetch` gathers all parameters for use; needed when gradients
+    are scattered once a step."""
+    axes = tuple(reduction.sizes)
+
+    def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
+        if not reduction.sharded:
+            params = fetch(params)
+        typed = partial(jax.tree.map, lambda x: vary(x, axes))
+        how: Any = dict(settle=reduction.settle, types=typed, frozen=reduction.frozen)
+        found = accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
+        # Some are made before the loop over layers goes back: not summed beside it.
+        return after(found, found)
+
+    return sums
+
+
+def explicit(
+    local: LocalSums,
+    *,
+    mesh: jax.sharding.Mesh,
+    reduction: Reduction,
+    batch_specs: Arrays,
+    check_vma: bool = True,
+    compressed: CompressedSums | None = None,
+    residual_specs: Any = None,
+) -> Callable[..., Gradients]:
+    """(params, rest, batch, key, scale, residuals) -> Gradients, by one shard_map, every axis
+    manual.
+
+    `compressed` sums its parts' gradients, and `residual_specs` says how its residuals are split.
+    """
+    places, axes = reduction.places, tuple(reduction.sizes)
+
+    def typed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: vary(x, axes), tree)
+
+    def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
+        unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
+        sums = local(params, batch, key, scale)
+        total, count = sum_over("loss", jnp.stack([sums.loss, sums.count]), axes)
+        if compressed is None:
+            return total, count, reduction.finish(sums.grads), residuals, {}
+        unit = unit * jnp.where(count > 0, count, 1.0)
+        return total, count, *_finished(reduction, compressed, sums.grads, residuals, unit, key)
+
+    whole = partition_spec(())
+    specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
+    measured = compressed.parts if compressed and compressed.choice.measured else {}
+    residual_specs = residual_specs or {}
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(
+            {k: partition_spec(p.params) for k, p in places.items()},
+            *(batch_specs, whole, whole, residual_specs),
+        ),
+        out_specs=(whole, whole, specs, residual_specs, {k: specs[k] for k in measured}),
+        check_vma=check_vma,
+    )
+
+    def sums(params: Arrays, rest: Arrays, *others: Any) -> Gradients:
+        total, count, grads, residuals, exact = run(params, *others)
+        return Gradients(total, count, grads, rest, residuals, exact)
+
+    return sums
+
+
+def updated(
+    params: Arrays, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
+) -> Arrays:
+    """`Reduction.updated` of whole arrays: those that the optimizer has split more ways than they
+    rest; the others pass."""
+    places = {k: reduction.places[k] for k in params}
+    places = {k: p for k, p in places.items() if p.optimizer != p.params}
+    if not places:
+        return params
+    run = jax.shard_map(
+        reduction.updated,
+        mesh=mesh,
+        in_specs=({k: partition_spec(p.optimizer) for k, p in places.items()},),
+        out_specs={k: partition_spec(p.params) for k, p in places.items()},
+        check_vma=check_vma,
+    )
+    return params | run({k: params[k] for k in places})
+
+
+def _finished(
+    reduction: Reduction,
+    compressed: CompressedSums,
+    grads: Arrays,
+    residuals: Residuals,
+    unit: jax.Array,
+    key: jax.Array,
+) -> tuple[Arrays, Residuals, Arrays]:
+    """`Reduction.finish` where some leaves are summed compressed: (gradients, residuals after,
+    exact sums where measured)."""
+    split = reduction.split(grads)
+    mine = {k: g for k, g in split.items() if k in compressed.parts}
+    rest = {k: g for k, g in split.items() if k not in compressed.parts}
+    made, residuals, exact = compressed.sum(mine, residuals, unit, key)
+    return made | reduction.summed(rest), residuals, exact
+
+
+def gspmd(
+    loss: LossFunction,
+    *,
+    constrain: Callable[[Arrays], Arrays],
+    frozen: Set[str] = frozenset(),
+) -> Callable[..., Gradients]:
+    """As `explicit`, under sharding constraints: `constrain` states the optimizer's split of
+    gradients, and XLA chooses the collectives, whose dtype is that of the operations they complete
+    (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid back."""
+
+    def run(
+        params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
+    ) -> Gradients:
+        def settle(grads: Arrays) -> Arrays:
+            return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
+
+        how: Any = dict(settle=settle, types=lambda x: x, frozen=frozen)
+        sums = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
+        unit = scale * jnp.where(sums.count > 0, sums.count, 1.0)
+        grads, residuals = flushed(sums.grads, residuals, unit)
+        return sums._replace(grads=grads, residuals=residuals)
+
+    return run
+
+
+def squared_norm(
+    trees: tuple[Arrays, ...], *, splits: Mapping[str, Dims], mesh: jax.sharding.Mesh | None
+) -> jax.Array:
+    """[len(trees)] squared 2-norms; on a mesh each device sums its part and one psum adds them.
+
+    A leaf that is whole on some axes is counted once: its local sum is divided by its copies.
+    """
+
+    def local(trees: tuple[Arrays, ...], copies: Mapping[str, int]) -> jax.Array:
+        def part(name: str, x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.square(x.astype(jnp.float32))) / copies[name]
+
+        return jnp.stack([sum(part(k, x) for k, x in tree.items()) for tree in trees])
+
+    if mesh is None:
+        return local(trees, defaultdict(lambda: 1))
+    sizes = dict(mesh.shape)
+    copies = {
+        name: math.prod(n for a, n in sizes.items() if a not in {a for d in split for a in d})
+        for name, split in splits.items()
+    }
+
+    def on_device(trees: tuple[Arrays, ...]) -> jax.Array:
+        return sum_over("gradient norm", vary(local(trees, copies), tuple(sizes)), tuple(sizes))
+
+    specs = {name: partition_spec(splits[name]) for name in trees[0]}
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=((specs,) * len(trees),), out_specs=partition_spec(())
+    )
+    return run(trees)

@@ -1,0 +1,91 @@
+"""A state in natural layer order, as checkpoints hold it: nothing of a pipeline is in it.
+
+On stages the leaves that are stacked over layers rest in slots (`pipeline.layout`): those of
+parameters, of their average, of whatever an optimizer keeps for them, and of the errors of
+compressed sums. A save takes each layer from the slot it rests in, and a restore puts it there
+(`checkpoint.slots`): no device moves a layer for it, or holds one twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.leaves import named_leaves
+from jaxtrain.checkpoint.slots import AllSlots, Slots
+from jaxtrain.mesh.sharding import Axes
+from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.state import TrainState, shardings, state_axes_of
+
+
+def slots_of(assembly: Assembly) -> dict[str, Slots]:
+    """How leaves of the state rest that are stored in another order, by their paths. Needs no
+    device."""
+    if assembly.pipeline is None or assembly.pipeline.layout.natural:
+        return {}
+    layout, abstract = assembly.pipeline.layout, assembly.abstract
+    names = jax.tree.structure(abstract).flatten_up_to(state_axes_of(abstract, assembly.places))
+    layer_of = layout.layer_of if layout.chunks > 1 else layout.layer_of[0]
+    return {
+        path: Slots(_first_dim(layout, axes), layer_of)
+        for path, axes in zip(named_leaves(abstract), names, strict=True)
+        if "layers" in axes
+    }
+
+
+def _first_dim(layout: StageLayout, axes: Axes) -> int:
+    """That of slots in a laid leaf; that of chunks, if there is one, stands before it."""
+    return axes.index("layers") - (layout.chunks > 1)
+
+
+def natural_shapes(assembly: Assembly) -> TrainState:
+    """The state as it is saved. Needs no device."""
+    leaves, structure = jax.tree.flatten(assembly.abstract)
+    slots, paths = slots_of(assembly), named_leaves(assembly.abstract)
+    shapes = [
+        jax.ShapeDtypeStruct(slots[path].stored(leaf.shape), leaf.dtype) if path in slots else leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return structure.unflatten(shapes)
+
+
+def in_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by the names of parameters, in natural layer order."""
+    return {k: ordered(assembly, leaf, assembly.places[k].axes) for k, leaf in params.items()}
+
+
+def ordered(assembly: Assembly, leaf: Any, axes: Axes) -> Any:
+    """A leaf of the state in natural layer order; `axes` are its logical axes as it rests."""
+    if assembly.pipeline is None or "layers" not in axes:
+        return leaf
+    layout = assembly.pipeline.layout
+    return layout.ordered(leaf, _first_dim(layout, axes))
+
+
+@dataclass(frozen=True, eq=False)
+class AtRest:
+    """How a state of `assembly` rests on `mesh`, and how that is stored."""
+
+    assembly: Assembly
+    mesh: jax.sharding.Mesh
+
+    @cached_property
+    def slots(self) -> AllSlots:
+        return slots_of(self.assembly)
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        return shardings(self.assembly.abstract, self.assembly.splits, self.mesh)
+
+    @cached_property
+    def template(self) -> TrainState:
+        """Shape, dtype and place of every leaf."""
+        return jax.tree.map(placed, self.assembly.abstract, self.shardings)
+
+
+def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,0 +1,52 @@
+"""What is padding in a leaf: rows of a table beyond the vocabulary, slots of a pipeline without a
+layer. Zeros whose gradients are zero, and so they stay; but a codec may make something of a zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.mesh.sharding import PaddedAxis
+from jaxtrain.pipeline.layout import CHUNKS
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.gradients import Gradients
+
+Arrays = dict[str, Any]
+
+
+def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
+    """Compressed sums with zeros in every leaf's padding; in the errors too, or the next sums would
+    pay back what was never sent."""
+    residuals = sums.residuals
+    if "errors" in residuals:
+        residuals = {**residuals, "errors": _zeroed(assembly, residuals["errors"])}
+    return sums._replace(grads=_zeroed(assembly, sums.grads), residuals=residuals)
+
+
+def where_real(real: jax.Array, leaf: jax.Array, dim: int = 0) -> jax.Array:
+    """A leaf with zeros where `real` is not, which has the leaf's dims from `dim` on."""
+    shape = (*real.shape, *[1] * (leaf.ndim - dim - real.ndim))
+    where = jnp.broadcast_to(real.reshape(*[1] * dim, *shape), leaf.shape)
+    return jnp.where(where, leaf, jnp.zeros((), leaf.dtype))
+
+
+def _zeroed(assembly: Assembly, leaves: Arrays) -> Arrays:
+    """`leaves`: named and shaped as parameters, those of residuals with a dim of devices before."""
+    out = dict(leaves)
+    for name, leaf in leaves.items():
+        axes = assembly.places[name].axes
+        lead = leaf.ndim - len(axes)
+        for dim, axis in enumerate(axes, start=lead):
+            if isinstance(axis, PaddedAxis) and axis.real < leaf.shape[dim]:
+                out[name] = where_real(jnp.arange(leaf.shape[dim]) < axis.real, out[name], dim)
+        if assembly.pipeline is not None and "layers" in axes:
+            layout = assembly.pipeline.layout
+            if layout.padding:
+                # Chunks are the dim before that of layers.
+                slots = layout.layer_of if CHUNKS in axes else layout.layer_of[0]
+                first = lead + axes.index(CHUNKS if CHUNKS in axes else "layers")
+                out[name] = where_real(jnp.asarray(slots) >= 0, out[name], first)
+    return out

@@ -1,0 +1,98 @@
+"""The train state: everything a step reads and writes, and where each leaf lives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxtrain.compression.residuals import Part, residual_axes, residual_splits
+from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
+from jaxtrain.optim.optimizer import state_axes
+
+Arrays = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
+    finite. optimizer: of the parameters that are trained. rest: a user model's BatchStat, RngState
+    and the like. ema: averaged weights of what is trained, or {}. residuals: what compressed sums
+    carry (`residuals.py`), or {}."""
+
+    step: jax.Array
+    params: Arrays
+    optimizer: Any
+    rest: Arrays
+    ema: Arrays
+    loss_scale: Any
+    skipped: jax.Array
+    residuals: Any = field(default_factory=dict)
+
+
+def averaged(state: TrainState) -> Arrays:
+    """The parameters, averaged where an average is kept."""
+    return {**state.params, **state.ema}
+
+
+def state_splits(
+    abstract: TrainState,
+    places: Mapping[str, Leaf],
+    parts: Mapping[str, Part],
+) -> TrainState:
+    """How every leaf is split: parameters and their average by the `params` table, optimizer state
+    by `optimizer` (factored moments as their parameter is along the dims they keep), residuals of
+    the compressed `parts` each on its device, the rest whole."""
+    params = {k: place.params for k, place in places.items()}
+    optimizer = {k: place.optimizer for k, place in places.items()}
+    residuals = residual_splits(abstract.residuals, parts)
+    return _for_each_leaf(abstract, places, params, optimizer, residuals)
+
+
+def state_axes_of(abstract: TrainState, places: Mapping[str, Leaf]) -> TrainState:
+    """The logical axes of every leaf that follows a parameter, () of the others."""
+    axes = {k: place.axes for k, place in places.items()}
+    residuals = residual_axes(abstract.residuals, axes)
+    return _for_each_leaf(abstract, places, axes, axes, residuals)
+
+
+def _for_each_leaf(
+    abstract: TrainState,
+    places: Mapping[str, Leaf],
+    params: Arrays,
+    optimizer: Arrays,
+    residuals: Any,
+) -> TrainState:
+    """A tuple for every leaf of the state: those given by parameter for it, its average and its
+    optimizer state, and of residuals; () for each dim of the others."""
+    whole: Any = ()
+    axes = {k: place.axes for k, place in places.items()}
+    return TrainState(
+        step=whole,
+        params=params,
+        optimizer=state_axes(abstract.optimizer, axes, optimizer),
+        rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
+        ema={k: params[k] for k in abstract.ema},
+        loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
+        skipped=whole,
+        residuals=residuals,
+    )
+
+
+def shardings(abstract: TrainState, splits: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+    """A NamedSharding for every leaf of the state."""
+    return jax.tree.map(lambda leaf, split: named_sharding(mesh, split), abstract, splits)
+
+
+def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes of the leaves of `tree` that one device holds."""
+
+    def size(leaf: Any, split: Dims) -> int:
+        parts = math.prod(ways(d, sizes) for d in split)
+        return math.prod(leaf.shape) // parts * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, splits)))

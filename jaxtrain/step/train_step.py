@@ -1,0 +1,343 @@
+"""The train step, and the evaluation step beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.named import sum_over
+from jaxtrain.collectives.vary import vary
+from jaxtrain.compression.residuals import carried, trusted
+from jaxtrain.compression.sums import Choice, CompressedSums
+from jaxtrain.mesh.sharding import named_sharding, partition_spec
+from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.module import put_together
+from jaxtrain.nn.param import named_key
+from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
+from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
+from jaxtrain.optim.precision import select_if_finite
+from jaxtrain.optim.rate import injected_rate, rate_fn
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.gradients import (
+    Gradients,
+    LocalSums,
+    Reduction,
+    accumulated,
+    explicit,
+    gspmd,
+    squared_norm,
+    updated,
+)
+from jaxtrain.step.guard import make_watch
+from jaxtrain.step.own_module import own_loss
+from jaxtrain.step.padding import without_padding
+from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
+from jaxtrain.step.state import TrainState
+
+Arrays = dict[str, Any]
+Metrics = dict[str, jax.Array]
+StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
+LocalSumsOf = Callable[[Assembly, Reduction], LocalSums]
+
+
+def make_train_step(
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    *,
+    keep_gradients: bool = False,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
+) -> StepFunction:
+    """(state, batch) -> (state, metrics), to be jitted with the state donated.
+
+    choice: how a compressed reducer sums. local: what an explicit step has for `local_sums`.
+
+    metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
+    update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32 scalars;
+    those of `make_watch`; with `keep_gradients` also the gradients before clipping.
+    """
+    e, transform = assembly.experiment, assembly.transform_on(mesh)
+    sums = make_gradients(assembly, mesh, choice, local or local_sums)
+    watch = make_watch(assembly, mesh, choice)
+    norm = partial(norms, assembly=assembly, mesh=mesh)
+    rate = make_rate(assembly)
+    step_key = named_key(jax.random.key(e.seed), "step")
+
+    def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
+        # The loss is a sum over tokens; a loss scale is meant for their mean.
+        seed = scale / assembly.tokens_power_of_two(batch)
+        key = jax.random.fold_in(step_key, state.step)
+        g = sums(state.params, state.rest, batch, key, seed, trusted(state.residuals))
+        count = jnp.where(g.count > 0, g.count, 1.0)
+        grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
+        (grad_norm,) = norm((grads,), "optimizer")
+        kept_gradients = {"gradients": grads} if keep_gradients else {}
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
+        verdict, reduced = watch(grads, exact, state)
+        if e.clip_norm is not None:
+            grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
+        trained = {k: state.params[k] for k in grads}
+        shards = assembly.constrain(trained, mesh, "optimizer")
+        updates, taken = transform.update(grads, state.optimizer, shards)
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
+        params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
+        whole = {**state.params, **params}
+        update_norm, param_norm = *norm((updates,), "optimizer"), *norm((whole,), "params")
+        kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
+        moved = (params, optimizer, g.rest, averages(state, params, e.ema_decay), g.residuals)
+        params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
+        after = TrainState(
+            state.step + 1, {**state.params, **params}, optimizer, rest, ema,
+            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
+            residuals | verdict,  # a skipped step's verdict stands: its sums may be why it is one
+        )  # fmt: skip
+        return after, dict(
+            loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
+            update_norm=update_norm, loss_scale=scale,
+            skipped=after.skipped.astype(jnp.float32), **rate(state, taken), **reduced,
+            **kept_gradients,
+        )  # fmt: skip
+
+    return assembly.with_matmul_precision(step)
+
+
+def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
+    """(state, optimizer state after the step) -> the step's learning_rate: of our optimizers by
+    their schedule; of a user's own where its state says one, as `optax.inject_hyperparams` does."""
+    e = assembly.experiment
+    if type(e.optimizer) in (*ELEMENTWISE, *SHARDED):
+        rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
+        return lambda state, _: {"learning_rate": rate(state.step - state.skipped)}
+
+    def said(_: TrainState, taken: Any) -> Metrics:
+        found = injected_rate(taken)
+        return {} if found is None else {"learning_rate": found.astype(jnp.float32)}
+
+    return said
+
+
+def averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
+    """The average after a step to `params`, {} where none is kept."""
+    if decay is None:
+        return {}
+    return ema_update(state.ema, params, decay, state.step, warmup=True)
+
+
+def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., Any]:
+    """(params, rest, microbatch, key or None) -> (loss sum, count, rest after)."""
+    static = assembly.split.static
+    if not assembly.built_in:
+        return own_loss(static, compute=assembly.experiment.precision.compute)
+
+    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
+        model = put_together(static, {**params, **rest})
+        total, count = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
+        return total, count, rest
+
+    return loss
+
+
+def trace_loss(assembly: Assembly) -> None:
+    """A user's own loss, traced on one microbatch as a step and an evaluation call it. Raises
+    ValueError for fields that it reads and the batch does not have, and for its answer."""
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        for name, leaf in assembly.abstract_batch().items()
+    }
+    params, rest = assembly.abstract.params, assembly.abstract.rest
+    loss = assembly.with_matmul_precision(make_loss(assembly, None))
+    jax.eval_shape(loss, params, rest, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
+
+
+def make_gradients(
+    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice, local: LocalSumsOf
+) -> Callable[..., Gradients]:
+    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode, of which
+    the explicit one makes what `local` says."""
+    if assembly.explicit:
+        reducer, reduction = assembly.experiment.execution.reducer, make_reduction(assembly)
+        splits = assembly.splits.residuals
+        specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
+        compressed = isinstance(reducer, Compressed)
+        sums = explicit(
+            local(assembly, reduction),
+            mesh=mesh,
+            reduction=reduction,
+            batch_specs=assembly.batch_specs,
+            check_vma=assembly.check_vma,
+            compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
+            residual_specs=carried(specs),
+        )
+        if not compressed:
+            return sums
+
+        return lambda *inputs: without_padding(assembly, sums(*inputs))
+
+    def constrain(grads: Arrays) -> Arrays:
+        return assembly.constrain(grads, mesh, "optimizer")
+
+    loss = make_loss(assembly, gspmd_communicator(assembly, mesh))
+    return gspmd(loss, constrain=constrain, frozen=assembly.frozen)
+
+
+def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
+    """What a device makes of its rows: one microbatch after another, or in a pipeline."""
+    comm = explicit_communicator(assembly, reduction)
+    if assembly.pipeline is not None:
+        return pipeline_sums(assembly, comm, reduction)
+    loss = make_loss(assembly, comm if reduction.sharded else comm.whole())
+    return accumulated(loss, reduction, lambda params: comm.fetch(params, ""))
+
+
+def make_reduction(assembly: Assembly) -> Reduction:
+    """How the explicit step's gradients reach the optimizer's split."""
+    execution = assembly.experiment.execution
+    reducer = execution.reducer
+    return Reduction(
+        assembly.places,
+        assembly.sizes,
+        assembly.experiment.sharding.accumulate_sharded,
+        assembly.collectives.fsdp,
+        reducer.by if isinstance(reducer, Compressed) else reducer,
+        execution.small_leaf,
+        execution.reduce_layers,
+    )
+
+
+def at_rest(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
+    """Parameters that the optimizer's split was updated in, as they rest."""
+    if assembly.explicit:
+        reduction, check_vma = make_reduction(assembly), assembly.check_vma
+        params = updated(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
+    return assembly.constrain(params, mesh, "params")
+
+
+@dataclass(frozen=True, eq=False)
+class _SummedByLayer(Explicit):
+    """A layer's gradients are summed where the backward pass hands them back."""
+
+    reduction: Reduction = field(kw_only=True)
+
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
+        return self.reduction.sum_layer(super().scatter(grads, prefix), prefix)
+
+
+def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
+    """`reduction`: of a backward pass; it may want to sum layer by layer."""
+    precision = assembly.experiment.precision
+    fields: dict[str, Any] = dict(
+        sizes=assembly.sizes,
+        places=assembly.places,
+        tensor=assembly.tensor,
+        reduce_dtype=precision.reduce,
+        collectives=assembly.collectives,
+        frozen=assembly.frozen,
+    )
+    if reduction is not None and reduction.layers:
+        return _SummedByLayer(precision.compute, **fields, reduction=reduction)
+    return Explicit(precision.compute, **fields)
+
+
+def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
+    """`Local` on one device: no constraints, plain code."""
+    e = assembly.experiment
+    if not assembly.sizes:
+        return Local(e.precision.compute, assembly.frozen)
+    return Gspmd(
+        e.precision.compute,
+        assembly.frozen,
+        mesh=mesh,
+        rules=e.sharding,
+        places=assembly.places,
+        reduce_dtype=e.precision.reduce,
+    )
+
+
+def norms(
+    trees: tuple[Any, ...], table: str, *, assembly: Assembly, mesh: jax.sharding.Mesh
+) -> jax.Array:
+    """2-norms of trees that rest as `table` says."""
+    splits = {k: getattr(place, table) for k, place in assembly.places.items()}
+    counted = mesh if assembly.explicit else None
+    return jnp.sqrt(squared_norm(trees, splits=splits, mesh=counted))
+
+
+def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """(params, rest, batch) -> (loss sum, count), no dropout; batch: [`evaluated_at_once`, rows,
+    ...], which is one batch, or several on their way through a pipeline."""
+
+    def one_by(comm: Communicator) -> Callable[..., Any]:
+        loss = make_loss(assembly, comm)
+
+        def of_batch(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+            total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
+            return total, count
+
+        return of_batch
+
+    if not assembly.explicit:
+        return assembly.with_matmul_precision(one_by(gspmd_communicator(assembly, mesh)))
+    comm = explicit_communicator(assembly)
+    on_device = one_by(comm) if assembly.pipeline is None else pipeline_loss(assembly, comm)
+
+    def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+        axes = tuple(assembly.sizes)
+        params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
+        total, count = sum_over("loss", jnp.stack(on_device(params, rest, batch)), axes)
+        return total, count
+
+    run = jax.shard_map(
+        summed,
+        mesh=mesh,
+        in_specs=(
+            {k: partition_spec(p.params) for k, p in assembly.places.items()},
+            {},
+            assembly.batch_specs,
+        ),
+        out_specs=(partition_spec(()), partition_spec(())),
+        check_vma=assembly.check_vma,
+    )
+    return assembly.with_matmul_precision(run)
+
+
+def compile_step(
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    batch: Any = None,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
+) -> Any:
+    """The compiled `make_train_step` for the shapes of `batch` (arrays or ShapeDtypeStructs), state
+    donated."""
+    traced = trace_step(assembly, mesh, shardings, batch, choice, local)
+    return traced.lower().compile(compiler_options=assembly.compiler_options or None)
+
+
+def trace_step(
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    batch: Any = None,
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
+    local: LocalSumsOf | None = None,
+) -> Any:
+    """What `compile_step` compiles, with its jaxpr."""
+    return jax.jit(
+        make_train_step(assembly, mesh, choice=choice, local=local),
+        donate_argnums=0,
+        in_shardings=(shardings, assembly.batch_shardings(mesh)),
+        out_shardings=(shardings, named_sharding(mesh, ())),
+        keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
+    ).trace(assembly.abstract, batch or assembly.abstract_batch())

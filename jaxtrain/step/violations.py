@@ -1,0 +1,347 @@
+"""What is wrong with an experiment, by itself and on a mesh: each with its remedy, all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.compression.residuals import Part
+from jaxtrain.data import BatchRamp, BigramChain, ByteTokenizer
+from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.fields import length_violations
+from jaxtrain.mesh.axes import BATCH_AXES
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn.remat import REMAT
+
+MODES = ("explicit", "gspmd")
+METRICS = ("eval_loss", "bits_per_byte")
+"""What an evaluation finds; the second where tokens stand for bytes."""
+UNSUPPORTED_AXES = ("replica", "expert", "context")
+
+
+def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
+    """The mode that runs it; what is wrong with the one asked for joins `violations`."""
+    built_in = isinstance(experiment.model, DecoderConfig)
+    mode = experiment.execution.mode or ("explicit" if built_in else "gspmd")
+    if mode not in MODES:
+        violations.append(f"execution.mode={mode!r}; the modes are {' and '.join(MODES)}")
+    if mode == "explicit" and not built_in:
+        violations.append(
+            "execution.mode='explicit' runs built-in models only: inside it every collective is "
+            "stated by the model through its Communicator, and this model states none; use "
+            "mode='gspmd' (or None)"
+        )
+    if mode == "gspmd" and experiment.execution.collectives is not None:
+        violations.append(
+            f"execution.collectives={experiment.execution.collectives!r} is for mode='explicit'; "
+            f"under gspmd XLA chooses them: use collectives=None"
+        )
+    if mode == "gspmd" and experiment.execution.reducer != Lax():
+        violations.append(
+            f"execution.reducer={experiment.execution.reducer!r} is for mode='explicit'; under "
+            f"gspmd XLA sums the gradients: use reducer=Lax()"
+        )
+    if experiment.execution.reduce_layers and isinstance(experiment.execution.reducer, Compressed):
+        violations.append(
+            "execution.reduce_layers=True sums in every microbatch, and a compressed reducer "
+            "carries its errors from step to step; use reduce_layers=False or an exact reducer"
+        )
+    if mode == "gspmd" and experiment.execution.reduce_layers:
+        violations.append(
+            "execution.reduce_layers=True is for mode='explicit'; under gspmd XLA chooses when it "
+            "sums: use reduce_layers=False"
+        )
+    return mode
+
+
+def unused_reducer(reducer: Any, parts: Mapping[str, Part], small_leaf: int) -> list[str]:
+    """A compressed reducer that would compress nothing; `parts` are the leaves that are large
+    enough. On one device there is nothing to sum, and the reducer may stand."""
+    if not isinstance(reducer, Compressed):
+        return []
+    given = f"execution.reducer={reducer!r} compresses no leaf"
+    if not parts:
+        return [
+            f"{given}: none its codec takes has more than execution.small_leaf={small_leaf} "
+            f"elements; use a lower small_leaf, or reducer=Lax()"
+        ]
+    sizes = next(iter(parts.values())).sizes
+    if not sizes or any(part.takes(reducer.codec) for part in parts.values()):
+        return []
+    summed = [part.matrices for part in parts.values() if part.whole]
+    if not summed:
+        axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+        fixes = ["reducer=Lax()"]
+        if not {"data", "fsdp"}.isdisjoint(sizes):
+            fixes.insert(0, f"sharding=data_parallel(){' | tensor()' * ('tensor' in sizes)}")
+        if "data" not in sizes:
+            fixes.insert(0, "a mesh axis data > 1")
+        return [
+            f"{given}: the optimizer state of every large one is split over all of {axes}, so its "
+            f"gradients are scattered and no sum of whole ones is left; use {', or '.join(fixes)}"
+        ]
+    most = max(min(part.rows, part.cols) for part in summed)
+    return [
+        f"{given}: a device's matrices have at most {most} rows and columns, and the rank must not "
+        f"be higher; use rank={most} or lower, or reducer=Lax()"
+    ]
+
+
+def _warmup_violations(experiment: Experiment) -> list[str]:
+    """A compressed reducer whose exact steps fill the run."""
+    reducer, steps = experiment.execution.reducer, experiment.steps
+    if not isinstance(reducer, Compressed) or not 1 <= steps <= reducer.warmup_steps:
+        return []
+    return [
+        f"execution.reducer.warmup_steps={reducer.warmup_steps} leaves none of the {steps} steps "
+        f"to be compressed; use warmup_steps={round(0.15 * steps)} (15%), or reducer=Lax()"
+    ]
+
+
+def _fitting_microbatches(experiment: Experiment) -> int:
+    """The number nearest to the experiment's that divides every size of its batch."""
+    whole = math.gcd(*batch_sizes(experiment.batch))
+    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
+    return min(divisors, key=lambda n: abs(n - experiment.microbatches))
+
+
+def field_violations(experiment: Experiment) -> list[str]:
+    """What is wrong whatever the mesh and the model's fields."""
+    e = experiment
+    found = []
+    for name in ("steps", "microbatches"):
+        if getattr(e, name) < 1:
+            found.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
+    if e.clip_norm is not None and not 0.0 < e.clip_norm < math.inf:
+        found.append(f"clip_norm={e.clip_norm!r}; use a positive bound, or None for none")
+    if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
+        found.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
+    loop = e.execution.loop
+    if loop is not None and loop.remat not in REMAT:
+        found.append(f"remat={loop.remat!r} is unknown; the policies are {', '.join(REMAT)}")
+    for batch in batch_sizes(e.batch):
+        if batch < 1:
+            found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
+        elif e.microbatches >= 1 and batch % e.microbatches:
+            found.append(
+                f"batch={batch} is not a multiple of microbatches={e.microbatches}; use "
+                f"microbatches={_fitting_microbatches(e)}, or "
+                f"batch={max(batch // e.microbatches, 1) * e.microbatches}"
+            )
+    if hasattr(e.optimizer, "violations"):
+        found += e.optimizer.violations(e.steps)
+    positions, seq = getattr(e.model, "learned_positions", None), getattr(e.data, "seq", None)
+    if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
+        found.append(
+            f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
+            f"more positions"
+        )
+    kernel = e.execution.attention
+    if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
+        found.append(
+            f"execution.attention={kernel!r} is no kernel; use a value of "
+            f"jaxtrain.nn.attention such as {_kernel_like(kernel)}, or None for the platform's own"
+        )
+    profile = e.logging.profile
+    if profile is not None and profile.first >= e.steps:
+        found.append(
+            f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
+            f"first={max(e.steps - 1, 0)} or less, or more steps"
+        )
+    found += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
+    return found + _best_violations(e)
+
+
+def _kernel_like(given: Any) -> str:
+    """What was probably meant by the name of a kernel, or by its class."""
+    name = str(getattr(given, "__name__", given)).lower()
+    known = ("Reference()", "Blockwise()", "Cudnn()", "Splash()")
+    return next((each for each in known if each[:-2].lower() in name), known[1])
+
+
+def _best_violations(experiment: Experiment) -> list[str]:
+    policy = experiment.checkpoints
+    best = policy.keeping.best if policy is not None else None
+    if best is None:
+        return []
+    if experiment.evaluation is None:
+        return [f"checkpoints.keep.best={best!r} goes by an evaluation; give one, or best=None"]
+    if best.metric not in METRICS:
+        known = " or ".join(METRICS)
+        return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {known}"]
+    if best.metric == "bits_per_byte" and isinstance(experiment.data, BigramChain):
+        return [
+            f"checkpoints.keep.best.metric={best.metric!r}: tokens of a BigramChain stand for no "
+            "bytes; use eval_loss"
+        ]
+    return []
+
+
+def _vocabulary_violations(experiment: Experiment) -> list[str]:
+    """Token ids the model has no row for, where the data says without being opened how many it
+    has; a trained tokenizer may come out smaller than it was asked to be."""
+    data, vocab = experiment.data, getattr(experiment.model, "vocab", None)
+    tokenizer = getattr(data, "tokenizer", None)
+    ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
+    if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
+        return []
+    return [
+        f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+        f"another tokenizer"
+    ]
+
+
+def _sample_violations(experiment: Experiment) -> list[str]:
+    """A sample longer than any, or than the learned positions; a prompt whose tokens are not known
+    before the tokenizer is built counts as one."""
+    e, positions = experiment, getattr(experiment.model, "learned_positions", None)
+    if e.sample is None:
+        return []
+    too_long = [f"evaluation.sample: {v}" for v in length_violations(e.sample.tokens)]
+    if too_long or not isinstance(positions, int):
+        return too_long
+    tokenizer, prompt = getattr(e.data, "tokenizer", None), 1
+    if isinstance(tokenizer, ByteTokenizer):
+        prompt = len(tokenizer.encode(e.sample.prompt))
+    if prompt + e.sample.tokens <= positions:
+        return []
+    room = positions - prompt
+    remedy = f"tokens={room} or less" if room > 0 else "a shorter prompt"
+    return [
+        f"evaluation.sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
+        f"learned_positions={positions}; use {remedy}, or more positions"
+    ]
+
+
+def model_violations(experiment: Experiment) -> list[str]:
+    """What keeps the model from being built, or asks of it what its kind does not do."""
+    e = experiment
+    if isinstance(e.model, DecoderConfig):
+        return [f"model: {v}" for v in e.model.violations()]
+    if not callable(getattr(e.model, "build", e.model)):
+        return ["model: give a config with build(rngs) or a module-level function of rngs"]
+    built_in_only = {
+        "execution.loop": e.execution.loop,
+        "execution.attention": e.execution.attention,
+        "evaluation.sample": e.sample,
+    }
+    return [
+        f"{name} acts on built-in models only, and this model is its own; use {name}=None"
+        for name, value in built_in_only.items()
+        if value is not None
+    ]
+
+
+def mesh_violations(
+    experiment: Experiment, spec: MeshSpec, sizes: Mapping[str, int], mode: str
+) -> list[str]:
+    """What of the batch, the mesh axes and the model's fields does not fit together."""
+    found = [
+        f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
+        f"data, fsdp, stage and tensor"
+        for axis in UNSUPPORTED_AXES
+        if axis in sizes
+    ]
+    rules = experiment.sharding.activations
+    rows, seq_axes = activation_dims(("batch", "seq"), rules, sizes=sizes)
+    if seq_axes and not set(seq_axes) <= set(UNSUPPORTED_AXES):
+        found.append(
+            f"the activations table splits seq over {seq_axes}, and attention would see only its "
+            f"own piece; split batch, heads or mlp over them"
+        )
+    parts = ways(rows, sizes)
+    for batch in _divisible_batches(experiment):
+        per = batch // experiment.microbatches
+        if per % parts:
+            split = " x ".join(f"{a}={sizes[a]}" for a in rows)
+            nearest = -(-per // parts) * parts * experiment.microbatches
+            found.append(
+                f"batch={batch} in {experiment.microbatches} microbatches is {per} rows each, "
+                f"which do not split over {split} = {parts} ways; use batch={nearest} or change "
+                f"[axes] in {spec.where}"
+            )
+    unused = [a for a in sizes if a not in BATCH_AXES and a not in _mesh_axes(rules)]
+    found += [
+        f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
+        f"{axis}() preset or set {axis}=1 in {spec.where}"
+        for axis in unused
+        if axis not in (*UNSUPPORTED_AXES, STAGE)
+    ]
+    found += _pipeline_violations(experiment, sizes, mode)
+    if isinstance(experiment.model, DecoderConfig):
+        explicit = mode == "explicit"
+        found += experiment.model.mesh_violations(experiment.sharding, sizes, explicit=explicit)
+        seq = getattr(experiment.data, "seq", None)
+        if explicit and seq is not None and not found:
+            split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
+            found += _sequence_violations(experiment, seq, parts, split)
+    return found
+
+
+def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
+    """What no pipeline can do; a schedule's own are told where its table is made."""
+    stages = sizes.get(STAGE, 1)
+    if stages == 1:
+        return []
+    if not isinstance(experiment.model, DecoderConfig):
+        return [
+            f"mesh axis stage={stages} cuts built-in models only: it must know what a layer is, "
+            f"and this model is its own; set stage=1"
+        ]
+    found = []
+    if mode != "explicit":
+        found.append(
+            f"mesh axis stage={stages} and execution.mode={mode!r}: a pipeline's collectives are "
+            f"stated, never XLA's choice; use mode='explicit' (or None), or stage=1"
+        )
+    if experiment.execution.reduce_layers:
+        found.append(
+            f"execution.reduce_layers=True sums in every tick of a pipeline of stage={stages}, "
+            f"idle ones too; use reduce_layers=False, which sums once a step"
+        )
+    return found
+
+
+def _sequence_violations(
+    experiment: Experiment, seq: int, parts: int, split: Mapping[str, int]
+) -> list[str]:
+    found, count = [], math.prod(split.values())
+    for batch in _divisible_batches(experiment):
+        tokens = batch // experiment.microbatches // parts * seq
+        if tokens % count:
+            axes = " x ".join(f"{axis}={n}" for axis, n in split.items())
+            found.append(
+                f"a device's microbatch of {tokens} tokens does not split over {axes}; use a seq "
+                f"that is a multiple of {count} (now {seq})"
+            )
+    return found
+
+
+def _divisible_batches(experiment: Experiment) -> list[int]:
+    """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
+    micro = experiment.microbatches
+    if micro < 1:
+        return []
+    return [b for b in batch_sizes(experiment.batch) if b >= micro and b % micro == 0]
+
+
+def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
+    """Every size the batch takes, in order."""
+    return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
+
+
+def _mesh_axes(table: Any) -> set[str]:
+    """The mesh axes a table uses."""
+    return {axis for _, mesh_axes in table for axis in mesh_axes}
+
+
+def listed(violations: list[str], spec: MeshSpec) -> str:
+    """The message of the one error that tells them all."""
+    count = len(violations)
+    head = f"{count} thing{'s' if count > 1 else ''} to mend before this can run on {spec.where}:"
+    return "\n".join([head, *(f"  - {v}" for v in violations)])

@@ -1,0 +1,129 @@
+"""config.json as a DecoderConfig, and a DecoderConfig as a config.json."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.files.folder import file_of
+from jaxtrain.files.json_text import parsed
+from jaxtrain.files.regular import read_text
+from jaxtrain.files.stores import local_path
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.essence import differences, essence
+from jaxtrain.weights.huggingface.family import Family
+from jaxtrain.weights.huggingface.fields import Fields
+from jaxtrain.weights.huggingface.gpt2 import GPT2
+from jaxtrain.weights.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jaxtrain.weights.huggingface.mixtral import MIXTRAL
+
+NAME = "config.json"
+
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2)
+"""A model that several can say is written as the first of them."""
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """The model that a folder's config.json describes.
+
+    Of the fields that change no logits (dropout, initialisation, a router's jitter and balancing
+    loss) none is taken over, and `vocab_multiple` is the default: replace them as the training
+    needs.
+
+    Raises:
+        ValueError: there is no readable config.json, or it describes what this library does not
+            compute: every such field at once, those that are not known included.
+    """
+    path = local_path("folder", folder) / NAME
+    family, raw, problems = _family_of(path)
+    if family is None:
+        raise _refusal(path, problems)
+    config, found = _read(family, raw)
+    if problems := problems + found:
+        raise _refusal(path, problems)
+    return config
+
+
+def family_of(folder: Path) -> Family:
+    """The family that a folder's tensors are named by. Raises ValueError as `read_config` does."""
+    family, _, problems = _family_of(folder / NAME)
+    if family is None:
+        raise _refusal(folder / NAME, problems)
+    return family
+
+
+def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
+    if not path.parent.is_dir():
+        return None, {}, [f"there is no directory {path.parent}"]
+    try:
+        raw = parsed(read_text(file_of(path.parent, path.name)))
+    except (OSError, ValueError) as error:
+        return None, {}, [f"it cannot be read: {error}"]
+    if not isinstance(raw, dict):
+        return None, {}, [f"it holds a {type(raw).__name__}; use an object"]
+    kind = raw.get("model_type")
+    family = next((each for each in FAMILIES if each.model_type == kind), None)
+    if family is None:
+        known = ", ".join(each.model_type for each in FAMILIES)
+        return None, raw, [f"model_type={kind!r}; the families read here are {known}"]
+    given = raw.get("architectures")
+    if given not in (None, [], [family.architecture]):
+        return family, raw, [f"architectures={given!r}; use [{family.architecture!r}]"]
+    return family, raw, []
+
+
+def _read(family: Family, raw: dict[str, Any]) -> tuple[DecoderConfig, list[str]]:
+    taken = Fields({**family.defaults, **raw})
+    config = family.read(taken)
+    # Defaults of fields that this family does not have are nobody's mistake.
+    unknown = Fields({k: v for k, v in raw.items() if k not in taken.taken}).unknown()
+    problems = taken.problems + unknown
+    return config, problems or config.violations()
+
+
+def _refusal(path: Path, problems: list[str]) -> ValueError:
+    return ValueError("\n- ".join([f"{path} is not a model that can be read here:", *problems]))
+
+
+def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
+    """A family and the fields with which its config.json says exactly this model.
+
+    It says it where reading the fields gives the model back, initialisation, dropout and padding
+    of the vocabulary aside.
+
+    Raises:
+        ValueError: no family does, with what is in the way in the one that comes nearest.
+    """
+    if problems := config.violations():
+        raise ValueError("\n".join(problems))
+    wanted = essence(config)
+    nearest: tuple[Family, list[str]] | None = None
+    kind = type(config.blocks[0].mlp)
+    least = math.inf, math.inf
+    for family in FAMILIES:
+        written = family.write(config)
+        read, problems = _read(family, written)
+        if not problems:
+            problems = [
+                f"{name} is {here}, there {there}"
+                for name, here, there in differences(wanted, essence(read))
+            ]
+        problems = list(dict.fromkeys(problems))
+        if not problems:
+            head = {"architectures": [family.architecture], "model_type": family.model_type}
+            return family, {**head, **written}
+        # One word says that experts are lacking, and that is more than any other field.
+        far = (type(read.blocks[0].mlp) is not kind, len(problems))
+        if far < least:
+            nearest, least = (family, problems), far
+    assert nearest is not None
+    raise ValueError(
+        "\n- ".join(
+            [
+                f"no family of {', '.join(f.model_type for f in FAMILIES)} has this model; in the "
+                f"nearest, {nearest[0].model_type}, these are in the way:",
+                *nearest[1],
+            ]
+        )
+    )

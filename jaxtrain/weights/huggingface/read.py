@@ -1,0 +1,212 @@
+"""Parameters out of a folder: every device's shard from the slices it needs, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint import chunks
+from jaxtrain.checkpoint.leaves import stored_shape
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, part_of
+from jaxtrain.files.stores import local_path
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.weights.huggingface.config import family_of
+from jaxtrain.weights.huggingface.family import Family
+from jaxtrain.weights.huggingface.folder import FLOATS, Box, Folder
+from jaxtrain.weights.huggingface.layout import (
+    LeafShape,
+    Piece,
+    Stored,
+    leaf_shapes,
+    stored_tensors,
+    turned,
+)
+
+Template = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def read_params(
+    folder: str | Path,
+    config: DecoderConfig,
+    template: Template,
+    slots: AllSlots = AS_THEY_REST,
+) -> dict[str, jax.Array]:
+    """The parameters of `config` out of a folder.
+
+    template: for every leaf its shape, dtype and sharding, as parameters rest. slots: of those that
+    do not rest in natural layer order; what is padding there is zero. Each device's shard is read,
+    cast and sent before the next, once where devices share it; with several processes each reads
+    its own. Padded rows of the vocabulary are zero.
+
+    Raises:
+        ValueError: before a weight is read: the template is not of this model; a tensor is missing,
+            extra, of another shape or no float: all of them, by name. While reading: a tied
+            folder's lm_head differs from its embedding.
+    """
+    folder = local_path("folder", folder)
+    family, leaves = family_of(folder), leaf_shapes(config)
+    with Folder(folder) as files:
+        problems = _template_problems(template, leaves, slots)
+        reader = _reader(files, config, family, leaves, problems)
+        return {path: reader.leaf(path, spec, slots) for path, spec in template.items()}
+
+
+def refuse_unfit(folder: str | Path, config: DecoderConfig) -> None:
+    """Raise ValueError as `read_params` does before it reads a weight; needs no device."""
+    folder = local_path("folder", folder)
+    family, leaves = family_of(folder), leaf_shapes(config)
+    with Folder(folder) as files:
+        _reader(files, config, family, leaves, [])
+
+
+def _reader(
+    files: Folder,
+    config: DecoderConfig,
+    family: Family,
+    leaves: dict[str, LeafShape],
+    problems: list[str],
+) -> _Reader:
+    """Of a folder with this model. Raises ValueError with all that is wrong, `problems` first."""
+    _find_base(files, family)
+    tensors = _spelling(files, config, family, leaves)
+    copy = _tied_copy(files, config, family)
+    problems = problems + files.problems + _tensor_problems(files, tensors, family, copy)
+    if problems:
+        raise ValueError("\n- ".join([f"{files.path} has not this model's weights:", *problems]))
+    return _Reader(files, tensors, copy)
+
+
+def _template_problems(
+    template: Template, leaves: Mapping[str, LeafShape], slots: AllSlots
+) -> list[str]:
+    found = [f"template: {path} is missing" for path in leaves if path not in template]
+    for path, spec in template.items():
+        if path not in leaves:
+            found.append(f"template: {path} is no parameter of this model")
+            continue
+        if (shape := stored_shape(path, spec, slots)) != leaves[path].shape:
+            found.append(f"template: {path} is {shape}, and {leaves[path].shape} in the model")
+        if not jnp.issubdtype(spec.dtype, jnp.floating):
+            found.append(f"template: {path} is {spec.dtype}; use a float")
+        if spec.sharding is None:
+            found.append(f"template: {path} has no sharding; say where it goes")
+    return found
+
+
+def _spelling(
+    files: Folder, config: DecoderConfig, family: Family, leaves: dict[str, LeafShape]
+) -> list[Stored]:
+    """The model's tensors as the folder has them: as the family's rules that name the most."""
+    rules = [rules for rules in (family.tensors, family.others) if rules]
+    spelled = [stored_tensors(config, each, leaves) for each in rules]
+    return max(spelled, key=lambda some: sum(tensor.name in files.tensors for tensor in some))
+
+
+def _find_base(files: Folder, family: Family) -> None:
+    """Gives tensors the names they have in the class with a head: a folder that was saved from the
+    class without it has no `model.` before them."""
+    if not any(name.startswith(family.base) for name in files.tensors):
+        head = family.name_of("head")
+        names = {name: name if name == head else family.base + name for name in files.tensors}
+        files.rename(names)
+
+
+def _tied_copy(files: Folder, config: DecoderConfig, family: Family) -> str | None:
+    """The name of a second copy of a tied table. Where it is the only one it becomes the first."""
+    head, embedding = family.name_of("head"), family.name_of("embedding")
+    if not config.tied or head not in files.tensors:
+        return None
+    if embedding not in files.tensors:
+        files.rename({head: embedding})
+        return None
+    return head
+
+
+def _tensor_problems(
+    files: Folder, tensors: list[Stored], family: Family, copy: str | None
+) -> list[str]:
+    expected = {tensor.name: tensor.shape for tensor in tensors}
+    if copy is not None:
+        expected[copy] = expected[family.name_of("embedding")]
+    found = []
+    for name, shape in expected.items():
+        there = files.tensors.get(name)
+        if there is None:
+            found.append(f"{name} {list(shape)} is missing")
+        elif there.shape != shape:
+            found.append(f"{name} is {list(there.shape)}, and {list(shape)} in this model")
+        elif there.dtype not in FLOATS:
+            found.append(f"{name} is {there.dtype}; the dtypes read are {', '.join(FLOATS)}")
+    for name in files.tensors:
+        if name not in expected and not family.buffers.fullmatch(name):
+            found.append(f"{name} {list(files.tensors[name].shape)} is not in this model")
+    return found
+
+
+class _Reader:
+    """Leaves out of an open folder that has them all."""
+
+    def __init__(self, files: Folder, tensors: list[Stored], copy: str | None) -> None:
+        self.files, self.copy = files, copy
+        self.parts: dict[str, list[tuple[Stored, Piece]]] = {}
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                self.parts.setdefault(piece.leaf, []).append((tensor, piece))
+
+    def leaf(self, path: str, spec: jax.ShapeDtypeStruct, slots: AllSlots) -> jax.Array:
+        """One leaf. The host holds one shard of it at a time."""
+        sharding: Any = spec.sharding
+        wanted = chunks.boxes_of(sharding.addressable_devices_indices_map(spec.shape), spec.shape)
+
+        def read(part: chunks.Box) -> np.ndarray:
+            spans = zip(*part, strict=True)
+            return self.shard(path, tuple((start, start + n) for start, n in spans), spec.dtype)
+
+        shards = []
+        for part, devices in wanted.items():
+            values = part_of(slots.get(path), part, spec.dtype, read)
+            # A copy: what a step donates must not be numpy's memory.
+            sent = [jax.device_put(values, device, may_alias=False) for device in devices]
+            shards += jax.block_until_ready(sent)
+        return jax.make_array_from_single_device_arrays(
+            spec.shape, sharding, shards, dtype=spec.dtype
+        )
+
+    def shard(self, path: str, box: Box, dtype: Any) -> np.ndarray:
+        """Part `box` of a leaf; zeros where no tensor has any of it."""
+        out = np.zeros([stop - start for start, stop in box], dtype)
+        for tensor, where, theirs in self.overlaps(path, box):
+            values = self.files.read(tensor.name, theirs)
+            if self.copy is not None and path == "embedding":
+                self.compare(tensor.name, values, theirs)
+            out[where] = np.swapaxes(values, -1, -2) if tensor.transposed else values
+        return out
+
+    def compare(self, name: str, values: np.ndarray, box: Box) -> None:
+        """`transformers` unties two tables that differ, whatever config.json says."""
+        if not np.array_equal(values, self.files.read(str(self.copy), box)):
+            raise ValueError(
+                f"{self.files.path}: {self.copy} differs from {name}, and config.json says that "
+                "they are tied; set tie_word_embeddings to false there"
+            )
+
+    def overlaps(self, path: str, box: Box) -> Iterator[tuple[Stored, tuple[Any, ...], Box]]:
+        """The tensors that meet `box`: where each goes in it, and which part of the tensor it
+        is."""
+        for tensor, piece in self.parts[path]:
+            stacked, rest = box[: len(piece.at)], box[len(piece.at) :]
+            if not all(a <= i < b for i, (a, b) in zip(piece.at, stacked, strict=True)):
+                continue
+            part = [(a, min(b, n)) for (a, b), n in zip(rest, piece.shape, strict=True)]
+            if any(a >= b for a, b in part):
+                continue
+            index = [i - a for i, (a, _) in zip(piece.at, stacked, strict=True)]
+            where = (*index, *(slice(0, b - a) for a, b in part))
+            a, b = part.pop()
+            theirs = (*part, (a + piece.offset, b + piece.offset))
+            yield tensor, where, turned(theirs) if tensor.transposed else theirs

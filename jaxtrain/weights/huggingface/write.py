@@ -1,0 +1,215 @@
+"""Parameters into a folder that `transformers` loads as it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxtrain.checkpoint.exchange import together
+from jaxtrain.files.stores import local_path
+from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.weights.huggingface import config as config_file
+from jaxtrain.weights.huggingface.folder import INDEX, SINGLE
+from jaxtrain.weights.huggingface.layout import LeafShape, Stored, leaf_shapes, stored_tensors
+from jaxtrain.weights.huggingface.target import Target, in_the_way
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+Params = Mapping[str, jax.Array]
+At = tuple[int, ...]
+
+
+def write_folder(
+    folder: str | Path,
+    config: DecoderConfig,
+    params: Params,
+    *,
+    dtype: Any = None,
+    shard_bytes: int = 5_000_000_000,
+    max_seq: int | None = None,
+    bos: int | None = None,
+    eos: int | Sequence[int] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write `config` and its parameters, in natural layer order and however sharded, as a folder
+    for `transformers.AutoModelForCausalLM.from_pretrained`.
+
+    dtype: of the files, None that of the parameters. shard_bytes: of one file at most, unless a
+    tensor is larger; the host holds one file at a time. max_seq, bos, eos: written
+    as max_position_embeddings (models with learned positions have their own), bos_token_id and
+    eos_token_id; they change no logits. texts: other files to put there, by their names.
+    The folder is there whole or not at all. With several processes all call this, process 0 writes,
+    and every device holds one tensor at a time.
+
+    Raises:
+        ValueError: before anything is written: no family has this model, the parameters are not
+            its own, or `folder` is there already and not empty. After that, with nothing left
+            behind: process 0 could not write, or a weight is beyond float16.
+    """
+    folder = local_path("folder", folder)
+    family, fields = config_file.expressed(config)
+    leaves = leaf_shapes(config)
+    tensors = stored_tensors(config, family.tensors, leaves)
+    if problems := _problems(params, leaves, dtype):
+        raise ValueError("\n".join(problems))
+    given = next(iter(params.values())).dtype if dtype is None else dtype
+    name = str(jnp.dtype(given))
+    fields |= {"torch_dtype": name, "bos_token_id": bos, "eos_token_id": eos}
+    if max_seq is not None and config.learned_positions is None:
+        fields["max_position_embeddings"] = max_seq
+    files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
+    size = sum(_elements(tensor) for tensor in tensors) * jnp.dtype(name).itemsize
+    with Target(folder) as target:
+        target.attempt(partial(target.begin, size))
+        target.agree()
+        for file, part in files.items():
+            _write_file(target, file, part, params, name)
+        target.attempt(partial(target.commit, {**(texts or {}), **_texts(files, fields, size)}))
+        target.agree()
+
+
+def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> None:
+    """Raise ValueError, on every process and with all that is wrong, for what `write_folder` would
+    refuse whatever the parameters: so much can be told before they are read."""
+
+    def refuse() -> None:
+        problems = _dtype_problems([dtype])
+        try:
+            config_file.expressed(config)
+        except ValueError as error:
+            problems.append(str(error))
+        if jax.process_index() == 0:
+            problems += in_the_way(local_path("folder", folder))
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    together(refuse)
+
+
+def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> list[str]:
+    found = [f"parameter {path} is missing" for path in leaves if path not in params]
+    for path, leaf in params.items():
+        if path not in leaves:
+            found.append(f"{path} is no parameter of this model")
+        elif tuple(leaf.shape) != leaves[path].shape:
+            found.append(f"{path} is {leaf.shape}, and {leaves[path].shape} in the model")
+        elif not isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_addressable:
+            found.append(f"{path} is on other processes too, without a NamedSharding")
+    given = [leaf.dtype for leaf in params.values()] if dtype is None else [dtype]
+    return found + _dtype_problems(given)
+
+
+def _dtype_problems(given: Sequence[Any]) -> list[str]:
+    names = set()
+    for each in given:
+        try:
+            names.add(str(jnp.dtype(each)))
+        except TypeError:  # no dtype at all
+            names.add(repr(each))
+    if len(names) <= 1 and names <= {*DTYPES}:
+        return []
+    return [f"dtype is {' and '.join(sorted(names))}; give one of {', '.join(DTYPES)}"]
+
+
+def _files(tensors: list[Stored], itemsize: int, limit: int) -> dict[str, list[Stored]]:
+    """The tensors of each file, in order; a new file where one would pass the limit."""
+    parts: list[list[Stored]] = []
+    room = -1
+    for tensor in tensors:
+        size = _elements(tensor) * itemsize
+        if not parts or size > room:
+            parts.append([])
+            room = limit
+        parts[-1].append(tensor)
+        room -= size
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    stem, n = SINGLE.removesuffix(".safetensors"), len(parts)
+    return {f"{stem}-{i:05}-of-{n:05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _elements(tensor: Stored) -> int:
+    return math.prod(tensor.shape)
+
+
+def _texts(files: Mapping[str, list[Stored]], fields: dict[str, Any], size: int) -> dict[str, str]:
+    """The JSON files beside the weights."""
+    found = {config_file.NAME: fields}
+    if len(files) > 1:
+        where = {tensor.name: file for file, part in files.items() for tensor in part}
+        found[INDEX] = {"metadata": {"total_size": size}, "weight_map": where}
+    return {name: json.dumps(each, indent=2, sort_keys=True) + "\n" for name, each in found.items()}
+
+
+def _write_file(
+    target: Target, file: str, tensors: list[Stored], params: Params, dtype: str
+) -> None:
+    """Gather a file's tensors, in which all processes take part, and write them."""
+    arrays: dict[str, np.ndarray] = {}
+    for tensor in tensors:
+        found = [_within_reach(params[piece.leaf], piece.at, dtype) for piece in tensor.pieces]
+        target.attempt(partial(_keep, arrays, tensor, found, dtype))
+    target.attempt(partial(target.save, file, arrays))
+
+
+def _within_reach(leaf: jax.Array, at: At, dtype: str) -> tuple[jax.Array, At]:
+    """An array that this process has all of, and where in it leaf[at] is: the leaf itself, or
+    leaf[at] gathered onto every device of its mesh. Returns when it is there: simulated devices
+    hang when the collectives of two programs run side by side."""
+    if leaf.is_fully_addressable:
+        return leaf, at
+    assert isinstance(leaf.sharding, NamedSharding), "others are refused"
+    return jax.block_until_ready(_taken(leaf.sharding.mesh, dtype)(leaf, at)), ()
+
+
+@lru_cache(maxsize=4)
+def _taken(mesh: Any, dtype: str) -> Any:
+    """(array, at) -> array[at] in `dtype`, one program for all `at`; whole on a mesh if given."""
+
+    def taken(array: jax.Array, at: At) -> jax.Array:
+        return array[at].astype(dtype)
+
+    return jax.jit(taken, out_shardings=None if mesh is None else named_sharding(mesh, ()))
+
+
+def _keep(
+    arrays: dict[str, np.ndarray], tensor: Stored, found: list[tuple[jax.Array, At]], dtype: str
+) -> None:
+    """Put a tensor among the arrays, the way round the folder has it, padded rows left out."""
+    parts = [
+        _on_host(array, at, dtype)[tuple(slice(n) for n in piece.shape)]
+        for (array, at), piece in zip(found, tensor.pieces, strict=True)
+    ]
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    if dtype == "float16" and not np.isfinite(whole).all():
+        raise ValueError(f"{tensor.name} has weights beyond float16; use bfloat16 or float32")
+    # The library writes memory as it lies.
+    arrays[tensor.name] = np.ascontiguousarray(
+        np.swapaxes(whole, -1, -2) if tensor.transposed else whole
+    )
+
+
+def _on_host(array: jax.Array, at: At, dtype: str) -> np.ndarray:
+    """array[at], each part of it from one of the devices that have it."""
+    out = np.empty(array.shape[len(at) :], dtype)
+    seen = set()
+    for shard in array.addressable_shards:
+        dims = zip(shard.index, array.shape, strict=True)
+        box = [dim.indices(size)[:2] for dim, size in dims]
+        stacked, rest = box[: len(at)], tuple(slice(*dim) for dim in box[len(at) :])
+        here = all(a <= i < b for i, (a, b) in zip(at, stacked, strict=True))
+        if here and str(box) not in seen:
+            seen.add(str(box))
+            local = tuple(i - a for i, (a, _) in zip(at, stacked, strict=True))
+            out[rest] = np.asarray(_taken(None, dtype)(shard.data, local))
+    return out

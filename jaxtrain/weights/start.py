@@ -1,0 +1,247 @@
+"""The parameters that a run begins with, where it does not make them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint.exchange import gathered, together
+from jaxtrain.checkpoint.manifest import Manifest
+from jaxtrain.checkpoint.reader import Damaged, read_arrays
+from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
+from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.files.regular import refuse_links
+from jaxtrain.models.adapter_config import without_adapters
+from jaxtrain.models.adapters import INTO, is_adapter
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.essence import differences, essence
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.layer_order import AtRest, natural_shapes
+from jaxtrain.step.tuning import matched
+from jaxtrain.weights.huggingface import read_params, refuse_unfit
+
+PARAMS, AVERAGES = "params.", "ema."
+Shapes = Mapping[str, Any]
+"""Leaves of a model in natural layer order: anything that has a shape and a dtype."""
+
+
+class Stored(NamedTuple):
+    """A step of a run, and under which name it has each parameter that is to be taken."""
+
+    manifest: Manifest
+    step: int
+    directory: Path
+    names: dict[str, str]
+
+
+Start = FromHuggingFace | FromRun
+
+
+def settled_start(assembly: Assembly) -> Start | None:
+    """What the experiment begins with, the newest step of a run by its number, the same on every
+    process; None of its own making. Reads no weight.
+
+    Raises ValueError, on every process, where what it begins with is not there for one of them, or
+    is not of this model: with every leaf that is missing, extra or of another shape.
+    """
+    tuning = assembly.experiment.fine_tuning
+    start = None if tuning is None else tuning.start
+    if isinstance(start, FromHuggingFace):
+        folder = start.folder
+        together(lambda: refuse_unfit(folder, _of_folder(assembly.experiment)))
+    elif isinstance(start, FromRun):
+        run = start
+        step, _ = together(lambda: manifest_of(run.run_dir, run.step))
+        start = settled = replace(run, step=int(gathered(str(step))[0]))
+        together(lambda: _refuse_unfit_run(settled, assembly))
+    return start
+
+
+def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
+    e, wanted = assembly.experiment, natural_shapes(assembly).params
+    problems = [] if start.leaves is not None else _model_differences(start, e)
+    stored_params(start, wanted, problems + _scale_difference(start, e, wanted))
+
+
+def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
+    """Fields of built-in models that shapes do not show."""
+    if not isinstance(experiment.model, DecoderConfig):
+        return []
+    try:
+        stored = stored_field(start.run_dir, "model", trust=start.trust)
+    except ForeignField:  # a model of one's own, of which shapes are compared
+        return []
+    if not isinstance(stored, DecoderConfig):
+        return []
+    found = differences(essence(experiment.model), essence(stored))
+    return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
+
+
+def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:
+    """Adapters that are taken at another scale are other adapters."""
+    _, manifest = manifest_of(start.run_dir, start.step)
+    chosen = wanted if start.leaves is None else matched(start.leaves, wanted, "leaves")[0]
+    if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
+        return []
+    ours = getattr(experiment.fine_tuning, "lora", None)
+    tuned = stored_field(start.run_dir, "fine_tuning", trust=start.trust)
+    theirs = getattr(tuned, "lora", None)
+    if ours is None or theirs is None or ours.alpha / ours.rank == theirs.alpha / theirs.rank:
+        return []
+    return [
+        f"fine_tuning.lora: alpha / rank is {ours.alpha / ours.rank:g}, there "
+        f"{theirs.alpha / theirs.rank:g}; use alpha={theirs.alpha / theirs.rank * ours.rank:g}"
+    ]
+
+
+def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array]:
+    """Those that are not of the run's own making, as they rest; {} where all are.
+
+    start: as `settled_start` gives it. Each device's part is read from what holds it. Raises
+    ValueError on every process where one can't read its part, and DamagedCheckpoint.
+    """
+    if start is None:
+        return {}
+    e, wanted = at_rest.assembly.experiment, at_rest.template.params
+    slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
+    if isinstance(start, FromHuggingFace):
+        base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
+        return together(lambda: read_params(start.folder, _of_folder(e), base, slots))
+    shapes = natural_shapes(at_rest.assembly).params
+    stored = together(lambda: stored_params(start, shapes))
+    return _cast(read_stored(stored, wanted, slots), wanted)
+
+
+def _cast(params: dict[str, jax.Array], wanted: Shapes) -> dict[str, jax.Array]:
+    """In the dtypes wanted, each where it is."""
+    other = {k: leaf for k, leaf in params.items() if leaf.dtype != wanted[k].dtype}
+    if not other:
+        return params
+    where = {k: leaf.sharding for k, leaf in other.items()}
+    run = jax.jit(
+        lambda leaves: {k: leaf.astype(wanted[k].dtype) for k, leaf in leaves.items()},
+        out_shardings=where,
+    )
+    return {**params, **jax.block_until_ready(run(other))}
+
+
+def _of_folder(experiment: Experiment) -> DecoderConfig:
+    model = experiment.model
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(
+            "fine_tuning.start: a folder holds a built-in model, and this experiment has its own; "
+            "use huggingface_config(folder), or FromRun"
+        )
+    return without_adapters(model)
+
+
+def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) -> Stored:
+    """Where a run has the parameters of `wanted` that are asked for. others: what else is known to
+    be wrong with them.
+
+    Raises:
+        ValueError: there is no such run or step, or it has not these parameters: each leaf that is
+            missing, extra or of another shape, and each pattern that names none.
+        DamagedCheckpoint: files of the step are missing or cut.
+    """
+    step, manifest = manifest_of(start.run_dir, start.step)
+    held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
+    chosen, problems = list(wanted), []
+    if start.leaves is not None:
+        found, problems = matched(start.leaves, wanted, "leaves")
+        chosen = list(found)
+    elif not any(map(is_adapter, held)):  # adapters begin with the run that asks for them
+        chosen = [name for name in wanted if not is_adapter(name)]
+    names = {name: _source(name, manifest, averaged=start.averaged) for name in chosen}
+    if start.averaged and not any(source.startswith(AVERAGES) for source in names.values()):
+        problems.append("averaged: the run keeps no averaged weights; use averaged=False")
+    for name, source in names.items():
+        problems += _difference(name, manifest.leaves.get(source), wanted[name])
+    if start.leaves is None:
+        extra = sorted(held - wanted.keys())
+        problems += [f"{k}: {manifest.leaves[PARAMS + k]} there, not in this model" for k in extra]
+    problems += [
+        f"{name}: has an adapter there, which is not taken; begin with the folder that `jaxtrain "
+        "export` writes, where it is merged"
+        for name in chosen
+        if name + INTO in held and name + INTO not in names
+    ]
+    if problems := [*others, *problems]:
+        remedy = "" if start.leaves else "\ntake some of them with leaves=('period.*', ...)"
+        raise ValueError(
+            f"step {step} of {start.run_dir} does not fit this model in {len(problems)} places:\n  "
+            + "\n  ".join(problems)
+            + remedy
+        )
+    return Stored(manifest, step, Path(start.run_dir) / CHECKPOINTS, names)
+
+
+def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
+    """A step of a run, None for the newest, and what is in it. Raises ValueError where there is
+    none, DamagedCheckpoint where files of it are missing or cut."""
+    refuse_links(Path(run_dir))
+    directory = Path(run_dir) / CHECKPOINTS
+    steps = committed_steps(directory)
+    if not steps:
+        raise ValueError(
+            f"{directory} has no committed checkpoint; give the run directory that holds "
+            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it (what only a local tier "
+            "has is saved there when the run goes on)"
+        )
+    step = steps[-1] if step is None else step
+    return step, whole_manifest(directory, step)
+
+
+def _source(name: str, manifest: Manifest, *, averaged: bool) -> str:
+    """Its name there: of its average, where that is asked for and kept (frozen ones have none)."""
+    kept = averaged and AVERAGES + name in manifest.leaves
+    return (AVERAGES if kept else PARAMS) + name
+
+
+def _difference(name: str, stored: Any, wanted: Any) -> list[str]:
+    expected = f"{wanted.dtype}[{','.join(map(str, wanted.shape))}]"
+    if stored is None:
+        return [f"{name}: not there, expected {expected}"]
+    floats = all(jnp.issubdtype(each.dtype, jnp.floating) for each in (stored, wanted))
+    if stored.shape == tuple(wanted.shape) and floats:
+        return []
+    return [f"{name}: {stored} there, expected {expected}"]
+
+
+def read_stored(
+    stored: Stored, wanted: Shapes, slots: AllSlots = AS_THEY_REST
+) -> dict[str, jax.Array]:
+    """The parameters of a step, as `wanted` has shapes and shardings and in its own dtypes; in
+    `slots`, by their names in `wanted`, where these have them. Every chunk of which a part is
+    needed is verified. Raises DamagedCheckpoint on every process if any found damage."""
+    request = {
+        source: jax.ShapeDtypeStruct(
+            wanted[name].shape,
+            jnp.dtype(stored.manifest.leaves[source].dtype),
+            sharding=wanted[name].sharding,
+        )
+        for name, source in stored.names.items()
+    }
+    damages: list[str] = []
+    arrays: dict[str, jax.Array] = {}
+    try:
+        laid = {source: slots[name] for name, source in stored.names.items() if name in slots}
+        arrays = read_arrays(stored.manifest, request, slots=laid)
+    except Damaged as error:
+        damages = error.damages
+    if any(gathered("damaged" if damages else "")):
+        raise DamagedCheckpoint(
+            damages or ["what another process read"],
+            step=stored.step,
+            directory=stored.directory,
+            remedy="begin with an older step",
+        )
+    return {name: arrays[source] for name, source in stored.names.items()}

@@ -1,0 +1,103 @@
+"""Figures of the house, to be held against those of another commit:
+
+python tests/house.py [ROOT]
+
+Files and lines of each package, import cycles, annotated parameters that are a bare `Any`, the
+longest function, and fields of public dataclasses that no docstring names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_architecture import cycle_violations, modules
+
+
+def functions(root: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path, tree, _ in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def bare_any(root: Path) -> tuple[int, int]:
+    """(annotated parameters that are `Any`, all that are annotated)."""
+    annotations = [
+        ast.unparse(argument.annotation)
+        for _, node in functions(root)
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if argument.annotation is not None
+    ]
+    return annotations.count("Any"), len(annotations)
+
+
+def longest(root: Path) -> tuple[int, str]:
+    return max(
+        ((node.end_lineno or 0) - node.lineno + 1, f"{path}:{node.lineno} {node.name}")
+        for path, node in functions(root)
+    )
+
+
+def public_names(root: Path) -> set[str]:
+    """The names that the package's `__init__` hands out, listed in its stub or in a table."""
+    stub = root / "__init__.pyi"
+    tree = ast.parse((stub if stub.exists() else root / "__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    written = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return imported or {word for word in written if word.isidentifier()}
+
+
+def undescribed_fields(root: Path) -> list[str]:
+    """`Class.field` of public classes, and of those they inherit from, where neither a docstring of
+    theirs names the field nor one stands below it."""
+    classes = {
+        node.name: node
+        for _, tree, _ in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = []
+    for public in sorted(public_names(root) & set(classes)):
+        bases = [ast.unparse(base) for base in classes[public].bases]
+        family = [classes[name] for name in (public, *bases) if name in classes]
+        said = " ".join(ast.get_docstring(node) or "" for node in family)
+        for node in family:
+            for item, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                    continue
+                below = isinstance(following, ast.Expr)
+                if not below and not re.search(rf"\b{item.target.id}\b", said):
+                    found.append(f"{public}.{item.target.id}")
+    return found
+
+
+def main(root: Path) -> None:
+    rooms: dict[str, list[int]] = {}
+    for path, _, text in modules(root):
+        rooms.setdefault(path.split("/")[0], []).append(len(text.splitlines()))
+    for room, lines in sorted(rooms.items(), key=lambda each: -sum(each[1])):
+        print(f"{room:16} {len(lines):3} files {sum(lines):6} lines, the longest {max(lines)}")
+    anys, annotated = bare_any(root)
+    print(f"import cycles: {cycle_violations(root) or 0}")
+    print(f"bare Any: {anys} of {annotated} annotated parameters ({anys / annotated:.1%})")
+    print("longest function: {} lines, {}".format(*longest(root)))
+    fields = undescribed_fields(root)
+    print(f"fields of public classes that no docstring names: {len(fields)}")
+    print("  " + " ".join(fields))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1] / "jaxtrain")

@@ -1,0 +1,294 @@
+"""Runs that fail: refused before anything is written, or ended with what was reached saved."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.checkpoint import CheckpointManager, exchange, manager, tiers
+from jaxtrain.checkpoint.policy import SaveClock
+from jaxtrain.data import BigramChain
+from jaxtrain.run.directory import RunDirectory, left_in
+from jaxtrain.telemetry.metrics import read_metrics
+
+
+def trained(folder: Path, experiment: jaxtrain.Experiment) -> jaxtrain.Result:
+    return jaxtrain.train(
+        replace(experiment, steps=6, checkpoints=jaxtrain.SavePolicy(every=1000)),
+        jaxtrain.mesh_from_axes(fsdp=2),
+        run_dir=folder / "run",
+        cache_dir=folder / "cache",
+        stream=io.StringIO(),
+    )
+
+
+class NoHeldOut(BigramChain):
+    def open(self, split: str, **options: Any) -> Any:
+        if split == "held_out":
+            raise ValueError("no held-out text")
+        return super().open(split, **options)
+
+
+class NeverOpened(BigramChain):
+    def open(self, split: str, **options: Any) -> Any:
+        raise AssertionError("the data was opened before the mesh was looked at")
+
+
+def test_held_out_data_is_opened_before_anything_is_written(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    data = NoHeldOut(vocab=16, seq=8, successors=2)
+    with pytest.raises(ValueError, match="no held-out text"):
+        trained(tmp_path, replace(own, data=data, evaluation=jaxtrain.Evaluation(every=2)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_the_same_directory_is_refused(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def ask() -> bool:
+        if not said:
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()}") as refused:
+                trained(tmp_path, own)
+            said.append(str(refused.value))
+        return False
+
+    mesh = jaxtrain.mesh_from_axes(fsdp=2)
+    places = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    jaxtrain.train(own, mesh, steps=2, should_stop=ask, stream=io.StringIO(), **places)
+    assert said
+    jaxtrain.train(own, mesh, steps=3, stream=io.StringIO(), **places)  # let go at the end
+
+
+def test_what_the_data_does_not_decide_is_refused_before_it_is_opened(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    data = NeverOpened(vocab=16, seq=8, successors=2)
+    with pytest.raises(ValueError, match="batch=9"):
+        trained(tmp_path, replace(own, data=data, batch=9))
+
+
+def test_an_error_at_an_evaluation_loses_no_step(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no evaluation")
+
+    monkeypatch.setattr("jaxtrain.run.evaluate.Evaluator.__call__", broken)
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        trained(tmp_path, replace(own, evaluation=jaxtrain.Evaluation(every=4)))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["4"]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_damaged_metrics_file_is_refused_before_anything_is_opened(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        trained(tmp_path, replace(own, data=NeverOpened(vocab=16, seq=8, successors=2)))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_that_only_skips_ends_with_an_error(own: jaxtrain.Experiment, tmp_path: Path) -> None:
+    lost = replace(
+        own,
+        optimizer=replace(own.optimizer, learning_rate=1e38),
+        steps=40,
+        checkpoints=jaxtrain.SavePolicy(every=1000),
+    )
+    stream = io.StringIO()
+    with pytest.raises(ValueError, match=r"20 steps in a row, up to step 2\d.*lower learning rate"):
+        jaxtrain.train(
+            lost, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path, stream=stream,
+            cache_dir=tmp_path,
+        )  # fmt: skip
+    assert "skipped 20" in stream.getvalue()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+REMOVED = {
+    "the directory": (
+        lambda run: run.rename(run.with_name("away")),
+        "run directory .*run was removed below",
+    ),
+    "config.json": (lambda run: (run / "config.json").unlink(), "config.json or the lock of"),
+}
+
+
+@pytest.mark.parametrize("what", REMOVED)
+@pytest.mark.parametrize("saves", [1000, 2])
+def test_what_is_removed_below_a_run_is_told_and_written_again(
+    what: str, saves: int, own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """At the next save. The run goes on to the bit, and nobody else gets into its directory."""
+    remove, said = REMOVED[what]
+    given = replace(own, steps=8, checkpoints=jaxtrain.SavePolicy(every=saves))
+    run, mesh, stream, asked = tmp_path / "run", jaxtrain.mesh_from_axes(data=1), io.StringIO(), []
+
+    def train(run: Path = run, **options: Any) -> jaxtrain.Result:
+        return jaxtrain.train(given, mesh, run_dir=run, cache_dir=tmp_path, **options)
+
+    def ask() -> bool:
+        asked.append(None)
+        if len(asked) == 3:
+            remove(run)
+        if len(asked) == 5 and saves == 2:
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"):
+                train()
+        return len(asked) == 5
+
+    assert train(stream=stream, should_stop=ask).saved == 5
+    assert len(re.findall(f"NOTE {said}", stream.getvalue())) == 1
+    assert left_in(run)[1].endswith("the same command goes on")
+    rest = train(stream=io.StringIO())
+    whole = train(tmp_path / "whole", stream=io.StringIO())
+    assert [line["loss"] for line in rest.history] == [line["loss"] for line in whole.history[5:]]
+    logged = {line["step"]: line["loss"] for line in read_metrics(run)}
+    assert logged.keys() >= {5, 6, 7, 8}
+    assert logged.items() <= {line["step"]: line["loss"] for line in whole.history}.items()
+
+
+def replaced_by_a_file(run: Path) -> None:
+    run.rename(run.with_name("away"))
+    run.touch()
+
+
+@pytest.mark.parametrize("tier", ["durable", "local"])
+def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
+    tier: str, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a minute a step: a save is due every three."""
+    minutes: list[None] = []
+    for module in (manager, tiers):
+        clock = partial(SaveClock, clock=lambda: 60 * len(minutes))
+        monkeypatch.setattr(module, "SaveClock", clock)
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    policy, stream = jaxtrain.SavePolicy(every=jaxtrain.Minutes(3)), io.StringIO()
+    if tier == "local":
+        local = jaxtrain.LocalTier(policy.every, str(tmp_path / "memory"))
+        policy = jaxtrain.SavePolicy(every=1000, local=local)
+
+    def ask() -> bool:
+        minutes.append(None)
+        if len(minutes) == 5:
+            replaced_by_a_file(tmp_path / "run")
+        return False
+
+    with pytest.raises(ValueError, match="cannot be written"):
+        jaxtrain.train(
+            replace(own, steps=14, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
+            run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream, should_stop=ask,
+        )  # fmt: skip
+    assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["7", "10", "13"]
+
+
+def test_a_log_that_cannot_be_closed_hides_no_error(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """The thread that writes events has not told everything before it is closed."""
+    stream, run, asked = io.StringIO(), tmp_path / "run", []
+
+    def ask() -> bool:
+        asked.append(None)
+        if len(asked) == 1:
+            replaced_by_a_file(run)
+        return False
+
+    logging = jaxtrain.Logging(every=1, tensorboard=True)
+    policy = jaxtrain.SavePolicy(every=1000)
+    with pytest.raises(ValueError, match="cannot be written"):
+        jaxtrain.train(
+            replace(own, steps=3, checkpoints=policy, logging=logging),
+            jaxtrain.mesh_from_axes(data=1), run_dir=run, cache_dir=tmp_path, stream=stream,
+            should_stop=ask,
+        )  # fmt: skip
+    assert re.search("NOT LOGGED the last steps: .*events", stream.getvalue())
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_all_processes_hear_that_one_cannot_write_the_directory_again(
+    fails: int, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None saves then, for saves wait for all. Here is process 0; what 1 says is made up."""
+    asked: list[None] = []
+    heard: list[str] = []
+
+    def refuse(directory: RunDirectory) -> None:
+        if fails == 0 and len(asked) == 3:
+            raise ValueError("no room")
+
+    def gathered(text: str) -> list[str]:
+        if text.startswith("["):  # of what has other words
+            return [text]
+        heard.append(text)
+        return [text, "no room" if fails == 1 and len(asked) == 3 else ""]
+
+    monkeypatch.setattr(RunDirectory, "written_again", refuse)
+    monkeypatch.setattr(exchange, "gathered", gathered)
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    stream = io.StringIO()
+    policy = jaxtrain.SavePolicy(every=2)
+    jaxtrain.train(
+        replace(own, steps=8, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
+        run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream,
+        should_stop=lambda: bool(asked.append(None)),
+    )  # fmt: skip
+    said = re.findall(r"NOT SAVED step (\d): (.*); the run goes on", stream.getvalue())
+    assert said == [("4", ["no room", "process 1: no room"][fails])]
+    assert heard[-4:] == ["", ["no room", ""][fails], "", ""], "of steps 2, 4, 6 and 8"
+
+
+def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -> None:
+    """Ten steps that lower it, which are not counted, and twenty that cannot."""
+    scaling = jaxtrain.LossScale(initial=2.0**10, minimum=1.0)
+    lost = replace(
+        own,
+        optimizer=replace(own.optimizer, learning_rate=1e38),
+        precision=jaxtrain.Precision(loss_scale=scaling),
+        steps=60,
+    )
+    said = r"20 steps in a row, up to step 3[1-3], were not finite, at the least loss scale"
+    with pytest.raises(ValueError, match=said):
+        jaxtrain.train(lost, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """A bigram chain in which two of three steps of 8 rows have an infinite weight."""
+
+    vocab: int = 16
+    seq: int = 8
+    isolate_documents: bool = False
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        dataset = BigramChain(self.vocab, self.seq).open(split, seed=seed, cache_dir=cache_dir)
+        clean = dataset.rows
+
+        def rows(indices: Any) -> Any:
+            batch = clean(indices)
+            batch["weights"][np.asarray(indices) // 8 % 3 > 0] = np.inf
+            return batch
+
+        dataset.rows = rows
+        return dataset
+
+
+def test_skipped_steps_with_others_between_end_no_run(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    spoilt = replace(own, data=Spoilt(), steps=33)
+    result = jaxtrain.train(spoilt, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
+    assert result.history[-1]["skipped"] == 22

@@ -1,0 +1,113 @@
+"""The experiments of 175 and 530 billion parameters on the machines they are written for: counted,
+placed and weighed without a device; compiled whole, where the compilers are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxtrain
+from jaxtrain import DecoderConfig
+from jaxtrain.run.check import weighed
+
+ROOT = Path(__file__).parents[2]
+GPT3 = ("gpt3_175b", "v5p_512_stage8")
+MTNLG = ("mtnlg_530b", "h100_1024_stage4")
+MTNLG_SHARDED = ("mtnlg_530b", "h100_1024_stage4_fsdp32")
+
+
+def files(name: str, mesh: str) -> tuple[str, str]:
+    return str(ROOT / f"experiments/{name}.py"), str(ROOT / f"meshes/{mesh}.toml")
+
+
+def parameters_of_gpt(model: DecoderConfig) -> int:
+    """12 d^2 + 13 d a layer (attention 4 d^2, the two matrices of the MLP 8 d^2; biases 9 d, two
+    norms 4 d), vocabulary and positions, and the last norm."""
+    d, rows = model.embed, model.vocab + (model.learned_positions or 0)
+    return model.layers * (12 * d * d + 13 * d) + rows * d + 2 * d
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "embed", "heads", "vocab", "billions"),
+    [
+        ("gpt3_175b", 96, 12_288, 96, 50_257, 174.6),  # Brown et al. 2020, tables 2.1 and D.1
+        ("mtnlg_530b", 105, 20_480, 128, 51_200, 529.6),  # Smith et al. 2022, section 3.1
+    ],
+)
+def test_it_is_the_published_model(
+    name: str, layers: int, embed: int, heads: int, vocab: int, billions: float
+) -> None:
+    e = jaxtrain.load_experiment(ROOT / f"experiments/{name}.py")
+    (block,) = e.model.period
+    assert (e.model.layers, e.model.embed, e.model.vocab) == (layers, embed, vocab)
+    assert block.attention.heads == heads and block.mlp.hidden == 4 * embed
+    assert block.attention.size(embed) == embed // heads
+    assert (e.model.learned_positions, e.data.seq, e.batch) == (2048, 2048, 1536)
+    assert parameters_of_gpt(e.model) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "split", "slots"),
+    [
+        (*GPT3, 512, 96),
+        (*MTNLG, 4 * 8, 108),  # whole on each of 32 pipelines; 105 layers in 36 positions of 3
+        (*MTNLG_SHARDED, 1024, 108),
+    ],
+)
+def test_it_is_cut_for_its_mesh_without_device_or_data(
+    name: str, mesh: str, split: int, slots: int
+) -> None:
+    """`split`: into how many parts the parameters are; 4 bytes each, and 8 for Adam's moments."""
+    report = weighed(*files(name, mesh))
+    model, layout = report.assembly.experiment.model, report.assembly.pipeline.layout
+    assert report.parameters == parameters_of_gpt(model)
+    assert layout.positions * layout.depth == slots == model.layers + layout.padding
+    weights = report.bytes_per_device
+    least = report.parameters * slots / model.layers / split
+    # What is whole on more devices (biases, norms, positions) is a hundredth.
+    assert 4 * least < weights["params"] < 4.05 * least
+    assert 8 * least < weights["optimizer"] < 8.1 * least
+
+
+def test_a_state_that_fits_no_chip_is_refused_before_anything_compiles() -> None:
+    """68 GB of whole fp32 parameters and 136 of Adam's moments, on chips of 80 GB; 1024 hold it."""
+    for name, mesh in (GPT3, MTNLG_SHARDED):
+        jaxtrain.check(*files(name, mesh), data_here=False)
+    with pytest.raises(ValueError, match=r"holds 2\d\d\.\d GB on each device.*params 68") as told:
+        jaxtrain.check(*files(*MTNLG), data_here=False)
+    assert "63.7 GB of a h100_sxm" in str(told.value) and "fsdp()" in str(told.value)
+
+
+COMPILERS = {"v5p": ("libtpu",), "h100": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh", "fits"), [(*GPT3, True), (*MTNLG, False), (*MTNLG_SHARDED, True)]
+)
+def test_the_compiler_says_whether_it_fits(name: str, mesh: str, fits: bool) -> None:
+    """The whole model, for 512 or 1024 chips that are not here: a minute or two."""
+    chip = mesh.partition("_")[0]
+    if not any(importlib.util.find_spec(plugin) for plugin in COMPILERS[chip]):
+        pytest.skip(f"compiles for an absent {chip}: pip install '.[tpu]' or '.[cuda12]'")
+    experiment, machine = files(name, mesh)
+    command = [Path(sys.executable).parent / "jaxtrain", "compile", experiment]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [*command, "--mesh", machine, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["fits"] is fits
+    state = weighed(experiment, machine).bytes_per_device
+    assert found["bytes_per_device"]["peak"] > state["total"]

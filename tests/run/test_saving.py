@@ -1,0 +1,319 @@
+"""Saves that fail, and checkpoints that are damaged: told, and the run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
+from jaxtrain.checkpoint.manifest import read_manifest
+from jaxtrain.checkpoint.verify import verify
+from jaxtrain.experiment import config_of
+from jaxtrain.run.saving import checkpoints_of
+
+MESH = {"fsdp": 2}
+
+
+def run(
+    folder: Path, experiment: jaxtrain.Experiment, *, steps: int, **options: Any
+) -> tuple[jaxtrain.Result, str]:
+    """A start of the run, and what it told."""
+    stream = io.StringIO()
+    result = jaxtrain.train(
+        experiment,
+        jaxtrain.mesh_from_axes(**MESH),
+        run_dir=folder / "run",
+        cache_dir=folder / "cache",
+        steps=steps,
+        stream=stream,
+        **options,
+    )
+    return result, stream.getvalue()
+
+
+def saving(own: jaxtrain.Experiment, **policy: Any) -> jaxtrain.Experiment:
+    return replace(own, steps=6, checkpoints=jaxtrain.SavePolicy(**({"every": 1} | policy)))
+
+
+def same_state(a: jaxtrain.Result, b: jaxtrain.Result) -> bool:
+    assert a.session is not None and b.session is not None
+    pairs = zip(jax.tree.leaves(a.session.state), jax.tree.leaves(b.session.state), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def flip(run_dir: Path, step: int) -> None:
+    """A byte in the middle of what only that step has."""
+    pack = run_dir / "checkpoints" / str(step) / "state" / f"{step}.0.pack"
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(bytes(data))
+
+
+def steps_of(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_a_damaged_step_is_told_and_the_one_before_it_goes_on(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """To the bit as if it had never been saved; the damaged one is kept aside."""
+    experiment = saving(own)
+    whole, _ = run(tmp_path / "whole", experiment, steps=6)
+    run(tmp_path, experiment, steps=4)
+    flip(tmp_path / "run", 4)
+    result, told = run(tmp_path, experiment, steps=6)
+    assert "DAMAGED checkpoint step 4" in told and "going on from step 3" in told
+    assert "4.damaged" in told and "4.damaged" in steps_of(tmp_path)
+    assert [row["step"] for row in result.history] == [4, 5, 6]
+    assert same_state(result, whole)
+    assert all(not found.damages for found in verify(tmp_path / "run"))
+
+
+def test_where_every_step_is_damaged_nothing_begins_again(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    run(tmp_path, saving(own), steps=2)
+    before = steps_of(tmp_path)
+    for step in (1, 2):
+        flip(tmp_path / "run", step)
+    with pytest.raises(DamagedCheckpoint, match=r"all steps there are damaged.*--run-dir"):
+        run(tmp_path, saving(own), steps=3)
+    assert steps_of(tmp_path) == before
+
+
+def test_a_save_that_fails_is_told_after_the_next_step_and_made_up_for(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.checkpoint import handler
+
+    write = handler.write_chunks
+
+    def full(place: Path, name: str, *args: Any, **options: Any) -> Any:
+        if name == "2.0.pack":
+            raise OSError(28, "No space left on device", name)
+        return write(place, name, *args, **options)
+
+    monkeypatch.setattr(handler, "write_chunks", full)
+    result, told = run(tmp_path, saving(own), steps=4)
+    lines = told.splitlines()
+    (lost,) = [i for i, line in enumerate(lines) if "NOT SAVED" in line]
+    assert "step 2" in lines[lost] and "No space left" in lines[lost]
+    assert "step 1 is committed" in lines[lost]
+    assert result.saved == 4 and [row["step"] for row in result.history] == [1, 2, 3, 4]
+    assert steps_of(tmp_path) == ["1", "3", "4"]
+
+
+def test_a_last_save_that_fails_is_an_error(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.checkpoint import handler
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(handler, "write_chunks", full)
+    says = r"step 3 .*could not be saved.*No space left.*no checkpoint is committed"
+    with pytest.raises(CheckpointError, match=says):
+        run(tmp_path, saving(own, every=100), steps=3)
+
+
+def test_a_save_for_which_a_device_has_no_memory_is_told(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever tier it is for; the run goes on, and the next save is there."""
+    from jaxtrain.checkpoint import manager, tiers
+
+    copied = manager.owned_parts
+    asked: list[int] = []
+
+    def full(*args: Any) -> Any:
+        asked.append(1)
+        if len(asked) in (1, 4):  # of step 1 to the local tier, of step 2 to the durable one
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+        return copied(*args)
+
+    monkeypatch.setattr(manager, "owned_parts", full)
+    monkeypatch.setattr(tiers, "owned_parts", full)
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    result, told = run(tmp_path, saving(own, local=local), steps=3)
+    lines = [line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line]
+    assert ["NOTE local tier" in line for line in lines] == [True, False]
+    assert "NOT SAVED checkpoint step 2" in lines[1] and "step 1 is committed there" in lines[1]
+    assert result.saved == 3 and {"1", "3"} == {p for p in steps_of(tmp_path) if p.isdecimal()}
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True)
+    if done.returncode:
+        pytest.skip("this user may not mount a file system")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place))
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> Iterator[Path]:
+    """A run's directory of checkpoints that can be made read-only, for root too."""
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    mount("--bind", str(place), str(place))
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.005)
+
+
+def test_on_a_full_disk_the_run_goes_on_and_the_last_good_step_stays(
+    own: jaxtrain.Experiment, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk fills after step 2, and has room again before the last. A line tells it, and no
+    library prints the traces of its threads around that."""
+    block = small_disk / "fills"
+
+    def watch() -> bool:
+        steps = small_disk / "run" / "checkpoints"
+        done = len(asked)
+        asked.append(done)
+        if done == 2:
+            wait_for(steps / "2")
+            with block.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(b"\0" * 4096):
+                    pass
+        if done == 4:
+            assert "2" in os.listdir(steps)
+            verdicts.extend(verify(small_disk / "run"))
+            block.unlink()
+        return False
+
+    asked: list[int] = []
+    verdicts: list[Any] = []
+    result, told = run(small_disk, saving(own), steps=6, should_stop=watch)
+    assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
+    assert "NOT SAVED" in told and "No space left" in told
+    assert verdicts and not any(found.damages for found in verdicts)
+    assert result.saved == 6 and "6" in steps_of(small_disk)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_in_a_directory_that_turned_read_only_the_run_goes_on(
+    own: jaxtrain.Experiment, tmp_path: Path, bound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save is over before the next step, so that step 4's is while nothing can be written."""
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    asked: list[int] = []
+
+    def watch() -> bool:
+        asked.append(1)
+        if how := {3: "ro", 5: "rw"}.get(len(asked)):
+            options = f"remount,bind,{how}"
+            subprocess.run(["mount", "-o", options, str(bound)], check=True)
+        return False
+
+    result, told = run(tmp_path, saving(own, every=2), steps=6, should_stop=watch)
+    assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
+    assert result.saved == 6 and steps_of(tmp_path) == ["2", "6"]
+    assert told.count("NOT SAVED") == 1 and "Read-only" in told
+
+
+def test_the_best_save_is_kept(own: jaxtrain.Experiment, tmp_path: Path) -> None:
+    """By the evaluation of the step itself, also after a new start."""
+    keep = jaxtrain.Keep(latest=1, best=jaxtrain.Best("eval_loss", greatest=True))
+    experiment = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=1))
+    run(tmp_path, experiment, steps=3)
+    run(tmp_path, experiment, steps=6)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = {row["step"]: row for row in map(json.loads, lines)}
+    worst = max(rows, key=lambda step: rows[step]["eval_loss"])
+    assert steps_of(tmp_path) == sorted({"6", str(worst)})
+
+
+def test_a_save_is_rated_by_an_evaluation_of_its_own_step(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """One without has no values, not those of the evaluation before."""
+    keep = jaxtrain.Keep(latest=4, best=jaxtrain.Best("eval_loss"))
+    evaluated = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=2, batches=1))
+    run(tmp_path, evaluated, steps=4)
+    steps = {step: tmp_path / "run" / "checkpoints" / str(step) for step in (1, 2, 3)}
+    rated = {k: bool(read_manifest(step).metadata["metrics"]) for k, step in steps.items()}
+    assert rated == {1: False, 2: True, 3: False}
+
+
+def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """Its durable save was killed before it was committed; a reboot would lose the end."""
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    experiment = saving(own, every=100, local=local)
+    run(tmp_path, experiment, steps=4)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    _, told = run(tmp_path, experiment, steps=4)
+    assert "step 4 comes from the local tier" in told and "the 4 steps asked for" in told
+    assert "4" in steps_of(tmp_path)
+    assert not any(found.damages for found in verify(tmp_path / "run"))
+
+
+def test_a_local_tier_that_fails_costs_nothing_else(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.checkpoint import local_tier
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_tier, "write_chunks", full)
+    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    result, told = run(tmp_path, saving(own, every=2, local=local), steps=4)
+    assert result.saved == 4 and {"2", "4"} <= set(steps_of(tmp_path))
+    assert told.count("No space left") == 4, "once a save"
+    assert "NOT SAVED" not in told
+    assert not list((tmp_path / "memory").rglob("*.pack"))
+
+
+def test_the_machines_together_fail_as_often_as_there_are_devices(tmp_path: Path) -> None:
+    spec = jaxtrain.mesh_from_axes(data=2, fsdp=4)
+    policy = jaxtrain.SavePolicy()
+    for hours, wanted in ((None, None), (800.0, 100 * 3600.0)):
+        facts = replace(spec.facts, mtbf_hours=hours)
+        with checkpoints_of(tmp_path, policy, replace(spec, facts=facts)) as saves:
+            assert saves.durable.clock.mtbf_s == wanted
+
+
+def test_a_step_says_which_experiment_and_data_it_is_of(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """A copy of a step's directory needs nothing else of the run's."""
+    experiment = saving(own)
+    result, _ = run(tmp_path, experiment, steps=2)
+    step = tmp_path / "run" / "checkpoints" / "2"
+    metadata = read_manifest(shutil.copytree(step, tmp_path / "copy")).metadata
+    assert result.session is not None
+    expected = json.loads(json.dumps(config_of(experiment)))
+    assert metadata == {
+        "step": 2, "data": result.session.dataset.digest, "metrics": {}, "experiment": expected,
+    }  # fmt: skip

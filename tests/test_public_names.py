@@ -1,0 +1,97 @@
+"""What an editor and an interpreter see of `jaxtrain`: the public names, typed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house import undescribed_fields
+
+import jaxtrain
+
+ROOT = Path(__file__).parents[1]
+RIGHT = """\
+import jaxtrain
+from jaxtrain import AdamW, DecoderConfig, Experiment
+
+result: jaxtrain.Result = jaxtrain.train("experiment.py", "mesh.toml", steps=3)
+losses: list[float] = [line["loss"] for line in result.history]
+optimizer: AdamW = AdamW(3e-4, weight_decay=0.0)
+"""
+WRONG = {
+    "from jaxtrain import Adamw": "missing-module-attribute",
+    "AdamW(learning_rat=3)": "unexpected-keyword",
+    "Experiment(modle=1)": "unexpected-keyword",
+    'jaxtrain.train("a.py", "b.toml", stepz=3)': "unexpected-keyword",
+    "DecoderConfig(vocab=8, embed=4, layer=2)": "unexpected-keyword",
+    'AdamW("3e-4")': "bad-argument-type",
+}
+
+
+def type_errors(directory: Path, text: str) -> dict[str, set[str]]:
+    """Line -> kinds of errors, as the type checker of an editor shows them."""
+    script = directory / "script.py"
+    script.write_text(text, encoding="utf-8")
+    settings = f'project-includes = ["script.py"]\nsearch-path = ["{ROOT}"]\n'
+    (directory / "pyrefly.toml").write_text(settings, encoding="utf-8")
+    command = (Path(sys.executable).parent / "pyrefly", "check", "--output-format=json")
+    ran = subprocess.run(
+        [*command, f"--python-interpreter-path={sys.executable}"],
+        cwd=directory, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found: dict[str, set[str]] = {}
+    for error in json.loads(ran.stdout)["errors"]:
+        line = text.splitlines()[error["line"] - 1]
+        found.setdefault(line, set()).add(error["name"])
+    return found
+
+
+def test_a_type_checker_sees_wrong_names_and_fields_and_no_other(tmp_path: Path) -> None:
+    found = type_errors(tmp_path, RIGHT + "\n".join(WRONG))
+    assert set(found) == set(WRONG)
+    for line, kind in WRONG.items():
+        assert kind in found[line]
+
+
+def test_types_are_for_those_who_install_it() -> None:
+    """PEP 561: without this file a type checker believes nothing of an installed package."""
+    assert (ROOT / "jaxtrain" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", jaxtrain.__all__)
+def test_every_public_name_is_there_and_described(name: str) -> None:
+    value = getattr(jaxtrain, name)
+    assert not inspect.ismodule(value)
+    said = inspect.getdoc(value)
+    assert said and not said.startswith(f"{name}("), "a dataclass without one shows its fields"
+
+
+def test_every_field_of_a_public_class_is_described(tmp_path: Path) -> None:
+    assert undescribed_fields(ROOT / "jaxtrain") == []
+    (tmp_path / "__init__.pyi").write_text("from .a import A as A\n", encoding="utf-8")
+    (tmp_path / "a.py").write_text(
+        'class B:\n    "named: one."\n    named: int\n    below: int\n    "Two."\n    low: int\n'
+        "class A(B):\n    other: int = 0\n    name: int = 0\n",
+        encoding="utf-8",
+    )
+    assert undescribed_fields(tmp_path) == ["A.other", "A.name", "A.low"]
+
+
+def test_functions_stay_functions_whatever_was_imported() -> None:
+    script = (
+        "import inspect, jaxtrain.run.loop, jaxtrain.certificate.certify, jaxtrain.run.check\n"
+        "import jaxtrain\n"
+        "names = ('train', 'certify', 'check', 'generate', 'export', 'verify')\n"
+        "assert all(inspect.isfunction(getattr(jaxtrain, name)) for name in names)\n"
+        "assert 'run_dir' in inspect.signature(jaxtrain.train).parameters\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+def test_importing_it_does_not_start_jax() -> None:
+    script = "import jaxtrain, sys; assert dir(jaxtrain); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
