@@ -95,4 +95,5 @@ from .weights.generate import generate as generate
 from .weights.generate import generate_text as generate_text
 from .weights.huggingface import huggingface_config as huggingface_config
 
+__all__: list[str]
 __version__: str

@@ -5,7 +5,8 @@ Below this package nobody has heard of an Experiment; above it everything takes 
 
 from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Logging, Sample
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
-from jaxtrain.experiment.load import config_of, load_experiment, with_fields
+from jaxtrain.experiment.load import config_of, load_experiment
+from jaxtrain.experiment.settings import with_fields
 from jaxtrain.experiment.stored import RESUMABLE, completed
 
 __all__ = [

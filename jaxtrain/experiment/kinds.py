@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from typing import Any
+
+from jaxtrain.mesh.hardware import did_you_mean
 
 PRESETS = {
     "precision": {name: name for name in ("fp32", "bf16", "fp16")},
@@ -37,21 +40,30 @@ def kind_violations(value: Any) -> list[str]:
 
 
 def takes_none(owner: type, name: str) -> bool:
-    """Whether None may stand in the field; ValueError where an annotation has no meaning."""
-    try:
-        kinds = _kinds(typing.get_type_hints(owner)[name])
-    except NameError as error:
-        raise ValueError(
-            f"{owner.__name__} has an annotation that says nothing when the program runs: {error}; "
-            f"import the name outside TYPE_CHECKING"
-        ) from error
+    """Whether None may stand in the field."""
+    kinds = _kinds(_hint(owner, name))
     return Any in kinds or types.NoneType in kinds
 
 
 def takes(owner: type, name: str, value: Any) -> bool:
     """Whether a union of kinds that is the field's has the value's."""
-    hint = typing.get_type_hints(owner)[name]
+    hint = _hint(owner, name)
     return len(_kinds(hint)) > 1 and Any not in _kinds(hint) and _fits(value, hint)
+
+
+def fits(owner: type, name: str, value: Any) -> bool:
+    """Whether the value is of a kind that the field's annotation names."""
+    return _fits(value, _hint(owner, name))
+
+
+def _hint(owner: type, name: str) -> Any:
+    try:
+        return typing.get_type_hints(owner)[name]
+    except NameError as error:
+        raise ValueError(
+            f"{owner.__name__} has an annotation that says nothing when the program runs: {error}; "
+            f"import the name outside TYPE_CHECKING"
+        ) from error
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
@@ -85,3 +97,12 @@ def _remedy(name: str, value: Any, hint: Any) -> str:
 
 def _first_hint(kind: Any) -> Any:
     return typing.get_type_hints(kind)[dataclasses.fields(kind)[0].name]
+
+
+def field_meant(error: BaseException, module: types.ModuleType) -> str:
+    """The field nearest to a misspelt one of a dataclass that the module knows."""
+    found = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
+    kind = found and getattr(module, found[1], None)
+    if not found or not dataclasses.is_dataclass(kind):
+        return ""
+    return did_you_mean(found[2], [each.name for each in dataclasses.fields(kind)])

@@ -64,6 +64,13 @@ class LossScale:
         return LossScaleState(scale, jnp.where(grow, 0, good))
 
 
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # no dtype at all, such as "bf16"
+        return False
+
+
 @dataclass(frozen=True)
 class Precision:
     """dtypes of a run.
@@ -88,7 +95,7 @@ class Precision:
     def __post_init__(self) -> None:
         violations = []
         for name in ("params", "compute", "reduce"):
-            if not jnp.issubdtype(getattr(self, name), jnp.floating):
+            if not _is_floating(getattr(self, name)):
                 violations.append(
                     f"{name}={getattr(self, name)!r} must be a floating type; use jnp.float32"
                 )

@@ -132,6 +132,68 @@ def test_none_is_set_where_the_annotation_has_it() -> None:
     assert given.evaluation is not None and given.evaluation.batches is None
 
 
+BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
+DECODER = jaxtrain.DecoderConfig(vocab=257, embed=8, layers=1, period=(BLOCK,))
+WRITTEN = {
+    "precision=bf16": jaxtrain.bf16,
+    "sharding=zero1()": jaxtrain.zero1(),
+    "sharding=zero1() | tensor()": jaxtrain.zero1() | jaxtrain.tensor(),
+    "optimizer=SGD(0.1, momentum=-0.0)": jaxtrain.SGD(0.1, momentum=-0.0),
+    "optimizer=AdamW(WarmupCosine(3e-4, warmup=2), b1=0.8)": jaxtrain.AdamW(
+        jaxtrain.WarmupCosine(3e-4, warmup=2), b1=0.8
+    ),
+    "execution.reducer=Ring()": jaxtrain.Ring(),
+    "execution.loop=LayerLoop(remat='dots')": jaxtrain.LayerLoop(remat="dots"),
+    "execution.mode=gspmd": "gspmd",
+    "checkpoints=SavePolicy(every=Minutes(5))": jaxtrain.SavePolicy(every=jaxtrain.Minutes(5)),
+    "model.period.0.mlp.activation=gelu_tanh": jaxtrain.gelu_tanh,
+    "model.period.0=BlockConfig(AttentionConfig(heads=4), MlpConfig(16))": jaxtrain.BlockConfig(
+        jaxtrain.AttentionConfig(heads=4), jaxtrain.MlpConfig(16)
+    ),
+    "model.period=(BlockConfig(AttentionConfig(4), MlpConfig(16)),)": (
+        jaxtrain.BlockConfig(jaxtrain.AttentionConfig(4), jaxtrain.MlpConfig(16)),
+    ),
+    # A name where a text stands is that text.
+    "data.tokenizer.eos=train": "train",
+}
+
+
+@pytest.mark.parametrize("setting", WRITTEN)
+def test_a_value_is_written_by_the_public_names(setting: str) -> None:
+    data = jaxtrain.TextData(tokenizer=jaxtrain.BpeTokenizer())
+    found: Any = with_fields(experiment(model=DECODER, data=data), [setting])
+    for name in setting.partition("=")[0].split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    assert found == WRITTEN[setting] and type(found) is type(WRITTEN[setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("precision=SGD(0.1)", "precision holds Precision, and this is SGD"),
+        ("precision=Precision", "precision holds Precision, and this is Precision itself; call it"),
+        ("precision=bf15", "'bf15' is str; did you mean bf16?"),
+        ("precision.compute=bf16", "compute='bf16' must be a floating type"),
+        ("sharding=fsdp", "sharding holds ShardingRules, and this is fsdp itself; call it"),
+        ("optimizer=Adamw(3)", "jaxtrain has no Adamw; did you mean 'AdamW'?"),
+        ("optimizer=AdamW(learning_rat=3)", "'learning_rat'; did you mean 'learning_rate'?"),
+        ("optimizer=AdamW(-1)", "learning_rate=-1 must be"),
+        ("optimizer=AdamW(**{'b1': 0})", "name each field, without"),
+        ("optimizer=AdamW(1 + 2)", "1 + 2 is neither a literal nor made of"),
+        ("optimizer=train('a.py', 'cpu_1')", "train is not what makes a value"),
+        ("optimizer=verify('/')", "verify is not what makes a value"),
+        ("optimizer=AdamW.build(3)", "AdamW.build is neither a literal nor"),
+        ("optimizer=__import__('os').system('true')", "is neither a literal nor made of"),
+        ("optimizer=(lambda: 3)()", "is neither a literal nor made of"),
+        ("optimizer=bf16", "has no build; use a value such as jaxtrain.AdamW"),
+        ("steps=certify", "steps holds int, and this is certify itself"),
+    ],
+)
+def test_a_written_value_that_does_not_fit_is_refused(setting: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        with_fields(experiment(model=DECODER), [setting])
+
+
 @dataclass(frozen=True)
 class Own:
     """A user's own config with build."""
@@ -158,5 +220,5 @@ def test_fields_of_a_users_own_config_are_held_to_its_annotations() -> None:
     assert with_fields(given, ["model.bias=None"]).model.bias is None
     with pytest.raises(ValueError, match="width is 4, and None is NoneType; give an int"):
         with_fields(given, ["model.width=None"])
-    with pytest.raises(ValueError, match="is str; set one of its fields"):
+    with pytest.raises(ValueError, match="is str; did you mean bf16"):
         with_fields(given, ["precision='bf16'"])
