@@ -1,4 +1,4 @@
-"""README's commands, tables, links and excerpts are those of the tree; versions fit the project."""
+"""Commands, tables, links and excerpts of README and docs/ are those of the tree; versions fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,15 @@ from jaxtrain.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+TEXT = "\n".join([README, *PAGES.values()])
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def blocks(language: str) -> list[str]:
-    """The bodies of README's fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    """The bodies of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 SET_UP = [block.strip() for block in blocks("bash") if "-m venv" in block]
@@ -38,8 +41,8 @@ JAXTRAIN = [
 
 
 def table(header: str) -> list[str]:
-    """The first cells of the README table whose header begins with `header`."""
-    rows = README.split(f"| {header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    """The first cells of the table whose header begins with `header`."""
+    rows = TEXT.split(f"| {header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [row.split("|")[1].strip() for row in rows]
 
 
@@ -105,7 +108,13 @@ def test_runs_of_the_examples_do_not_meet() -> None:
     assert "runs/stdlib_lm" in written and len(written) > 3
 
 
-LINKS = sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README)))
+LINKS = sorted(
+    {
+        (path.parent / target).resolve().relative_to(ROOT).as_posix()
+        for path, text in {ROOT / "README.md": README, **PAGES}.items()
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    }
+)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -113,14 +122,43 @@ def test_link_leads_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_stay_within_the_documentation(page: Path) -> None:
+    """A site of them has nothing else: what lies elsewhere is named, and not linked."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGES[page]):
+        assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), target
+
+
+def test_paths_that_are_named_exist() -> None:
+    named = re.findall(r"`((?:jaxtrain|experiments|meshes|tests|docs)/[\w/.]*)`", TEXT)
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= 180
+    linked = {path for path in PAGES if f"(docs/{path.name})" in README}
+    assert set(PAGES) - linked <= {ROOT / "docs" / "index.md", ROOT / "docs" / "reference.md"}
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"(\w+\.md)$", settings, re.MULTILINE)) == {path.name for path in PAGES}
+
+
+def test_the_reference_has_each_public_name_once() -> None:
+    named = re.findall(r"^::: jaxtrain\.(\w+)$", TEXT, re.MULTILINE)
+    assert sorted(named) == sorted(jaxtrain.__all__)
+
+
 def test_every_package_is_in_the_tree() -> None:
     packages = {f"jaxtrain/{p.parent.name}" for p in (ROOT / "jaxtrain").glob("*/__init__.py")}
-    assert packages <= set(LINKS)
+    assert packages <= set(re.findall(r"^\| `(jaxtrain/\w+)", TEXT, re.MULTILINE))
 
 
 def test_packages_stand_in_the_order_of_their_layers() -> None:
-    """README says that a package imports only from those below it in the table."""
-    order = re.findall(r"^\| \[jaxtrain/(\w+)", README, re.MULTILINE)
+    """A package imports only from those below it in the table of extending.md, as it says there."""
+    order = re.findall(r"^\| `jaxtrain/(\w+)", TEXT, re.MULTILINE)
     for path in (ROOT / "jaxtrain").glob("*/*.py"):
         mine = path.parent.name
         source = path.read_text(encoding="utf-8")
@@ -129,14 +167,14 @@ def test_packages_stand_in_the_order_of_their_layers() -> None:
 
 
 def test_experiment_excerpt_is_the_file() -> None:
-    excerpt = next(block for block in blocks("python") if "def experiment" in block)
+    (excerpt,) = (block for block in blocks("python") if "def experiment" in block)
     assert excerpt in (ROOT / "experiments" / "stdlib_lm.py").read_text(encoding="utf-8")
 
 
 def test_mesh_excerpt_is_the_file() -> None:
-    (excerpt,) = blocks("toml")
     kept = (ROOT / "meshes" / "cpu_8.toml").read_text(encoding="utf-8")
-    assert tomllib.loads(excerpt) == tomllib.loads(kept)
+    excerpts = blocks("toml")
+    assert excerpts and all(tomllib.loads(each) == tomllib.loads(kept) for each in excerpts)
 
 
 def test_python_names_exist() -> None:
@@ -144,10 +182,10 @@ def test_python_names_exist() -> None:
     for block in blocks("python"):
         ast.parse(block)
     modules = {path.stem for path in (ROOT / "jaxtrain").iterdir()} - set(jaxtrain.__all__)
-    dotted = set(re.findall(r"\bjaxtrain\.([a-zA-Z_]\w*)", README)) - modules
+    dotted = set(re.findall(r"\bjaxtrain\.([a-zA-Z_]\w*)", TEXT)) - modules
     called = {
         name
-        for span in re.findall(r"`([^`\n]+)`", README)
+        for span in re.findall(r"`([^`\n]+)`", TEXT)
         for name in re.findall(r"^(?:\w+=)?([A-Za-z]\w*)\(", span)
     } - {"batch", "loss", "build", "experiment"}
     assert {"train", "check", "certify"} <= dotted and {"fsdp", "TextFiles"} <= called
@@ -176,9 +214,9 @@ def test_every_dependency_is_pinned_within_its_bounds(python: str) -> None:
 
 def test_extras() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert {"test", "parity", "tpu", "cuda12", "cuda13", "notebook"} <= set(extras)
+    assert {"test", "docs", "parity", "tpu", "cuda12", "cuda13", "notebook"} <= set(extras)
     assert not any("torch" in requirement for requirement in extras["test"])
-    named = set(re.findall(r"`?'?\.\[(\w+)\]", README))
+    named = set(re.findall(r"`?'?\.\[(\w+)\]", TEXT))
     assert named <= set(extras)
 
 
@@ -199,6 +237,43 @@ def test_the_log_has_each_entry_once_in_its_list() -> None:
         words = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
         assert anchor == f"{dates[text]}--{words}"
     assert [date for date, _ in entries] == sorted((date for date, _ in entries), reverse=True)
+
+
+def lines_after(command: str, *, text: str) -> list[str]:
+    """What a block of the documentation shows, the line of the command itself left out."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = (body for language, body in fenced if not language and command in body)
+    return [line for line in block.splitlines() if not line.startswith("$")]
+
+
+def printed(*arguments: str) -> str:
+    command = Path(sys.executable).parent / "jaxtrain"
+    ran = subprocess.run(
+        [command, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_what_compile_prints_is_what_it_says() -> None:
+    shown = lines_after("jaxtrain compile", text=TEXT)
+    assert len(shown) == 4
+    found = printed("compile", "experiments/stdlib_lm.py", "--mesh", "meshes/cpu_8.toml")
+    assert "\n".join(shown) in found
+
+
+@pytest.mark.slow
+def test_what_training_prints_is_what_it_says(tmp_path: Path) -> None:
+    """The first lines, whose losses are the same to the bit on every start."""
+    shown = lines_after("step 1/380", text=README)
+    found = printed(
+        *("train", "experiments/stdlib_lm.py", "--mesh", "meshes/cpu_8.toml"),
+        *("--run-dir", str(tmp_path / "run"), "--set", "steps=380", "--steps", "10"),
+    )
+    assert shown[0].partition(", ")[0] in found
+    for line in shown[1:3]:
+        step, loss = re.match(r"step (\d+)/380 loss (\d\.\d+)", line).groups()  # type: ignore[union-attr]
+        assert re.search(rf"^step {step}/10 loss {loss}\b", found, re.MULTILINE), found
 
 
 def test_citation_and_licence_are_the_projects() -> None:

@@ -45,7 +45,7 @@ class MeshSpec:
     (scope, link), innermost first. `topology` is the torus of one TPU slice, in chips. `simulated`:
     the mesh is made of CPU devices, whatever the chip. Raises ValueError with every violation.
 
-    name: of the file, without suffix. path: of the file. devices_per_host: consecutive devices
+    name: of the file, without suffix. path: as it was given. devices_per_host: consecutive devices
     that share a host. facts: price, power, failures, storage. compiler_options: (name, value)
     pairs that XLA is given with every step.
     """
@@ -151,7 +151,7 @@ def load_mesh(mesh: str | Path | MeshSpec) -> MeshSpec:
         raise ValueError(f"mesh file {path}: {error.strerror}{library.nearest(path)}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from error
-    return _parse(document, path)
+    return _parse(document, Path(mesh))
 
 
 _KEYS = (
