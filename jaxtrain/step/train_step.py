@@ -65,9 +65,10 @@ def make_train_step(
     update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32 scalars;
     those of `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
-    e, transform = assembly.experiment, assembly.transform_on(mesh)
+    e = assembly.experiment
     sums = make_gradients(assembly, mesh, choice, local or local_sums)
     watch = make_watch(assembly, mesh, choice)
+    update = make_update(assembly, mesh)
     norm = partial(norms, assembly=assembly, mesh=mesh)
     rate = make_rate(assembly)
     step_key = named_key(jax.random.key(e.seed), "step")
@@ -81,34 +82,67 @@ def make_train_step(
         count = jnp.where(g.count > 0, g.count, 1.0)
         grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
         (grad_norm,) = norm((grads,), "optimizer")
-        kept_gradients = {"gradients": grads} if keep_gradients else {}
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
-        verdict, reduced = watch(grads, exact, state)
+        verdict, compared = watch(grads, exact, state)
+        clipped = grads
         if e.clip_norm is not None:
-            grads = clip_by_global_norm(grads, grad_norm, e.clip_norm)
-        trained = {k: state.params[k] for k in grads}
-        shards = assembly.constrain(trained, mesh, "optimizer")
-        updates, taken = transform.update(grads, state.optimizer, shards)
-        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
-        params = at_rest(optax.apply_updates(shards, updates), assembly, mesh)
-        whole = {**state.params, **params}
-        update_norm, param_norm = *norm((updates,), "optimizer"), *norm((whole,), "params")
-        kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
-        moved = (params, optimizer, g.rest, averages(state, params, e.ema_decay), g.residuals)
-        params, optimizer, rest, ema, residuals = select_if_finite(finite, moved, kept)
-        after = TrainState(
-            state.step + 1, {**state.params, **params}, optimizer, rest, ema,
-            assembly.next_scale(state.loss_scale, finite), state.skipped + ~finite,
-            residuals | verdict,  # a skipped step's verdict stands: its sums may be why it is one
-        )  # fmt: skip
-        return after, dict(
-            loss=g.loss / count, weight=g.count, grad_norm=grad_norm, param_norm=param_norm,
-            update_norm=update_norm, loss_scale=scale,
-            skipped=after.skipped.astype(jnp.float32), **rate(state, taken), **reduced,
-            **kept_gradients,
-        )  # fmt: skip
+            clipped = clip_by_global_norm(grads, grad_norm, e.clip_norm)
+        params, optimizer, updates = update(state, clipped)
+        (update_norm,) = norm((updates,), "optimizer")
+        (param_norm,) = norm(({**state.params, **params},), "params")
+        ema = averages(state, params, e.ema_decay)
+        found = (params, optimizer, g.rest, ema, g.residuals)
+        after = advanced(state, found, finite, verdict, assembly)
+        metrics = {
+            "loss": g.loss / count,
+            "weight": g.count,
+            "grad_norm": grad_norm,
+            "param_norm": param_norm,
+            "update_norm": update_norm,
+            "loss_scale": scale,
+            "skipped": after.skipped.astype(jnp.float32),
+        }
+        metrics |= rate(state, optimizer) | compared
+        return after, metrics | ({"gradients": grads} if keep_gradients else {})
 
     return assembly.with_matmul_precision(step)
+
+
+def make_update(
+    assembly: Assembly, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState, Arrays], tuple[Arrays, Any, Any]]:
+    """(state, gradients) -> (the trained parameters after the optimizer, as they rest; its state;
+    what was added)."""
+    transform = assembly.transform_on(mesh)
+
+    def update(state: TrainState, grads: Arrays) -> tuple[Arrays, Any, Any]:
+        shards = assembly.constrain({k: state.params[k] for k in grads}, mesh, "optimizer")
+        updates, taken = transform.update(grads, state.optimizer, shards)
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
+        return at_rest(optax.apply_updates(shards, updates), assembly, mesh), optimizer, updates
+
+    return update
+
+
+def advanced(
+    state: TrainState, found: tuple[Any, ...], finite: jax.Array, verdict: Any, assembly: Assembly
+) -> TrainState:
+    """The state one step later: with what was `found` (trained parameters, optimizer state, rest,
+    averages, residuals) where the gradients are finite, else as it was. verdict: on compressed
+    sums; it stands after a skipped step too, for its sums may be why it is one."""
+    trained = {k: state.params[k] for k in found[0]}
+    kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
+    params, optimizer, rest, ema, residuals = select_if_finite(finite, found, kept)
+    return TrainState(
+        step=state.step + 1,
+        params={**state.params, **params},
+        optimizer=optimizer,
+        rest=rest,
+        ema=ema,
+        loss_scale=assembly.next_scale(state.loss_scale, finite),
+        skipped=state.skipped + ~finite,
+        residuals=residuals | verdict,
+    )
 
 
 def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
