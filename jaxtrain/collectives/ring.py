@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.compression import flag, refuse
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import Axes, vary, varying_axes
 
 RIGHT, LEFT = 1, -1
 INT32_MAX = 2**31 - 1
@@ -229,8 +229,9 @@ def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Zeros for n tiles along `dim`, this device's own in its place."""
     n = lax.axis_size(axes)
     shape = (*tile.shape[:dim], n * tile.shape[dim], *tile.shape[dim + 1 :])
-    present = tuple(jax.typeof(tile).manual_axis_type.varying)
-    return put(vary(jnp.zeros(shape, tile.dtype), present), tile, lax.axis_index(axes), n, dim)
+    return put(
+        vary(jnp.zeros(shape, tile.dtype), varying_axes(tile)), tile, lax.axis_index(axes), n, dim
+    )
 
 
 def flattened(x: jax.Array, n: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:

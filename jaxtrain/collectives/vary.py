@@ -12,9 +12,16 @@ from jax.interpreters import mlir
 Axes = tuple[str, ...]
 
 
+def varying_axes(*arrays: Any) -> Axes:
+    """The mesh axes over which any of them may differ, sorted; () outside shard_map and wherever
+    types are not checked."""
+    found = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+    return tuple(sorted(frozenset[str]().union(*found)))
+
+
 def vary(x: jax.Array, axes: Axes) -> jax.Array:
     """`x` typed as varying over `axes` (nothing moves): inside the step every value varies."""
-    present = jax.typeof(x).manual_axis_type.varying
+    present = varying_axes(x)
     missing = tuple(a for a in axes if a not in present)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -26,7 +33,7 @@ def same(x: jax.Array, axes: Axes) -> jax.Array:
     vouches for it, and a test of the algorithm has to show it. A value that types know to be equal
     needs no word: leave those to the types.
     """
-    varying = jax.typeof(x).manual_axis_type.varying
+    varying = varying_axes(x)
     known = tuple(a for a in axes if a in varying)
     return _same.bind(x, axes=known) if known else x
 

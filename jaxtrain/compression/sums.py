@@ -19,7 +19,7 @@ from jaxtrain.collectives.compressed import Compressed, ErrorState, compressed_a
 from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
 from jaxtrain.collectives.ring import put, take
-from jaxtrain.collectives.vary import same, vary
+from jaxtrain.collectives.vary import same, vary, varying_axes
 from jaxtrain.compression.residuals import Part, Residuals
 from jaxtrain.nn.param import named_key
 
@@ -138,7 +138,7 @@ def summed_with_one_error(
     if error is None:
         return compressed_all_reduce(x, None, axes, codec, key, by)
     tile = math.ceil(x.size / lax.axis_size(axes))
-    owner = vary(jnp.zeros(tile, jnp.float32), tuple(jax.typeof(x).manual_axis_type.varying))
+    owner = vary(jnp.zeros(tile, jnp.float32), varying_axes(x))
     total, after = compressed_all_reduce(x, ErrorState(error, owner), axes, codec, key, by)
     assert after is not None
     me, n = lax.axis_index(axes), lax.axis_size(axes)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.online_softmax import MASKED, AttentionMask, Scoring
 
@@ -105,7 +106,7 @@ class PlatformKernel:
             head_dim=q.shape[3],
             segments=segments is not None,
             softcap=scoring.softcap is not None,
-            checked=bool(jax.typeof(q).manual_axis_type.varying),
+            checked=bool(varying_axes(q)),
         )
         return kernel(q, k, v, segments, scoring)
 
@@ -199,7 +200,7 @@ class Splash:
 
         seq, heads = q.shape[1], q.shape[2]
         problems = self.violations(seq, q.shape[3])
-        if jax.typeof(q).manual_axis_type.varying:
+        if varying_axes(q):
             problems.append("shard_map has check_vma=True, which Pallas refuses; set it False")
         _refuse("Splash", problems)
         kernel: Any = splash.make_splash_mha(

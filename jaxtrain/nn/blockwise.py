@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.nn.online_softmax import Queries, Scoring
 from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
 
@@ -50,14 +50,10 @@ class Blockwise:
         # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint
         # sums its cotangent, so that inside the types of primals and cotangents are equal.
         inputs = [x for x in (q, k, v, segments) if x is not None]
-        axes = tuple(sorted(set().union(*(_varying(x) for x in inputs))))
+        axes = varying_axes(*inputs)
         q, k, v = (vary(x, axes) for x in (q, k, v))
         segments = None if segments is None else vary(segments, axes)
         return _attend(self, scoring, q, k, v, segments)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: tuple[Any, ...]) -> Tiling:

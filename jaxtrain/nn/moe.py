@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import vary, varying_axes
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -157,14 +157,13 @@ def multiplied(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Ar
 def _multiplied_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, Any, None]:
     """The weights' gradients are summed over blocks in fp32."""
     rows, weights, owners = saved
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (*saved, dy)))
 
     def step(dw: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         block, dy, owner = at
         made = jnp.matmul(block.T, dy, preferred_element_type=jnp.float32)
         return dw.at[owner].add(made), dy @ _matrix(weights, owner).T
 
-    start = vary(jnp.zeros(weights.shape, jnp.float32), tuple(axes))
+    start = vary(jnp.zeros(weights.shape, jnp.float32), varying_axes(*saved, dy))
     each = (_blocks(rows, owners), _blocks(dy, owners), owners)
     dw, dx = lax.scan(step, start, each)
     return dx.reshape(rows.shape), dw.astype(weights.dtype), None

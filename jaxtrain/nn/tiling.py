@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.nn.online_softmax import (
     MASKED,
     Partial,
@@ -234,8 +234,7 @@ def fetching_scan(
 def full(shape: tuple[int, ...], value: float, like: jax.Array) -> jax.Array:
     """fp32, varying over the mesh axes that `like` does: a constant varies over none, and a loop
     must carry one type."""
-    axes = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
-    return vary(jnp.full(shape, value, jnp.float32), axes)
+    return vary(jnp.full(shape, value, jnp.float32), varying_axes(like))
 
 
 def _take(x: jax.Array, start: Any, size: int, dim: int = 1) -> jax.Array:
