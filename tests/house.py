@@ -62,7 +62,7 @@ def public_names(root: Path) -> set[str]:
 
 def undescribed_fields(root: Path) -> list[str]:
     """`Class.field` of public classes, and of those they inherit from, where neither a docstring of
-    theirs names the field nor one stands below it."""
+    theirs says `name: what it is` (or has the name in backticks) nor one stands below it."""
     classes = {
         node.name: node
         for _, tree, _ in modules(root)
@@ -79,7 +79,9 @@ def undescribed_fields(root: Path) -> list[str]:
                 if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
                     continue
                 below = isinstance(following, ast.Expr)
-                if not below and not re.search(rf"\b{item.target.id}\b", said):
+                if not below and not re.search(
+                    rf"\b{item.target.id}\b(, \w+)*:|`{item.target.id}`", said
+                ):
                     found.append(f"{public}.{item.target.id}")
     return found
 

@@ -34,7 +34,6 @@ LAYERS = {
     "planner": 10,
     "bench": 10,
     "cli": 11,
-    "__main__": 12,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 
@@ -103,7 +102,7 @@ def layer_violations(root: Path) -> list[str]:
 
 
 def cycle_violations(root: Path) -> list[str]:
-    """Modules that import each other, in whatever way, each ring of them once."""
+    """The first ring of modules that import each other, in whatever way."""
     trees = {_dotted(path): (path, tree) for path, tree, _ in modules(root)}
     needs: dict[str, dict[str, int]] = {name: {} for name in trees}
     for name, (path, tree) in trees.items():

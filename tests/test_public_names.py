@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,15 @@ def test_a_type_checker_sees_wrong_names_and_fields_and_no_other(tmp_path: Path)
 
 
 def test_types_are_for_those_who_install_it() -> None:
-    """PEP 561: without this file a type checker believes nothing of an installed package."""
-    assert (ROOT / "jaxtrain" / "py.typed").is_file()
+    """PEP 561: without py.typed a type checker believes nothing of an installed package; the stub
+    is read when it is imported; meshes go by their names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["jaxtrain"]
+    package = ROOT / "jaxtrain"
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    meshes = {package / "meshes" / path.name for path in (ROOT / "meshes").glob("*.toml")}
+    assert len(meshes) > 10
+    assert shipped == {package / "py.typed", package / "__init__.pyi", *meshes}
 
 
 @pytest.mark.parametrize("name", jaxtrain.__all__)

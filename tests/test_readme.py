@@ -92,6 +92,8 @@ def test_command_lines_use_options_that_exist(
     for option in (word for word in words if word.startswith("--")):
         assert re.search(rf"{option}\b", shown), f"{option} of: {line}"
     assert [w for w in words if w.endswith((".py", ".toml")) and not (ROOT / w).exists()] == []
+    for option, mesh in pairwise(words):
+        assert option != "--mesh" or mesh == "M" or jaxtrain.load_mesh(mesh)
 
 
 def test_runs_of_the_examples_do_not_meet() -> None:
@@ -112,7 +114,7 @@ LINKS = sorted(
     {
         (path.parent / target).resolve().relative_to(ROOT).as_posix()
         for path, text in {ROOT / "README.md": README, **PAGES}.items()
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text)
     }
 )
 
@@ -125,7 +127,7 @@ def test_link_leads_somewhere(link: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_stay_within_the_documentation(page: Path) -> None:
     """A site of them has nothing else: what lies elsewhere is named, and not linked."""
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGES[page]):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", PAGES[page]):
         assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), target
 
 

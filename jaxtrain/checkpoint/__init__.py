@@ -6,7 +6,7 @@ Orbax, asynchronous, behind an interface of ours that never drops a save silentl
 that a run directory was made from is kept, and compared, here too.
 
 Does not belong here: when to train, evaluate or stop (run/), what an experiment is
-(experiment.py), how a leaf is placed on a mesh (mesh/sharding.py).
+(experiment/), how a leaf is placed on a mesh (mesh/sharding.py).
 
 Read: Mohan, Phanishayee, Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (FAST
 2021), for saving behind the next steps; Wan et al., "ByteCheckpoint: A Unified Checkpointing System

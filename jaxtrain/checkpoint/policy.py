@@ -19,7 +19,7 @@ UNMEASURED_S = 600.0
 
 @dataclass(frozen=True)
 class Minutes:
-    """Save so many minutes after the save before. None: as often as loses the least time, by the
+    """Save so many `minutes` after the save before. None: as often as loses the least time, by the
     measured save time and the mesh file's mtbf_hours (Daly 2006); ten minutes where the mesh file
     has none, and before the first save."""
 

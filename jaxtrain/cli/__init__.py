@@ -24,6 +24,7 @@ from jaxtrain.cli.shared import (
     JSON,
     MESH,
     REFUSED,
+    SETTING,
     UNREAD,
     answer,
     experiment_of,
@@ -82,11 +83,15 @@ def _exit_code(options: Any) -> int:
         return INTERRUPTED
 
 
+def _add_settings(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=SETTING
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="A sharded training stack")
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="versions of jaxtrain, jax, jaxlib and Python"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions, for reports")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
@@ -118,11 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
     for sub in (trained, check, compiled):
-        text = "another number or word in a field of the experiment, such as optimizer.b1=0.95"
-        sub.add_argument(
-            "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=text
-        )
-
+        _add_settings(sub)
     add_bench(commands)
 
     text = "a pipeline schedule: its grid, cost and memory"

@@ -14,6 +14,10 @@ UNREAD = 141
 """As a shell says of a program that SIGPIPE ended: `jaxtrain ... | head -1`."""
 JSON = "JSON alone on the standard output; what people read goes to standard error"
 MESH = "a mesh file, or the name of one that comes with jaxtrain, such as h100_8"
+SETTING = (
+    "another value in a field of the experiment: optimizer.b1=0.95, precision=bf16, "
+    "'optimizer=SGD(0.1)'; may be repeated"
+)
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 

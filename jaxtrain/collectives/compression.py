@@ -220,6 +220,8 @@ class RandomK:
     (Stich et al. 2018, random-k; one of each stretch, so that no permutation is needed). All rows
     and devices draw the same places, so that values alone travel and their sum has no more places
     than they. Not scaled up: error feedback makes up for what waits. Bytes: 4 * density a number.
+
+    density: the share of elements that is sent.
     """
 
     density: float = 0.01

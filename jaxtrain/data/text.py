@@ -32,6 +32,8 @@ class TextData:
     With `isolate_documents` attention, positions and loss stay within a document; without, rows
     are cut from one stream and documents see what came before them. The corpus is tokenised once
     per (files, tokenizer) into `cache_dir`, which may be deleted at any time.
+
+    tokenizer: what makes tokens of texts.
     """
 
     source: Source | TokenFiles | Mixture = field(default_factory=StdlibSource)

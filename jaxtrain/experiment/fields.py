@@ -82,9 +82,10 @@ def length_violations(tokens: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A continuation generated when training ends. temperature 0 is greedy.
+    """A continuation generated when training ends.
 
-    prompt: the text that is continued. tokens: how many are drawn.
+    prompt: the text that is continued. tokens: how many are drawn. temperature: logits are divided
+    by it; 0 is greedy.
     """
 
     prompt: str
@@ -156,6 +157,8 @@ class Experiment:
 
     Raises ValueError that lists every field of the wrong kind, with what to write instead; what
     depends on other fields or on a mesh is told by `check` and `train`.
+    seed: of initial weights, dropout and the order of the data. evaluation: when the held-out
+    loss is taken, None for never.
     """
 
     model: Any

@@ -20,7 +20,10 @@ Patterns = tuple[str, ...]
 class FromHuggingFace:
     """The weights of a folder as `transformers` writes it. The model is
     `huggingface_config(folder)`, or one whose parameters have the same shapes (padding of the
-    vocabulary aside)."""
+    vocabulary aside).
+
+    folder: config.json beside safetensors, as `transformers` writes them.
+    """
 
     folder: str | Path
 
@@ -63,6 +66,7 @@ class LoRA:
 
     targets: patterns of the matrices; those of blocks can have adapters, but for the router and
     the experts of a mixture.
+    rank: columns of A. alpha: A B is multiplied by alpha / rank.
     """
 
     rank: int = 8

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.mesh.hardware import did_you_mean
@@ -51,11 +52,6 @@ def takes(owner: type, name: str, value: Any) -> bool:
     return len(_kinds(hint)) > 1 and Any not in _kinds(hint) and _fits(value, hint)
 
 
-def fits(owner: type, name: str, value: Any) -> bool:
-    """Whether the value is of a kind that the field's annotation names."""
-    return _fits(value, _hint(owner, name))
-
-
 def _hint(owner: type, name: str) -> Any:
     try:
         return typing.get_type_hints(owner)[name]
@@ -79,7 +75,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if isinstance(value, bool):  # to Python a bool is an int
         return bool in kinds
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+    try:
+        return isinstance(value, (*kinds, int) if float in kinds else kinds)
+    except TypeError:  # a protocol, which no value is held to here
+        return False
 
 
 def _remedy(name: str, value: Any, hint: Any) -> str:
@@ -99,10 +98,10 @@ def _first_hint(kind: Any) -> Any:
     return typing.get_type_hints(kind)[dataclasses.fields(kind)[0].name]
 
 
-def field_meant(error: BaseException, module: types.ModuleType) -> str:
-    """The field nearest to a misspelt one of a dataclass that the module knows."""
+def field_meant(error: BaseException, known: Mapping[str, Any]) -> str:
+    """The field nearest to a misspelt one, of the dataclasses that go by these names."""
     found = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
-    kind = found and getattr(module, found[1], None)
+    kind = found and known.get(found[1])
     if not found or not dataclasses.is_dataclass(kind):
         return ""
     return did_you_mean(found[2], [each.name for each in dataclasses.fields(kind)])

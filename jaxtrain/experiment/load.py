@@ -58,7 +58,7 @@ def _told(error: BaseException, path: Path, module: types.ModuleType) -> str:
     path = path.resolve()
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
     at = f"line {lines[-1]}: " if lines else ""
-    return f"{at}{type(error).__name__}: {error}{field_meant(error, module)}"
+    return f"{at}{type(error).__name__}: {error}{field_meant(error, vars(module))}"
 
 
 def config_of(value: Any) -> Any:

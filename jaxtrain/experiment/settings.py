@@ -5,51 +5,82 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import re
 import types
+from collections.abc import Callable
 from typing import Any
 
-import jaxtrain
-from jaxtrain.experiment.fields import Experiment
-from jaxtrain.experiment.kinds import field_meant, fits, takes, takes_none
-from jaxtrain.mesh.hardware import did_you_mean
+import jax.numpy as jnp
 
-PRESETS = "jaxtrain.mesh.sharding"
-"""Whose functions make sharding rules."""
+from jaxtrain.experiment.fields import Experiment
+from jaxtrain.experiment.kinds import field_meant, takes, takes_none
+from jaxtrain.experiment.load import config_of
+from jaxtrain.experiment.stored import unreadable
+from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS
+from jaxtrain.mesh.hardware import did_you_mean
+from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
+from jaxtrain.optim.precision import bf16, fp16, fp32
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in CLASSES.values()},
+    **{preset.__name__: preset for preset in (data_parallel, fsdp, tensor, zero1, zero2)},
+}
+"""What a setting may call: the classes that a stored experiment may have, and sharding presets."""
+
+VALUES: dict[str, Any] = {
+    **{f.__name__: f for made in FUNCTIONS.values() for f in reversed(made)},
+    **{name: getattr(jnp, name) for name in DTYPES if hasattr(jnp, name)},
+    **{"bf16": bf16, "fp16": fp16, "fp32": fp32},
+}
+"""What it may name. Of two functions of one name the first of the vocabulary: ours before JAX's."""
 
 
 def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
     """The experiment with `path=value` settings applied, such as optimizer.weight_decay=0.1.
 
-    Values are Python literals, or are written with jaxtrain's public names: precision=bf16,
-    sharding="zero1() | tensor()", optimizer="SGD(0.1)". Raises ValueError listing every unknown
-    path (with the nearest field), every value of another kind than the one it replaces, and None
-    where no None may stand.
+    Values are Python literals, or are written as in an experiment file: precision=bf16,
+    sharding="zero1() | tensor()", optimizer="SGD(0.1)"; nothing but `MAKERS` is called. Raises
+    ValueError listing every unknown path (with the nearest field), every value of another kind than
+    the one it replaces, and None where no None may stand.
     """
+    if isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
+        raise ValueError(f"settings={settings!r}; give a list of texts, such as ['precision=bf16']")
     violations = []
     for setting in settings:
         path, equals, text = setting.partition("=")
         try:
             if not equals:
-                raise ValueError(f"--set {setting}: write path=value")
-            experiment = _replaced(experiment, path.split("."), text, setting)
+                raise ValueError("write path=value")
+            changed = _replaced(experiment, _names(path), text)
+            if _literal(text) is text:
+                _refuse_other_kinds(experiment, changed)
+            experiment = changed
         except ValueError as error:
-            violations.append(str(error))
+            violations.append(f"--set {setting}: {error}")
     if violations:
         raise ValueError("\n".join(violations))
     return experiment
 
 
-def _replaced(value: Any, path: list[str], text: str, setting: str) -> Any:
+def _names(path: str) -> list[str]:
+    """Of `period.0.mlp`, and of `period[0].mlp`, as other errors have it."""
+    return re.sub(r"\[(\d+)\]", r".\1", path).split(".")
+
+
+def _refuse_other_kinds(before: Experiment, after: Experiment) -> None:
+    """What a run could not store, as far as a setting has brought it in."""
+    known, found = (unreadable({"experiment": config_of(each)}) for each in (before, after))
+    if new := [each for each in found if each not in known]:
+        raise ValueError("; ".join(new))
+
+
+def _replaced(value: Any, path: list[str], text: str) -> Any:
     name, rest = path[0], path[1:]
     if isinstance(value, tuple):
-        if not name.isdigit() or int(name) >= len(value):
-            raise ValueError(f"--set {setting}: {name!r} is no index of a tuple of {len(value)}")
+        if not name.isdecimal() or int(name) >= len(value):
+            raise ValueError(f"{name!r} is no index of a tuple of {len(value)}")
         at = int(name)
-        if rest:
-            item = _replaced(value[at], rest, text, setting)
-        else:
-            item = _literal(text)
-            item = _made(text, setting) if item is text else item
+        item = _replaced(value[at], rest, text) if rest else _value(text)
         return (*value[:at], item, *value[at + 1 :])
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if name not in fields:
@@ -58,65 +89,61 @@ def _replaced(value: Any, path: list[str], text: str, setting: str) -> Any:
             f"the fields are {', '.join(fields)}" if fields else "write it in the experiment file"
         )
         hint = f"did you mean {near[0]!r}?" if near else hint
-        raise ValueError(f"--set {setting}: {type(value).__name__} has no field {name!r}; {hint}")
-    old = getattr(value, name)
-    if rest:
-        return dataclasses.replace(value, **{name: _replaced(old, rest, text, setting)})
-    return dataclasses.replace(value, **{name: _read(value, name, text, setting)})
+        raise ValueError(f"{type(value).__name__} has no field {name!r}; {hint}")
+    new = _replaced(getattr(value, name), rest, text) if rest else _read(value, name, text)
+    return dataclasses.replace(value, **{name: new})
 
 
-def _read(owner: Any, name: str, text: str, setting: str) -> Any:
+def _read(owner: Any, name: str, text: str) -> Any:
     """The value that the text is for this field."""
     old = getattr(owner, name)
-    new = _literal(text)
-    if new is text and not isinstance(old, str) and not takes(type(owner), name, text):
-        new = _made(text, setting)
-    if dataclasses.is_dataclass(new) or callable(new):
-        return _fitting(owner, name, new, setting)
+    words = isinstance(old, str) or takes(type(owner), name, text)
+    new = _literal(text) if words else _value(text)
     if isinstance(old, float) and isinstance(new, int) and not isinstance(new, bool):
         new = float(new)
     if new is None and takes_none(type(owner), name):
         return None
+    if dataclasses.is_dataclass(new) or isinstance(new, types.FunctionType):
+        return new  # held to the field's kind with the whole experiment
     holds_value = dataclasses.is_dataclass(old) or isinstance(old, types.FunctionType)
     scalar = isinstance(old, (bool, int, float, str, tuple))
     if new is None or holds_value or (scalar and type(new) is not type(old)):
         if new is not None and takes(type(owner), name, new):
             return new
         raise ValueError(
-            f"--set {setting}: {name} is {old!r}, and {new!r} is {type(new).__name__}; "
-            + (_another(text) if holds_value else f"give {_one(type(old))}")
+            f"{name} is {_shown(old)}, and {new!r} is {type(new).__name__}; "
+            + (_another(str(new)) if holds_value else f"give {_one(type(old))}")
         )
     return new
 
 
-def _another(text: str) -> str:
-    """What to write in place of the text, where a dataclass or a function stands."""
-    if near := difflib.get_close_matches(text, jaxtrain.__all__, n=1):
-        return f"did you mean {near[0]}?"
-    return "set one of its fields, or give another value by public names: bf16, SGD(0.1)"
+def _shown(value: Any) -> str:
+    """A value as one may write it: of a dataclass or a function the name alone."""
+    if isinstance(value, types.FunctionType):
+        return value.__name__
+    return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
 
 
 def _one(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
 
 
-def _fitting(owner: Any, name: str, new: Any, setting: str) -> Any:
-    try:
-        if fits(type(owner), name, new):
-            return new
-    except TypeError:  # an annotation that no value can be held to, such as a dtype's
-        pass
-    shown = f"{new.__name__} itself" if hasattr(new, "__name__") else type(new).__name__
-    called = "; call it" if _makes_values(new) else ""
-    old = type(getattr(owner, name)).__name__
-    raise ValueError(f"--set {setting}: {name} holds {old}, and this is {shown}{called}")
+def _another(word: str) -> str:
+    """What to write in place of a word, where a dataclass or a function stands."""
+    if word in VALUES:
+        return f"give {word} without quotes"
+    if near := _near(word):
+        return f"did you mean {near}?"
+    return "set one of its fields, or give another value as in a file: bf16, SGD(0.1)"
 
 
-def _makes_values(thing: Any) -> bool:
-    """Whether it is one of our dataclasses, or a preset of sharding."""
-    if isinstance(thing, type):
-        return dataclasses.is_dataclass(thing)
-    return getattr(thing, "__module__", "") == PRESETS and callable(thing)
+def _near(word: str) -> str | None:
+    lower = {name.lower(): name for name in (*MAKERS, *VALUES)}
+    near = difflib.get_close_matches(word.lower(), lower, n=1)
+    if not near:
+        return None
+    name = lower[near[0]]
+    return f"{name}(...)" if name in MAKERS else name
 
 
 def _literal(text: str) -> Any:
@@ -127,43 +154,74 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _made(text: str, setting: str) -> Any:
-    """The value of an expression of public names; the text itself where it is none."""
+def _value(text: str) -> Any:
+    """The literal, or what an expression of `MAKERS` and `VALUES` makes; else the text itself."""
+    if (new := _literal(text)) is not text:
+        return new
     try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        if re.match(r"\s*[\w.]+\s*\(", text):
+            raise ValueError(f"it is not a whole expression: {error.msg}") from error
         return text
-    word = isinstance(tree, ast.Name) and tree.id not in jaxtrain.__all__
-    if word or not isinstance(tree, ast.Name | ast.Call | ast.BinOp | ast.Tuple):
+    except (ValueError, RecursionError, MemoryError):
+        return text
+    if isinstance(tree, ast.Name) and tree.id not in {*MAKERS, *VALUES}:
         return text
     try:
         return _evaluated(tree)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--set {setting}: {error}{field_meant(error, jaxtrain)}") from error
+    except RecursionError:
+        return text
 
 
 def _evaluated(node: ast.AST) -> Any:
-    """Calls of our own dataclasses and of the presets of sharding, nothing else: a setting is data,
-    and not a program."""
-    if isinstance(node, ast.Name):
-        if node.id not in jaxtrain.__all__:
-            raise ValueError(f"jaxtrain has no {node.id}{did_you_mean(node.id, jaxtrain.__all__)}")
-        return getattr(jaxtrain, node.id)
+    """A setting is data, and not a program: what it names and calls is in two tables."""
     if isinstance(node, ast.Call):
-        make = _evaluated(node.func)
-        if not _makes_values(make):
-            raise ValueError(f"{ast.unparse(node.func)} is not what makes a value of an experiment")
-        if any(word.arg is None for word in node.keywords):
-            raise ValueError(f"{ast.unparse(node)}: name each field, without **")
-        named = {str(word.arg): _evaluated(word.value) for word in node.keywords}
-        return make(*map(_evaluated, node.args), **named)
+        return _called(node)
+    if isinstance(node, ast.Name | ast.Attribute):
+        name = _name(node)
+        if name in MAKERS:
+            raise ValueError(f"{name} is no value yet; call it, {name}(...)")
+        if name not in VALUES:
+            raise ValueError(f"there is no {name}{_meant(name)}")
+        return VALUES[name]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _evaluated(node.left) | _evaluated(node.right)
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if not isinstance(left, ShardingRules) or not isinstance(right, ShardingRules):
+            raise ValueError(f"{ast.unparse(node)}: only sharding presets combine with |")
+        return left | right
     if isinstance(node, ast.Tuple):
         return tuple(map(_evaluated, node.elts))
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{ast.unparse(node)} is neither a literal nor made of jaxtrain's public names"
+            f"{ast.unparse(node)} is neither a literal nor a value of an experiment file"
         ) from error
+
+
+def _called(node: ast.Call) -> Any:
+    name = _name(node.func)
+    if name not in MAKERS:
+        raise ValueError(f"{name} makes no value of an experiment{_meant(name)}")
+    given = [str(word.arg) for word in node.keywords]
+    if "None" in given or any(isinstance(each, ast.Starred) for each in node.args):
+        raise ValueError(f"{ast.unparse(node)}: name each field, without * and **")
+    if twice := [each for each in given if given.count(each) > 1]:
+        raise ValueError(f"{name}: {twice[0]} is given twice")
+    arguments = [_evaluated(each) for each in node.args]
+    named = {str(word.arg): _evaluated(word.value) for word in node.keywords}
+    try:
+        return MAKERS[name](*arguments, **named)
+    except Exception as error:  # whatever a constructor makes of what it was given
+        raise ValueError(f"{name}: {error}{field_meant(error, MAKERS)}") from error
+
+
+def _name(node: ast.AST) -> str:
+    """`AdamW`, also of `jaxtrain.AdamW`."""
+    return ast.unparse(node).removeprefix("jaxtrain.")
+
+
+def _meant(name: str) -> str:
+    near = _near(name)
+    return f"; did you mean {near}?" if near else did_you_mean(name, ["bf16", "SGD(0.1)", "fsdp()"])

@@ -23,6 +23,8 @@ def nearest(path: Path) -> str:
     if path.stem in names():
         return f"; jaxtrain comes with a mesh of that name: give {path.stem!r} alone"
     if not path.suffix and path.name == str(path):
-        return did_you_mean(path.name, names())
-    beside = sorted(other.name for other in path.parent.glob("*.toml"))
-    return did_you_mean(path.name, beside) if beside else ""
+        if not (known := names()):
+            return f", and {FOLDER} has none: is it a link that was not followed?"
+        return f", and jaxtrain comes with none of that name{did_you_mean(path.name, known)}"
+    beside = sorted(str(other) for other in path.parent.glob("*.toml"))
+    return did_you_mean(str(path), beside) if beside else ""

@@ -48,6 +48,7 @@ class MeshSpec:
     name: of the file, without suffix. path: as it was given. devices_per_host: consecutive devices
     that share a host. facts: price, power, failures, storage. compiler_options: (name, value)
     pairs that XLA is given with every step.
+    chip: one device's facts.
     """
 
     name: str

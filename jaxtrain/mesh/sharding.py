@@ -77,9 +77,9 @@ class ShardingRules:
     accumulators (ZeRO-2, FSDP); False reduces once a step from unsharded ones (ZeRO-1): fewer
     bytes sent, more memory.
 
-    params, optimizer and activations are tables, (logical axis, mesh axes) pairs: a dim with
-    that logical axis is split over those mesh axes. optimizer: None splits its state as the
-    parameters.
+    params, optimizer, activations: tables of parameters, optimizer state and what is in use. A
+    pair (logical axis, mesh axes) splits a dim of that logical axis over those mesh axes. Without
+    an optimizer table (None) its state is split as the parameters are.
     """
 
     params: Table = ()

@@ -75,6 +75,7 @@ class MlpConfig:
     """activation(x gate) * (x up) when gated (SwiGLU; Shazeer 2020), else activation(x up).
 
     hidden: width between the products. bias: whether each product adds one.
+    activation: of the gate, or of the only product. gated: whether there is one.
     """
 
     hidden: int
@@ -109,6 +110,7 @@ class BlockConfig:
 
     norm: of both branches' inputs. residual_scale: what a branch is multiplied by before it is
     added. dropout: the share of a branch's outputs that are dropped.
+    attention, mlp: the two branches.
     """
 
     attention: AttentionConfig

@@ -46,6 +46,8 @@ class DecoderConfig(DecoderFields):
     norm: before the head. embedding_scale: what embeddings are multiplied by. logit_scale: what
     logits are; logit_softcap: logits are softcap * tanh(logits / softcap), None for none. init:
     standard deviations of the first weights.
+    period: the blocks that are repeated and stacked; prefix, suffix: those before and behind
+    them.
     """
 
     def violations(self) -> list[str]:

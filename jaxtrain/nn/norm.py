@@ -28,6 +28,7 @@ class LayerNorm:
     """(x - mean) / std * scale + bias; `bias=False` leaves the bias out.
 
     eps: added to the variance.
+    bias: whether there is one.
     """
 
     eps: float = 1e-5

@@ -37,8 +37,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: wavelengths above original_seq / low_freq_factor are stretched by `factor`,
-    those below original_seq / high_freq_factor kept, and between them the two are blended."""
+    """Llama 3.1's: wavelengths above original_seq / `low_freq_factor` are stretched by `factor`,
+    those below original_seq / `high_freq_factor` kept, and between them the two are blended.
+    original_seq: the sequence length of the first training."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0

@@ -182,6 +182,7 @@ class Adafactor:
     decay_rate: c of the second moment's decay 1 - t**-c. min_dim_size_to_factor: matrices with
     a smaller dim keep the full second moment. eps: added to squared gradients (the paper's
     eps1). decay: which leaves weight decay applies to.
+    momentum: of the updates, 0 for none.
     """
 
     learning_rate: Rate

@@ -60,6 +60,7 @@ class SGD:
     learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
     weight_decay: the penalty's coefficient. decay: which leaves it applies to. nesterov: take
     the momentum one step ahead.
+    momentum: how much of the last step's direction is kept.
     """
 
     learning_rate: Rate
@@ -100,6 +101,7 @@ class Lion:
 
     learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
     weight_decay: decoupled, times the learning rate. decay: which leaves it applies to.
+    b1, b2: how much of the momentum is in the sign, and how much of it is kept.
     """
 
     learning_rate: Rate

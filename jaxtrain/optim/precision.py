@@ -31,6 +31,7 @@ class LossScale:
     steps, divide at an overflow; within [minimum, maximum] (Apex's bounds).
 
     initial: the first scale. factor: what it is multiplied or divided by.
+    minimum, maximum: its bounds.
     """
 
     initial: float = 2.0**15

@@ -90,7 +90,7 @@ def _warm_then_decay(
 class Constant:
     """`peak` throughout, after an optional warm-up.
 
-    peak: the learning rate. warmup: steps over which it rises from 0.
+    peak: the learning rate. warmup: steps before it: the rate rises by peak / (warmup + 1) in each.
     """
 
     peak: float
@@ -118,7 +118,7 @@ class Constant:
 class WarmupCosine:
     """Cosine from `peak` to `final_fraction` of it at the end (0.1: Brown et al. 2020, app. B).
 
-    warmup: steps over which the rate rises from 0 to the peak.
+    warmup: steps before the peak: the rate rises by peak / (warmup + 1) in each.
     """
 
     peak: float
@@ -147,7 +147,7 @@ class WarmupCosine:
 class WarmupLinear:
     """A straight line from `peak` to `final_fraction` of it at the end (0: Devlin et al. 2019).
 
-    warmup: steps over which the rate rises from 0 to the peak.
+    warmup: steps before the peak: the rate rises by peak / (warmup + 1) in each.
     """
 
     peak: float
@@ -176,9 +176,9 @@ class WarmupLinear:
 class WarmupStableDecay:
     """The peak up to the last `decay` steps, then a cooldown (WSD: Hu et al. 2024, MiniCPM).
 
-    warmup: steps over which the rate rises from 0 to the peak. final_fraction: of the peak,
-    what is left at the end. shape: of the cooldown, from progress in [0, 1] to what is left of
-    the fall: `one_minus_sqrt`, `linear_decay`, `cosine_decay`.
+    warmup: steps before the peak: the rate rises by peak / (warmup + 1) in each. final_fraction:
+    of the peak, what is left at the end. shape: of the cooldown, from progress in [0, 1] to what
+    is left of the fall: `one_minus_sqrt`, `linear_decay`, `cosine_decay`.
     """
 
     peak: float
@@ -212,6 +212,8 @@ class InverseSqrt:
 
     Their formula, min(s^-1/2, s w^-3/2) with s from 1 and w warm-up steps, scaled to `peak`, is
     this one with `warmup=w - 1`.
+
+    warmup: steps before the peak, and the scale of the fall.
     """
 
     peak: float

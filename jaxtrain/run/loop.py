@@ -67,6 +67,9 @@ def train(
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
+    experiment: one, or the path of its file. mesh: one, the path of its file, or the name of one
+    that comes with jaxtrain ("cpu_8"). cache_dir: where tokens and indices of the data are kept
+    between runs. stream: what is told goes there, to the standard output where it is None.
     steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
     `path=value` overrides. should_stop is asked after every step; when it says so, or on
     KeyboardInterrupt or an error, the state is saved first (what was raised is then raised again).

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import jaxtrain
@@ -147,6 +148,12 @@ WRITTEN = {
     "execution.mode=gspmd": "gspmd",
     "checkpoints=SavePolicy(every=Minutes(5))": jaxtrain.SavePolicy(every=jaxtrain.Minutes(5)),
     "model.period.0.mlp.activation=gelu_tanh": jaxtrain.gelu_tanh,
+    "model.period[0].mlp.activation=silu": jaxtrain.silu,
+    "precision=jaxtrain.bf16": jaxtrain.bf16,
+    "sharding=jaxtrain.fsdp() | jaxtrain.tensor()": jaxtrain.fsdp() | jaxtrain.tensor(),
+    "data.source=JsonLines('a.jsonl', held_out=0.5)": jaxtrain.JsonLines("a.jsonl", held_out=0.5),
+    "data.tokenizer=BpeTokenizer(1024)": jaxtrain.BpeTokenizer(1024),
+    "precision=Precision(compute=bfloat16)": jaxtrain.Precision(compute=jnp.bfloat16),
     "model.period.0=BlockConfig(AttentionConfig(heads=4), MlpConfig(16))": jaxtrain.BlockConfig(
         jaxtrain.AttentionConfig(heads=4), jaxtrain.MlpConfig(16)
     ),
@@ -162,7 +169,7 @@ WRITTEN = {
 def test_a_value_is_written_by_the_public_names(setting: str) -> None:
     data = jaxtrain.TextData(tokenizer=jaxtrain.BpeTokenizer())
     found: Any = with_fields(experiment(model=DECODER, data=data), [setting])
-    for name in setting.partition("=")[0].split("."):
+    for name in setting.partition("=")[0].replace("[0]", ".0").split("."):
         found = found[int(name)] if name.isdigit() else getattr(found, name)
     assert found == WRITTEN[setting] and type(found) is type(WRITTEN[setting])
 
@@ -170,28 +177,54 @@ def test_a_value_is_written_by_the_public_names(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("precision=SGD(0.1)", "precision holds Precision, and this is SGD"),
-        ("precision=Precision", "precision holds Precision, and this is Precision itself; call it"),
-        ("precision=bf15", "'bf15' is str; did you mean bf16?"),
+        ("precision=SGD(0.1)", "is a SGD; use a jaxtrain.Precision"),
+        ("precision=Precision", "Precision is no value yet; call it, Precision(...)"),
+        ("optimizer=SGD(WarmupCosine)", "WarmupCosine is no value yet; call it"),
+        ("precision=bf15", "precision is Precision, and 'bf15' is str; did you mean bf16?"),
+        ("precision=Bf16", "did you mean bf16?"),
+        ("precision='bf16'", "give bf16 without quotes"),
         ("precision.compute=bf16", "compute='bf16' must be a floating type"),
-        ("sharding=fsdp", "sharding holds ShardingRules, and this is fsdp itself; call it"),
-        ("optimizer=Adamw(3)", "jaxtrain has no Adamw; did you mean 'AdamW'?"),
+        ("sharding=fsdp", "fsdp is no value yet; call it, fsdp(...)"),
+        ("sharding=zero1() | tensor", "tensor is no value yet; call it, tensor(...)"),
+        ("sharding=zero1() | 3", "only sharding presets combine with |"),
+        ("batch=8 | 16", "only sharding presets combine with |"),
+        ("optimizer=SGD", "SGD is no value yet; call it, SGD(...)"),
+        ("optimizer=SGD(0.1", "it is not a whole expression: '(' was never closed"),
+        ("optimizer=adam", "optimizer is AdamW, and 'adam' is str; "),
+        ("optimizer=AdamW(0.1, b1=0.1, b1=0.2)", "AdamW: b1 is given twice"),
+        ("optimizer=AdamW(*(0.1,))", "name each field, without"),
+        ("optimizer=SGD(0.1, decay=train)", "there is no train"),
+        ("optimizer=SGD(1" + 400 * "0" + ")", "int too large to convert to float"),
+        ("batch=BatchRamp(1, 'a', 2, 3)", "BatchRamp: "),
+        ("data.source=3", "source is StdlibSource, and 3 is int"),
+        ("data.source=ByteTokenizer()", "experiment.data.source is "),
+        ("model.period.0=SGD(1.0)", "experiment.model.period[0] is "),
+        ("model.period.0.mlp.activation=fsdp", "fsdp is no value yet"),
+        ("model.period.0.mlp.activation=gelu_exac", "did you mean gelu_exact?"),
+        ("model.period.\u00b2=3", "is no index of a tuple"),
+        ("optimizer=Adamw(3)", "Adamw makes no value of an experiment; did you mean AdamW(...)?"),
         ("optimizer=AdamW(learning_rat=3)", "'learning_rat'; did you mean 'learning_rate'?"),
         ("optimizer=AdamW(-1)", "learning_rate=-1 must be"),
         ("optimizer=AdamW(**{'b1': 0})", "name each field, without"),
-        ("optimizer=AdamW(1 + 2)", "1 + 2 is neither a literal nor made of"),
-        ("optimizer=train('a.py', 'cpu_1')", "train is not what makes a value"),
-        ("optimizer=verify('/')", "verify is not what makes a value"),
-        ("optimizer=AdamW.build(3)", "AdamW.build is neither a literal nor"),
-        ("optimizer=__import__('os').system('true')", "is neither a literal nor made of"),
-        ("optimizer=(lambda: 3)()", "is neither a literal nor made of"),
+        ("optimizer=AdamW(1 + 2)", "1 + 2 is neither a literal nor a value"),
+        ("optimizer=train('a.py', 'cpu_1')", "train makes no value of an experiment"),
+        ("optimizer=verify('/')", "verify makes no value of an experiment"),
+        ("optimizer=AdamW.build(3)", "AdamW.build makes no value"),
+        ("optimizer=__import__('os').system('true')", "makes no value of an experiment"),
+        ("optimizer=(lambda: 3)()", "makes no value of an experiment"),
         ("optimizer=bf16", "has no build; use a value such as jaxtrain.AdamW"),
-        ("steps=certify", "steps holds int, and this is certify itself"),
+        ("steps=certify", "steps is 10, and 'certify' is str; give an int"),
     ],
 )
 def test_a_written_value_that_does_not_fit_is_refused(setting: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         with_fields(experiment(model=DECODER), [setting])
+
+
+@pytest.mark.parametrize("settings", ["precision=bf16", {("precision", jaxtrain.bf16)}])
+def test_settings_are_a_list_of_texts(settings: Any) -> None:
+    with pytest.raises(ValueError, match="give a list of texts, such as"):
+        with_fields(experiment(), settings)
 
 
 @dataclass(frozen=True)
@@ -220,5 +253,5 @@ def test_fields_of_a_users_own_config_are_held_to_its_annotations() -> None:
     assert with_fields(given, ["model.bias=None"]).model.bias is None
     with pytest.raises(ValueError, match="width is 4, and None is NoneType; give an int"):
         with_fields(given, ["model.width=None"])
-    with pytest.raises(ValueError, match="is str; did you mean bf16"):
+    with pytest.raises(ValueError, match="is str; give bf16 without quotes"):
         with_fields(given, ["precision='bf16'"])
