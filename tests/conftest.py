@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from compiler import without_optimisation
 
 DEVICES = 8
 
@@ -48,10 +49,8 @@ def environment() -> Iterator[None]:
 def cheap_compiler() -> Iterator[None]:
     """For programs that are read, not timed: what they send and multiply is settled before their
     code is made."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with without_optimisation():
+        yield
 
 
 @pytest.fixture

@@ -43,21 +43,14 @@ def longest(root: Path) -> tuple[int, str]:
 
 
 def public_names(root: Path) -> set[str]:
-    """The names that the package's `__init__` hands out, listed in its stub or in a table."""
-    stub = root / "__init__.pyi"
-    tree = ast.parse((stub if stub.exists() else root / "__init__.py").read_text(encoding="utf-8"))
-    imported = {
+    """The names that the package's stub hands out."""
+    stub = ast.parse((root / "__init__.pyi").read_text(encoding="utf-8"))
+    return {
         alias.name
-        for node in ast.walk(tree)
+        for node in ast.walk(stub)
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
-    written = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return imported or {word for word in written if word.isidentifier()}
 
 
 def undescribed_fields(root: Path) -> list[str]:

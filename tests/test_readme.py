@@ -26,9 +26,10 @@ CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def blocks(language: str) -> list[str]:
-    """The bodies of the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    """The bodies of the fenced blocks of a language, or "" of none."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [body for found, body in fenced if found == language]
 
 
 SET_UP = [block.strip() for block in blocks("bash") if "-m venv" in block]
@@ -243,8 +244,7 @@ def test_the_log_has_each_entry_once_in_its_list() -> None:
 
 def lines_after(command: str, *, text: str) -> list[str]:
     """What a block of the documentation shows, the line of the command itself left out."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (block,) = (body for language, body in fenced if not language and command in body)
+    (block,) = (body for body in blocks("", text) if command in body)
     return [line for line in block.splitlines() if not line.startswith("$")]
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler import without_optimisation
 from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
@@ -79,10 +80,8 @@ def table(rngs: nnx.Rngs) -> Table:
 @pytest.fixture(autouse=True)
 def cheap_compiler() -> Iterator[None]:
     """Programs this small gain nothing from optimisation, and compile in half the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with without_optimisation():
+        yield
 
 
 @pytest.fixture

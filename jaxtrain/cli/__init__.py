@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -56,6 +55,7 @@ class _Version(argparse.Action):
     """What a report of a mistake needs. Looked up when asked for: every start would wait for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import platform
         from importlib.metadata import version
 
         parts = [f"{name} {version(name)}" for name in ("jaxtrain", "jax", "jaxlib")]

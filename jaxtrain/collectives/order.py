@@ -21,6 +21,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxtrain.collectives.vary import varying_axes
+
 
 def after(tree: Any, done: Any) -> Any:
     """`tree`, its values and gradients unchanged. On CPU no leaf of it can be read before each leaf
@@ -34,7 +36,7 @@ def after(tree: Any, done: Any) -> Any:
     late = _never.bind(*arrays)
 
     def one(x: jax.Array) -> jax.Array:
-        if wider := sorted(_varying(jax.typeof(late)) - _varying(jax.typeof(x))):
+        if wider := [axis for axis in varying_axes(late) if axis not in varying_axes(x)]:
             raise ValueError(
                 f"after(x, done): x is typed as equal over {wider} and done is not: its gradient "
                 f"would be summed over them; type it first, vary(x, {tuple(wider)})"
@@ -42,10 +44,6 @@ def after(tree: Any, done: Any) -> Any:
         return jnp.where(late, jnp.zeros((), x.dtype), x)
 
     return jax.tree.map(one, tree)
-
-
-def _varying(kind: Any) -> frozenset[str]:
-    return frozenset(kind.manual_axis_type.varying)
 
 
 def _never_on_cpu(*done: jax.Array) -> jax.Array:
@@ -65,12 +63,12 @@ _never.def_impl(lambda *done: jnp.zeros((), bool))
 @_never.def_abstract_eval
 def _one_bool(first: Any, *others: Any) -> Any:
     kind = first.manual_axis_type
-    varying = frozenset[str]().union(*map(_varying, (first, *others)))
+    found = (each.manual_axis_type.varying for each in (first, *others))
     return first.update(
         shape=(),
         dtype=jnp.dtype(bool),
         weak_type=False,
-        manual_axis_type=kind.update(varying=varying),
+        manual_axis_type=kind.update(varying=frozenset[str]().union(*found)),
     )
 
 

@@ -13,24 +13,25 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain.experiment.fields import Experiment
-from jaxtrain.experiment.kinds import field_meant, takes, takes_none
+from jaxtrain.experiment.kinds import PRESETS, field_meant, takes, takes_none
 from jaxtrain.experiment.load import config_of
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS
+from jaxtrain.mesh import sharding
 from jaxtrain.mesh.hardware import did_you_mean
-from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
-from jaxtrain.optim.precision import bf16, fp16, fp32
+from jaxtrain.mesh.sharding import ShardingRules
+from jaxtrain.optim import precision
 
 MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in CLASSES.values()},
-    **{preset.__name__: preset for preset in (data_parallel, fsdp, tensor, zero1, zero2)},
+    **{name: getattr(sharding, name) for name in PRESETS["sharding"]},
 }
 """What a setting may call: the classes that a stored experiment may have, and sharding presets."""
 
 VALUES: dict[str, Any] = {
     **{f.__name__: f for made in FUNCTIONS.values() for f in reversed(made)},
     **{name: getattr(jnp, name) for name in DTYPES if hasattr(jnp, name)},
-    **{"bf16": bf16, "fp16": fp16, "fp32": fp32},
+    **{name: getattr(precision, name) for name in PRESETS["precision"]},
 }
 """What it may name. Of two functions of one name the first of the vocabulary: ours before JAX's."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from compiler import without_optimisation
 from jax import lax
 from layered import EMBED, STAGE, Problem, far, round_trip
 
@@ -25,10 +26,8 @@ from jaxtrain.telemetry.hlo_text import program_text
 
 @pytest.fixture
 def cheap_compiler() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with without_optimisation():
+        yield
 
 
 def agrees(problem: Problem, **how: Any) -> None:

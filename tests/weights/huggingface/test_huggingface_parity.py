@@ -6,7 +6,6 @@ Needs the extra `parity`: pip install '.[parity]'.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GPT2, "tie_word_embeddings": False, "n_inner": 40, "scale_attn_weights": False},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def cheap_compiler() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def made(name: str, folder: Path) -> Any:
