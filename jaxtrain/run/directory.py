@@ -59,6 +59,7 @@ class RunDirectory:
 
     def _take(self) -> None:
         self._held = self._lock.enter_context(sole_run(self.path))
+        self._inode = _inode(self.path)
 
     def _record(self) -> None:
         record_run(self.path, self._config, self._dataset)
@@ -66,7 +67,8 @@ class RunDirectory:
     def written_again(self) -> str | None:
         """Of a directory that was removed below the run, or lacks what a start needs: what was
         missing, now that it is there again; None where nothing was. Raises ValueError as above."""
-        gone, held = not self.path.is_dir(), self._held()
+        # A save in flight may have made the path again: another inode.
+        gone, held = _inode(self.path) != self._inode, self._held()
         if held and (self.path / NAME).is_file():
             return None
         if not held:
@@ -78,6 +80,10 @@ class RunDirectory:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.is_dir() else None
 
 
 def left_in(run: Path) -> tuple[int | None, str]:

@@ -119,11 +119,18 @@ def test_a_run_that_only_skips_ends_with_an_error(own: jaxtrain.Experiment, tmp_
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
+def made_again(run: Path) -> None:
+    """As by a save that was in flight."""
+    run.rename(run.with_name("away"))
+    (run / "checkpoints").mkdir(parents=True)
+
+
 REMOVED = {
     "the directory": (
         lambda run: run.rename(run.with_name("away")),
         "run directory .*run was removed below",
     ),
+    "the directory, made again": (made_again, "run directory .*run was removed below"),
     "config.json": (lambda run: (run / "config.json").unlink(), "config.json or the lock of"),
 }
 
