@@ -42,6 +42,7 @@ FILE_LINES, FUNCTION_LINES, DATACLASS_FIELDS = 400, 60, 16
 
 TRACER_FREE = (
     *("telemetry/flops.py", "data/", "mesh/hardware.py", "mesh/axes.py"),
+    *("models/__init__.py", "models/description.py"),
     *("planner/__init__.py", "planner/facts.py", "planner/sent.py"),
     *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline_traffic.py"),
     *("planner/token_traffic.py", "planner/weight_traffic.py", "planner/backward_work.py"),
@@ -49,6 +50,15 @@ TRACER_FREE = (
     *("collectives/__init__.py", "collectives/cost.py", "collectives/steps.py"),
 )
 """Files that must not import JAX when they are imported (the start of a process waits for it)."""
+
+
+KNOW_FAMILIES = (
+    *("models/", "weights/huggingface/", "bench/"),
+    *("experiment/vocabulary.py", "experiment/stored.py"),  # what a config.json may name, or named
+    "__init__.py",
+)
+LEAVES = ("period.", "prefix.", "suffix.", "attention.", "mlp.")
+"""Beginnings of the names of a decoder's leaves."""
 
 
 def modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
@@ -200,7 +210,33 @@ def tracer_violations(root: Path) -> list[str]:
     return found
 
 
+def family_violations(root: Path) -> list[str]:
+    """Files that know one family of models, or where in a model a leaf is: the rest of the house
+    reads a model's description (design.md, D11)."""
+    found = []
+    for path, tree, _ in modules(root):
+        if path.startswith(KNOW_FAMILIES):
+            continue
+        package = ("jaxtrain", *path.split("/")[:-1])
+        for line, name in imports(tree, package):
+            if name.startswith(("jaxtrain.models.decoder", "jaxtrain.models.block")):
+                found.append(f"{path}:{line}: imports {name}, which is one family's")
+        said = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
+        texts = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        found += [
+            f"{path}:{node.lineno}: {node.value!r} is a leaf of one family's"
+            for node in texts
+            if id(node) not in said and str(node.value).startswith(LEAVES)
+        ]
+    return found
+
+
 CHECKS = {
+    "families": family_violations,
     "layers": layer_violations,
     "cycles": cycle_violations,
     "budgets": budget_violations,
@@ -269,6 +305,13 @@ BAD = [
     ),
     ("budgets", "nn/utils.py", "", "utils.py:1: utils says nothing"),
     ("budgets", "core/a.py", "", "a.py:1: core says nothing"),
+    (
+        "families",
+        "step/a.py",
+        "from jaxtrain.models.decoder import D\n",
+        "a.py:1: imports jaxtrain",
+    ),
+    ("families", "planner/a.py", "x = f('prefix.', '.')\n", "a.py:1: 'prefix.' is a leaf"),
     ("partition_spec", "nn/a.py", "from jax.sharding import PartitionSpec as S\n", "a.py:1: only"),
     ("partition_spec", "nn/a.py", "import jax\nx = jax.sharding.PartitionSpec()\n", "a.py:2: only"),
     ("partition_spec", "nn/a.py", "import jax\nx = jax.P('data')\n", "a.py:2: only"),
@@ -297,6 +340,8 @@ GOOD = [
     ("layers", "nn/a.py", "from . import loss\nfrom .loss import logits\n"),
     ("budgets", "nn/a.py", "x = 1\n" * 400),
     ("budgets", "nn/a.py", "class C:\n" + "".join(f"    a{i}: int\n" for i in range(17))),
+    ("families", "models/a.py", "from jaxtrain.models.decoder import D\nx = 'prefix.'\n"),
+    ("families", "step/a.py", "def f():\n    'prefix. as a docstring'\n"),
     ("partition_spec", "mesh/sharding.py", "from jax.sharding import PartitionSpec\n"),
     ("partition_spec", "nn/a.py", "def partition_spec(P):\n    return P\n"),
     ("tracer_free", "data/a.py", "def f():\n    import jax\n"),

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import jaxtrain
 from jaxtrain.cli import main
+from jaxtrain.models import description
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -190,7 +191,7 @@ def test_python_names_exist() -> None:
         name
         for span in re.findall(r"`([^`\n]+)`", TEXT)
         for name in re.findall(r"^(?:\w+=)?([A-Za-z]\w*)\(", span)
-    } - {"batch", "loss", "build", "experiment"}
+    } - {"batch", "loss", "build", "experiment", *dir(jaxtrain.DecoderConfig), *dir(description)}
     assert {"train", "check", "certify"} <= dotted and {"fsdp", "TextFiles"} <= called
     assert (dotted | called) - set(jaxtrain.__all__) == set()
 

@@ -17,6 +17,7 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import fsdp, tensor
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.essence import essence
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rotary import Rope
 from jaxtrain.optim.optimizer import AdamW, everything
@@ -45,7 +46,7 @@ def plain_arguments(experiment: Experiment, spec: MeshSpec) -> list[str]:
     Raises ValueError with every feature that the loop lacks.
     """
     model, head = experiment.model, "the plain loop of `bench step` lacks what this run asks for:"
-    if not isinstance(model, DecoderConfig) or not isinstance(experiment.data, BigramChain):
+    if essence(model) is None or not isinstance(experiment.data, BigramChain):
         raise ValueError(
             f"{head} it trains a DecoderConfig on a BigramChain, and this experiment has "
             f"{type(model).__name__} on {type(experiment.data).__name__}; see "

@@ -18,13 +18,14 @@ from jax import lax
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import STAGE, partition_spec
+from jaxtrain.models.stage import ModelStage
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import LocalSums, Reduction
-from jaxtrain.step.pipeline import DecoderStage, executor_of, on_device, pipeline_sums
+from jaxtrain.step.pipeline import executor_of, on_device, pipeline_sums
 from jaxtrain.step.train_step import explicit_communicator, make_reduction
 
 FILL = 1.0
@@ -34,7 +35,7 @@ Arrays = dict[str, Any]
 WORK = {"F": "forward", "B": "backward", "W": "weight"}
 
 
-class _Empty(DecoderStage):
+class _Empty(ModelStage):
     """A stage without layers: of a step it leaves what stands before and behind the pipeline."""
 
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
@@ -71,7 +72,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         )
         given = on_device(assembly, comm, params, batch, None, scale, reduction)
         if kind == "head":
-            assert isinstance(given.stage, DecoderStage)
+            assert isinstance(given.stage, ModelStage)
             parts = (getattr(given.stage, f.name) for f in fields(given.stage))
             given = given._replace(stage=_Empty(*parts), blocks={})
         carry, trees = run.start(given)

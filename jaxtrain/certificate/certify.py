@@ -36,7 +36,7 @@ from jaxtrain.certificate.layouts import PRECISIONS, Layout, layouts
 from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.layered import description_of
 from jaxtrain.optim.fields import count, refuse
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -137,8 +137,8 @@ def certify(
     """Each layout's difference as it is found, and the certificate so far.
 
     Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for no
-    devices, and for a model that is not built in: layouts of others are GSPMD's, whose arithmetic
-    is XLA's to keep.
+    devices, and for a model that does not describe itself: layouts of others are GSPMD's, whose
+    arithmetic is XLA's to keep.
     """
     refuse(count("devices", devices, 1))
     if devices > MOST_DEVICES:
@@ -148,8 +148,13 @@ def certify(
         )
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    if not isinstance(experiment.model, DecoderConfig):
-        raise ValueError("certify compares layouts of built-in models; this experiment has its own")
+    described = description_of(experiment.model)
+    if described is None or "explicit" not in described.can:
+        raise ValueError(
+            f"certify compares layouts of models that describe themselves, and a "
+            f"{type(experiment.model).__name__} does not; give it describe(), as docs/models.md "
+            f"says"
+        )
     if not full:
         experiment = shrink(experiment, devices=devices)
     due, closed_count = layouts(devices, which)

@@ -18,7 +18,6 @@ from jaxtrain.collectives.reducer import ExactReducer
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
-from jaxtrain.models.block import MlpConfig, MoeConfig
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.optim.precision import Precision, bf16, fp32
@@ -211,26 +210,26 @@ def _staged_options(devices: int, meshes: list[dict[str, int]]) -> dict[str, lis
 
 def arranged(experiment: Experiment, layout: Layout) -> Experiment:
     """The experiment as this layout runs it."""
-    e, d = experiment, layout.dropout
-    mode = MODES[layout.mode]
-    parts: dict[str, Any] = {
-        part: tuple(
-            replace(block, dropout=d, mlp=_mlp(block.mlp, layout))
-            for block in getattr(e.model, part)
+    e, mode, model = experiment, MODES[layout.mode], experiment.model
+    if hasattr(model, "varied"):
+        # In bf16 a token that is near a tie takes another expert where rounding falls another way,
+        # and no bound holds for what becomes of it: there all experts take all tokens.
+        model = model.varied(
+            dropout=layout.dropout,
+            activation=ACTIVATIONS[layout.activation],
+            periods=layout.periods,
+            every_expert=layout.precision != "fp32",
         )
-        for part in ("prefix", "period", "suffix")
-    }
-    if layout.periods is not None:
-        ends = len(e.model.prefix) + len(e.model.suffix)
-        parts["layers"] = ends + layout.periods * len(e.model.period)
-    model = replace(e.model, dropout=d, **parts)
+    data = e.data
+    if hasattr(data, "isolate_documents"):
+        data = replace(data, isolate_documents=layout.packing)
     optimizer, ema_decay = OPTIMIZERS[layout.optimizer] or (e.optimizer, e.ema_decay)
     return replace(
         e,
         model=model,
         optimizer=optimizer,
         ema_decay=ema_decay,
-        data=replace(e.data, isolate_documents=layout.packing),
+        data=data,
         microbatches=layout.microbatches,
         precision=PRECISIONS[layout.precision],
         sharding=SHARDING[layout.sharding],
@@ -244,13 +243,3 @@ def arranged(experiment: Experiment, layout: Layout) -> Experiment:
             pipeline=PIPELINES[layout.pipeline],
         ),
     )
-
-
-def _mlp(mlp: MlpConfig | MoeConfig, layout: Layout) -> MlpConfig | MoeConfig:
-    """With the layout's activation. In bf16 a token that is near a tie takes another expert where
-    rounding falls another way, and no bound holds for what becomes of it: there all experts take
-    all tokens."""
-    mlp = replace(mlp, activation=ACTIVATIONS[layout.activation] or mlp.activation)
-    if layout.precision == "fp32" or not isinstance(mlp, MoeConfig):
-        return mlp
-    return replace(mlp, experts_per_token=mlp.experts)

@@ -13,6 +13,7 @@ from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.reading import Reader, Trust
 from jaxtrain.experiment.vocabulary import CLASSES, Slot, slots_of
+from jaxtrain.models.block import BlockConfig
 
 RESUMABLE = (
     "experiment.logging",
@@ -119,6 +120,8 @@ def _completed(stored: Any, known: dict[str, type]) -> Any:
         return stored
     found = {name: _completed(each, known) for name, each in stored.items()}
     name = stored.get("class")
+    if name == stored_name(BlockConfig) and found.get("adapters", ...) is None:
+        del found["adapters"]  # once a field, which was None in every run
     for field in dataclasses.fields(known[name]) if isinstance(name, str) and name in known else ():
         given = field.default
         if field.default_factory is not dataclasses.MISSING:

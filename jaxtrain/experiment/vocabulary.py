@@ -42,7 +42,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.experiment.fields import Execution, Experiment
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.families import FAMILIES
 from jaxtrain.nn.attention import Cudnn, PlatformKernel, Reference, Splash
 from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling
@@ -62,7 +62,7 @@ from jaxtrain.optim.schedule import (
 )
 
 ANY: dict[tuple[type, str], tuple[Any, ...]] = {
-    (Experiment, "model"): (DecoderConfig,),
+    (Experiment, "model"): FAMILIES,
     (Experiment, "data"): (TextData, BigramChain),
     (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
     (Execution, "attention"): (

@@ -13,40 +13,62 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.models.description import ADAPTER_A as INTO
+from jaxtrain.models.description import ADAPTER_B as OUT_OF
+from jaxtrain.models.description import ModelDescription, products
+from jaxtrain.models.layered import layer_key
 from jaxtrain.nn.communicator import Communicator
-from jaxtrain.nn.param import constant, named_key, normal
-
-INTO, OUT_OF = "_lora_a", "_lora_b"
-"""What the names of A [.., in, rank] and B [.., rank, out] end with, after their matrix's."""
+from jaxtrain.nn.param import named_key
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """weights: the matrices of a block that have one, by their names in it."""
+    """targets: the matrices that have one, named as leaves of the model."""
 
     rank: int
     scale: float
-    weights: tuple[str, ...]
+    targets: tuple[str, ...]
 
 
-def add_adapters(block: nnx.Module, adapters: Adapters, key: jax.Array) -> None:
-    """Gives modules of `block` parameters for A, drawn from N(0, 1 / in), and B, zero, and the
-    scale of both. They have their matrix's logical axes, and `rank` has none: it is never split."""
-    for name in adapters.weights:
-        *path, last = name.split(".")
-        module: Any = block
-        for part in path:
-            module = getattr(module, part)
+def add_adapters(
+    model: nnx.Module, adapters: Adapters, description: ModelDescription, key: jax.Array
+) -> None:
+    """Gives modules of `model` parameters for A, drawn from N(0, 1 / in), and B, zero, and the
+    scale of both. They are stacked as their matrix is and have its logical axes, and `rank` has
+    none: it is never split. key: the model's."""
+    for path, name in targets_in(adapters, description):
+        *way, last = (path + name).split(".")
+        module: Any = model
+        for part in way:
+            module = module[int(part)] if part.isdigit() else getattr(module, part)
         weight = getattr(module, last)
-        rows, columns = weight[...].shape
-        into, out = weight.get_metadata()["axes"]
-        shape = (rows, adapters.rank)
-        a = normal(named_key(key, name), "a", shape, (into, None), std=rows**-0.5)
-        setattr(module, last + INTO, a)
-        setattr(module, last + OUT_OF, constant(0.0, (adapters.rank, columns), (None, out)))
+        *stack, rows, columns = weight[...].shape
+        *stacked, into, out = weight.get_metadata()["axes"]
+
+        def drawn(layer: Any, name: str = name, rows: int = rows) -> jax.Array:
+            own = named_key(named_key(layer_key(key, layer), "adapters"), name)
+            normal = jax.random.normal(named_key(own, "a"), (rows, adapters.rank), jnp.float32)
+            return normal * rows**-0.5
+
+        numbers = description.layers_at(path)
+        a = jax.vmap(drawn)(jnp.asarray(numbers)) if stack else drawn(numbers[0])
+        setattr(module, last + INTO, nnx.Param(a, axes=(*stacked, into, None)))
+        b = jnp.zeros((*stack, adapters.rank, columns), jnp.float32)
+        setattr(module, last + OUT_OF, nnx.Param(b, axes=(*stacked, None, out)))
         module.lora_scale = adapters.scale
+
+
+def targets_in(adapters: Adapters, description: ModelDescription) -> list[tuple[str, str]]:
+    """(path of the block, name in it) of each target."""
+    return [
+        (path, weight.leaf)
+        for path, block in description.blocks.items()
+        for weight in products(block)
+        if path + weight.leaf in adapters.targets
+    ]
 
 
 def column(
@@ -90,11 +112,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((INTO, OUT_OF))
 
 
-def adapter_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The matrices that can have an adapter, of a model's leaves, and the smaller side of each.
-    Those of a mixture of experts have none."""
-    inside = {k: s for k, s in shapes.items() if k.startswith(("prefix.", "period.", "suffix."))}
-    sides = {k: s[1:] if k.startswith("period.") else s for k, s in inside.items()}
-    routed = tuple(k.removesuffix("router") for k in sides if k.endswith(".router"))
-    plain = {k: s for k, s in sides.items() if not is_adapter(k) and not k.startswith(routed)}
-    return {k: min(s) for k, s in plain.items() if len(s) == 2}
+def adapter_places(description: ModelDescription) -> dict[str, int]:
+    """The matrices that can have an adapter, and the smaller side of each. Those of a mixture of
+    experts have none."""
+    return {
+        path + weight.leaf: min(weight.rows, weight.columns)
+        for path, block in description.blocks.items()
+        for weight in products(block)
+    }

@@ -11,7 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.adapters import Adapters, add_adapters, column, row
+from jaxtrain.models.adapters import column, row
+from jaxtrain.models.description import (
+    AttentionCall,
+    Bias,
+    ColumnParallel,
+    Elementwise,
+    ExpertCall,
+    Operation,
+    Residual,
+    RowParallel,
+    Weight,
+)
+from jaxtrain.models.description import Block as BlockDescription
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
@@ -106,8 +118,6 @@ class MoeConfig:
 class BlockConfig:
     """x + attention(norm(x)), then x + mlp(norm(x)); each branch is scaled and dropped out.
 
-    adapters: beside some of its matrices; `Experiment.fine_tuning` puts them there.
-
     norm: of both branches' inputs. residual_scale: what a branch is multiplied by before it is
     added. dropout: the share of a branch's outputs that are dropped.
     attention, mlp: the two branches.
@@ -118,7 +128,6 @@ class BlockConfig:
     norm: NormConfig = RMSNorm()  # noqa: RUF009 (frozen)
     residual_scale: float = 1.0
     dropout: float = 0.0
-    adapters: Adapters | None = None
 
 
 class Cache(NamedTuple):
@@ -306,8 +315,6 @@ class Block(nnx.Module):
         self.mlp = (
             Moe(mlp, place, key=own) if isinstance(mlp, MoeConfig) else Mlp(mlp, place, key=own)
         )
-        if config.adapters is not None:
-            add_adapters(self, config.adapters, named_key(key, "adapters"))
 
     def __call__(
         self,
@@ -333,6 +340,40 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             x = add(x, self.mlp(self.mlp_norm(x), comm), "mlp")
         return x, cache
+
+
+def describe_block(config: BlockConfig, embed: int) -> BlockDescription:
+    """What a block of a model of this width does, in the order in which it does it."""
+    a, size = config.attention, config.attention.size(embed)
+    wide, narrow = a.heads * size, a.key_heads * size
+    into = {"query": wide, "key": narrow, "value": narrow}
+    columns = ColumnParallel(tuple(Weight(f"attention.{k}", embed, n) for k, n in into.items()))
+    biases = tuple(f"attention.{k}_bias" for k in into) if a.qkv_bias else ()
+    attention = (
+        Elementwise(("attention_norm.",)),
+        columns,
+        Elementwise((*biases, "attention.query_norm.", "attention.key_norm.")),
+        AttentionCall(a.heads, a.key_heads, size, True, a.window, a.softcap),
+        RowParallel(Weight("attention.out", wide, embed)),
+        *([Bias(("attention.out_bias",))] if a.out_bias else []),
+    )
+    return (
+        Residual(attention),
+        Residual((Elementwise(("mlp_norm.",)), *_describe_mlp(config, embed))),
+    )
+
+
+def _describe_mlp(config: BlockConfig, embed: int) -> tuple[Operation, ...]:
+    mlp = config.mlp
+    names = ("mlp.gate", "mlp.up") if mlp.gated else ("mlp.up",)
+    into = tuple(Weight(name, embed, mlp.hidden) for name in names)
+    down = Weight("mlp.down", mlp.hidden, embed)
+    if isinstance(mlp, MoeConfig):
+        router = Weight("mlp.router", embed, mlp.experts)
+        return (ExpertCall(router, (*into, down), mlp.experts, mlp.experts_per_token),)
+    biases = tuple(f"{name}_bias" for name in names) if mlp.bias else ()
+    out = [Bias(("mlp.down_bias",))] if mlp.bias else []
+    return (ColumnParallel(into), Elementwise(biases), RowParallel(down), *out)
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:

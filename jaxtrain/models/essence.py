@@ -11,15 +11,18 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.param import Initialisation
 
 
-def essence(config: DecoderConfig) -> DecoderConfig:
-    """The config with one way to say each thing, less what changes no logits."""
+def essence(config: Any) -> Any:
+    """A decoder's config with one way to say each thing, less what changes no logits; None of a
+    model of another kind, of which that is not known."""
+    if not isinstance(config, DecoderConfig):
+        return None
 
     def block(given: BlockConfig) -> BlockConfig:
         a = given.attention
         size = a.size(config.embed)
         scale = None if a.scale == size**-0.5 else a.scale
         attention = replace(a, kv_heads=a.key_heads, head_dim=size, scale=scale)
-        return replace(given, attention=attention, dropout=0.0, adapters=None)
+        return replace(given, attention=attention, dropout=0.0)
 
     return replace(
         config,

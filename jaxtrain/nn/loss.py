@@ -30,7 +30,7 @@ class HeadConfig:
     vocab: ids below this are real; rows above pad the table and never get probability.
     softcap: logits are softcap * tanh(logits / softcap) (Gemma 2); scale multiplies them first.
     chunk_tokens: tokens a chunk, at most; chunks divide the tokens evenly. frozen: no gradient of
-    the head is made.
+    the head is made. accuracy: count what was right too; it sends nothing more.
     """
 
     vocab: int
@@ -38,6 +38,16 @@ class HeadConfig:
     softcap: float | None = None
     chunk_tokens: int = 2048
     frozen: bool = False
+    accuracy: bool = False
+
+
+class LossSums(NamedTuple):
+    """Sums over the rows a device has seen, fp32 scalars: of the loss, of what it is divided by at
+    the end of the step, and by name of what is divided by the same and told beside it."""
+
+    loss: jax.Array
+    count: jax.Array
+    beside: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
 
 
 class _Static(NamedTuple):
@@ -57,7 +67,8 @@ def cross_entropy(
     *,
     rows: int,
 ) -> jax.Array:
-    """This device's share of sum_t weights_t * -log p(target_t); the shares add to the sum.
+    """This device's share of sum_t weights_t * -log p(target_t); the shares add to the sum. With
+    `config.accuracy` [2]: beside it the share of the weight whose target was the likeliest id.
 
     x [tokens, embed] (the residual stream's share), head [vocab slice, embed] in the compute
     dtype, targets and weights [all tokens]. `rows`: tokens are chunked within rows, so the chunk
@@ -88,7 +99,7 @@ def _shape(raw: jax.Array, config: HeadConfig) -> jax.Array:
 
 
 def _chunk(static: _Static, x: jax.Array, head: jax.Array, targets: Any, weights: Any) -> Any:
-    """Loss sum of one chunk, and the gradient of its logits."""
+    """Loss sum of one chunk, and what was right of it where asked; the gradient of its logits."""
     comm, config = static.comm, static.config
     offset = comm.vocab_offset(head.shape[0])
     z = logits(x, head, config, offset)
@@ -98,6 +109,8 @@ def _chunk(static: _Static, x: jax.Array, head: jax.Array, targets: Any, weights
     chosen = jnp.sum(jnp.where(mine, z, 0.0), -1)
     total, chosen = comm.sum_over_vocab(jnp.stack([e.sum(-1), chosen]))
     loss = jnp.sum((jnp.log(total) + top - chosen) * weights)
+    if config.accuracy:
+        loss = jnp.stack([loss, jnp.sum(jnp.where(chosen >= top, weights, 0.0))])
     dz = (e * (weights / total)[:, None]) - jnp.where(mine, weights[:, None], 0.0)
     if config.softcap is not None:
         dz = dz * (1 - (z / config.softcap) ** 2)
@@ -116,9 +129,13 @@ def _cross_entropy(static: _Static, x: Any, head: Any, targets: Any, weights: An
         return total + loss, None
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
-    start = jnp.sum(weights[:1]) * 0.0
-    total, _ = _loop(step, start, parts)
+    zero = jnp.sum(weights[:1]) * 0.0
+    total, _ = _loop(step, _start(static, zero), parts)
     return total / comm.vocab_ways()
+
+
+def _start(static: _Static, zero: jax.Array) -> jax.Array:
+    return jnp.stack([zero, zero]) if static.config.accuracy else zero
 
 
 def _loop(step: Any, carry: Any, parts: Any) -> Any:
@@ -148,7 +165,8 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
-    start = (zero, None if static.config.frozen else jnp.zeros(head.shape, jnp.float32) + zero)
+    dhead = None if static.config.frozen else jnp.zeros(head.shape, jnp.float32) + zero
+    start = (_start(static, zero), dhead)
     (total, dhead), dx = _loop(step, start, parts)
     dx = comm.scatter_head_gradient(comm.unchunk(dx, rows=static.rows))
     # Shape-free stand-ins carry what the cotangents of ids and weights need.
@@ -157,7 +175,7 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
 
 def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
     dx, dhead, like, weights, lift = residuals
-    g = g / lift
+    g = (g[0] if static.config.accuracy else g) / lift
     if dhead is not None:
         dhead = (dhead * g).astype(like.dtype)
     return (dx * g).astype(dx.dtype), dhead, None, weights * 0.0

@@ -21,16 +21,16 @@ from jax import lax
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.slots import Rows
 from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
 
 
 class Sums(NamedTuple):
-    """Over all microbatches: shares of loss and count, gradients of scale * loss. `blocks`:
-    [V, ...] as `Stage.pulled_back` gives them; `outside`: fp32."""
+    """Over all microbatches: this device's shares of what `Stage.leave` sums, and gradients of
+    scale * loss. `blocks`: [V, ...] as `Stage.pulled_back` gives them; `outside`: fp32."""
 
-    loss: jax.Array
-    count: jax.Array
+    sums: LossSums
     blocks: Arrays
     outside: Arrays
 
@@ -45,7 +45,9 @@ class Executor(Tables):
         """Where the tables have no B there are no gradients."""
         carry, trees = self.start(given)
         carry = self.follow(carry, trees, given)
-        sums = Sums(carry.total[0], carry.total[1], carry.blocks, carry.outside)
+        loss, count, *beside = carry.total
+        named = dict(zip(self.beside, beside, strict=True))
+        sums = Sums(LossSums(loss, count, named), carry.blocks, carry.outside)
         # The last ticks, still sending, have nothing to do with some of them.
         return after(sums, carry.turn)
 
@@ -71,7 +73,8 @@ class Executor(Tables):
             return typed(jnp.full((count, *leaf.shape), value, leaf.dtype))
 
         held = room(self.buffers.inputs, x)
-        total, zero = typed(jnp.zeros(2, jnp.float32)), typed(jnp.zeros(x.shape, x.dtype))
+        total = typed(jnp.zeros(2 + len(self.beside), jnp.float32))
+        zero = typed(jnp.zeros(x.shape, x.dtype))
         empty = Carry(total, held, (), [], [], {}, {}, zero, typed(jnp.zeros((), jnp.float32)))
         if not self.training:
             return empty, Trees(None, None)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 CHUNKS = "chunks"
 """The logical axis of the dim V."""
@@ -103,3 +104,17 @@ class StageLayout:
             return axes
         dim = axes.index("layers")
         return (*axes[:dim], CHUNKS, *axes[dim:])
+
+
+def layers_of_stage(layout: StageLayout, axis: str) -> jax.Array:
+    """[chunks, depth]: which layer is in each slot of this stage, -1 of padding. axis: the mesh
+    axis of the stages, manual."""
+    of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
+    return jnp.asarray(of_stages)[:, lax.axis_index(axis)]
+
+
+def where_real(real: jax.Array, leaf: jax.Array, dim: int = 0) -> jax.Array:
+    """A leaf with zeros where `real` is not, which has the leaf's dims from `dim` on."""
+    shape = (*real.shape, *[1] * (leaf.ndim - dim - real.ndim))
+    where = jnp.broadcast_to(real.reshape(*[1] * dim, *shape), leaf.shape)
+    return jnp.where(where, leaf, jnp.zeros((), leaf.dtype))

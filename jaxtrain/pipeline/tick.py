@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.slots import Buffers, Rows
 
 Arrays = dict[str, jax.Array]
@@ -28,9 +29,9 @@ class Stage(Protocol):
         but the first."""
         ...
 
-    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
-        """This device's shares of loss and token count; y is 0 on all stages but the last.
-        Differentiable."""
+    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> LossSums:
+        """This device's shares of loss, count and what is summed beside them; y is 0 on all stages
+        but the last. Differentiable."""
         ...
 
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array: ...
@@ -106,7 +107,7 @@ class Tables:
 
     axes: every mesh axis of the shard_map. chunks: V. entering, leaving: names of the parameters
     outside the pipeline that `Stage.enter` and `Stage.leave` read; `frozen` ones of them have no
-    gradient.
+    gradient. beside: names of what `Stage.leave` sums beside loss and count.
     """
 
     rows: Rows
@@ -117,6 +118,11 @@ class Tables:
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
     frozen: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
+
+    def stacked(self, sums: LossSums) -> jax.Array:
+        """[loss, count, those beside in the order of `beside`]."""
+        return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.beside)])
 
     @property
     def training(self) -> bool:
@@ -188,7 +194,7 @@ class Tick:
         if not self.run.training:
             total = self._sometimes(
                 "leave",
-                lambda m, total: total + jnp.stack(stage.leave(outside, y, m)),
+                lambda m, total: total + self.run.stacked(stage.leave(outside, y, m)),
                 carry.total,
                 row,
             )
@@ -200,8 +206,8 @@ class Tick:
             total, sums, _ = before
 
             def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-                loss, count = stage.leave({**outside, **used}, y, m)
-                return loss * self.given.scale, jnp.stack([loss, count])
+                sums = stage.leave({**outside, **used}, y, m)
+                return sums.loss * self.given.scale, self.run.stacked(sums)
 
             used = {k: outside[k] for k in names}
             (grads, dy), more = jax.grad(scaled, argnums=(0, 1), has_aux=True)(used, y)

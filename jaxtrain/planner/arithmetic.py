@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.mesh.sharding import ways
-from jaxtrain.models.block import AttentionConfig, BlockConfig, MoeConfig
+from jaxtrain.models.description import (
+    AttentionCall,
+    ColumnParallel,
+    ExpertCall,
+    Operation,
+    RowParallel,
+    operations,
+)
 from jaxtrain.nn.attention import Cudnn, PlatformKernel, Reference, Splash, choose
 from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.moe import block_count, block_rows
@@ -36,7 +43,7 @@ def asked_flops(assembly: Assembly) -> float | None:
     where XLA splits the work.
     """
     e = assembly.experiment
-    if not assembly.built_in or assembly.pipeline is not None:
+    if assembly.description is None or assembly.pipeline is not None:
         return None
     if e.fine_tuning is not None and (assembly.frozen or e.fine_tuning.lora is not None):
         return None
@@ -46,50 +53,51 @@ def asked_flops(assembly: Assembly) -> float | None:
     multiplies = isinstance(reducer, Compressed) and isinstance(reducer.codec, PowerSGD)
     if multiplies or not isinstance(e.optimizer, WITHOUT_PRODUCTS):
         return None
-    micro, rows, seq = assembly.abstract_batch()["tokens"].shape
-    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
-    model, tensor = e.model, ways(assembly.tensor, assembly.sizes)
-    total = 3 * 2 * rows * seq * model.embed * model.padded_vocab / tensor
-    for block in model.blocks:
-        attended = _attended(assembly, block.attention, rows, seq)
-        if attended is None:
+    model, tensor = assembly.described, ways(assembly.tensor, assembly.sizes)
+    micro, rows, seq = assembly.abstract_batch()[model.tokens].shape
+    rows //= ways(assembly.batch_splits[model.tokens][1], assembly.sizes)
+    total = 3 * 2 * rows * seq * model.embed * model.head.padded / tensor
+    for call in (each for block in model.layers for each in operations(block)):
+        asked = _asked(assembly, call, rows, seq)
+        if asked is None:
             return None
-        total += attended / tensor + _products(assembly, block, rows * seq, tensor)
+        total += asked / tensor
     return micro * total
 
 
-def _products(assembly: Assembly, block: BlockConfig, tokens: int, tensor: int) -> float:
-    """Of a block's matrices: three times a forward pass, and what is made again."""
-    remat, embed = assembly.loop.remat, assembly.experiment.model.embed
-    a, mlp = block.attention, block.mlp
-    matrices = 2 + mlp.gated
-    weights = embed * a.size(embed) * 2 * (a.heads + a.key_heads)
-    again = 3 + (remat in ("full", "attention"))
-    if not isinstance(mlp, MoeConfig):
-        return 2 * tokens * (weights + matrices * embed * mlp.hidden) / tensor * again
-    chosen = tokens * mlp.experts_per_token
-    rows = block_count(chosen, mlp.experts) * block_rows(chosen, mlp.experts)
-    routed = 2 * (rows * matrices * embed * mlp.hidden / tensor + tokens * embed * mlp.experts)
-    return 2 * tokens * weights / tensor * again + routed * (3 + (remat != "none"))
+def _asked(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | None:
+    """Of one operation on all devices of `tensor` together: three times a forward pass, and what is
+    made again."""
+    remat, tokens = assembly.loop.remat, rows * seq
+    if isinstance(call, ColumnParallel | RowParallel):
+        again = 3 + (remat in ("full", "attention"))
+        return 2 * tokens * sum(weight.size for weight in call.weights) * again
+    if isinstance(call, AttentionCall):
+        return _attended(assembly, call, rows, seq)
+    if not isinstance(call, ExpertCall):
+        return 0.0
+    tensor, chosen = ways(assembly.tensor, assembly.sizes), tokens * call.per_token
+    met = block_count(chosen, call.experts) * block_rows(chosen, call.experts)
+    routed = met * sum(weight.size for weight in call.weights) + tokens * call.router.size * tensor
+    return 2 * routed * (3 + (remat != "none"))
 
 
-def _attended(assembly: Assembly, a: AttentionConfig, rows: int, seq: int) -> float | None:
+def _attended(assembly: Assembly, a: AttentionCall, rows: int, seq: int) -> float | None:
     """Of the products of queries with keys, and of weights with values, in all heads."""
-    remat, embed = assembly.loop.remat, assembly.experiment.model.embed
-    kernel = _kernel(assembly, a, seq)
+    remat, kernel = assembly.loop.remat, _kernel(assembly, a, seq)
     if isinstance(kernel, OPAQUE):
         return 0.0
-    one = 2 * rows * a.heads * a.size(embed)
+    one = 2 * rows * a.heads * a.head_dim
     if isinstance(kernel, Reference):
         return one * seq * seq * (6 + 2 * (remat != "none"))
     if not isinstance(kernel, Blockwise):
         return None
-    mask = Scoring(AttentionMask(window=a.window), scale=1.0)
+    mask = Scoring(AttentionMask(causal=a.causal, window=a.window), scale=1.0)
     tiling = Tiling(kernel.query_block, kernel.key_block, seq, mask, None)
     return one * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
 
 
-def _kernel(assembly: Assembly, a: AttentionConfig, seq: int) -> Any:
+def _kernel(assembly: Assembly, a: AttentionCall, seq: int) -> Any:
     """The kernel that runs: `None` of an experiment is the platform's own."""
     e, kernel = assembly.experiment, assembly.experiment.execution.attention
     if not isinstance(kernel, PlatformKernel):
@@ -98,7 +106,7 @@ def _kernel(assembly: Assembly, a: AttentionConfig, seq: int) -> Any:
         kernel.platform,
         dtype=jnp.dtype(e.precision.compute),
         seq=seq,
-        head_dim=a.size(e.model.embed),
+        head_dim=a.head_dim,
         segments="segments" in assembly.fields,
         softcap=a.softcap is not None,
         checked=assembly.explicit and assembly.check_vma,

@@ -19,7 +19,6 @@ from jaxtrain.compression.residuals import Part
 from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
-from jaxtrain.models.block import MoeConfig
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
@@ -27,16 +26,15 @@ from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars
 from jaxtrain.pipeline.analysis import Span
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.planner.facts import (
-    LayerFacts,
     LeafFacts,
     LeafSumFacts,
+    LoopFacts,
     OptimizerFacts,
     PipelineFacts,
     StepFacts,
     SumFacts,
 )
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.tuning import ENTERING
 
 
 def steady(assembly: Assembly) -> Choice:
@@ -48,10 +46,10 @@ def steady(assembly: Assembly) -> Choice:
 
 def unpredicted(assembly: Assembly) -> str | None:
     """Why an assembly's collectives are not predicted; None where they are."""
-    if not assembly.explicit or not assembly.built_in:
+    if not assembly.explicit or assembly.description is None:
         return (
-            "only the explicit step of a built-in model states its collectives; under gspmd, and "
-            "on one device, there is nothing to hold a program to"
+            "only the explicit step of a model that describes itself states its collectives; under "
+            "gspmd, and on one device, there is nothing to hold a program to"
         )
     optimizer = assembly.experiment.optimizer
     if not isinstance(optimizer, (*ELEMENTWISE, *SHARDED)):
@@ -61,18 +59,18 @@ def unpredicted(assembly: Assembly) -> str | None:
             "with frozen leaves a schedule that has W gathers for some products of a layer and not "
             "for others, which is not predicted"
         )
-    entering = {k for k in assembly.places if k.startswith(ENTERING)}
+    entering = {k for k in assembly.places if assembly.described.enters(k)}
     partly = entering & assembly.frozen and entering - assembly.frozen
-    if assembly.pipeline is not None and assembly.experiment.model.prefix and partly:
+    if assembly.pipeline is not None and assembly.described.before and partly:
         return "what a pipeline with frozen leaves before it sends there is not predicted"
     return None
 
 
 def facts_of(assembly: Assembly) -> StepFacts:
-    """What the prediction may know of an assembly of a decoder."""
-    e, loop, model = assembly.experiment, assembly.loop, assembly.experiment.model
-    rows, seq = assembly.abstract_batch()["tokens"].shape[1:]
-    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
+    """What the prediction may know of an assembly."""
+    e, loop, model = assembly.experiment, assembly.loop, assembly.described
+    rows, seq = assembly.abstract_batch()[model.tokens].shape[1:]
+    rows //= ways(assembly.batch_splits[model.tokens][1], assembly.sizes)
     leaves = {
         path: LeafFacts(
             *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
@@ -81,35 +79,20 @@ def facts_of(assembly: Assembly) -> StepFacts:
         )
         for path, place in assembly.places.items()
     }
-    layers = LayerFacts(
-        tables=tuple(name for name in ("embedding", "positions", "head") if name in leaves),
-        outside=tuple(
-            f"{part}.{i}."
-            for part in ("prefix", "suffix")
-            for i in range(len(getattr(model, part)))
-        ),
-        period=len(model.period),
-        periods=model.periods,
-        unroll=loop.unroll,
-        remat=loop.remat,
-        prefetch=loop.prefetch and not _split(assembly),
-        reshard=loop.reshard_after_forward or _kept(assembly) or _split(assembly),
-        experts=tuple(
-            f"{part}.{i}.mlp."
-            for part in ("prefix", "period", "suffix")
-            for i, block in enumerate(getattr(model, part))
-            if isinstance(block.mlp, MoeConfig)
-        ),
-    )
     return StepFacts(
         sizes=assembly.sizes,
         tensor=assembly.tensor,
         tokens=rows * seq,
-        embed=model.embed,
-        chunks=chunk_count(rows * seq, rows, model.chunk_tokens),
+        chunks=chunk_count(rows * seq, rows, model.head.chunk_tokens),
         microbatches=e.microbatches,
         leaves=leaves,
-        layers=layers,
+        model=model,
+        loop=LoopFacts(
+            loop.unroll,
+            loop.remat,
+            loop.prefetch and not _split(assembly),
+            loop.reshard_after_forward or _kept(assembly) or _split(assembly),
+        ),
         compute=jnp.dtype(e.precision.compute).name,
         reduce=jnp.dtype(e.precision.reduce).name,
         sharded=e.sharding.accumulate_sharded,

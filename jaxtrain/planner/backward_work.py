@@ -1,179 +1,251 @@
 """Which collectives of tokens a backward pass needs: all of them, unless leaves are frozen.
 
-Demand runs downwards. A block is norm, column product, attention, row product, norm, column
-product, activation, row product, each product's tokens gathered before and scattered after it.
-Gradients flow down to the lowest leaf that is trained, and no further; on their way they read
-values that the remat policy has kept, or that are made again from those below them.
+Demand runs downwards. A block is a chain of values, each made of those before it by one operation
+of its description; a product's tokens are gathered before it or scattered after it, by values of
+their own. Gradients flow down to the lowest leaf that is trained, and no further; on their way they
+read values that the remat policy has kept, or that are made again from those below them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+from jaxtrain.models.description import (
+    ADAPTER_A,
+    ADAPTER_B,
+    STACK,
+    AttentionCall,
+    Bias,
+    Block,
+    ColumnParallel,
+    Elementwise,
+    ExpertCall,
+    Operation,
+    Residual,
+    RowParallel,
+)
 from jaxtrain.planner.facts import StepFacts
 
-ADAPTED = ("", "_lora_a", "_lora_b")
-"""What ends the names of leaves whose gradients need that of a weight: its own and its adapter's.
-"""
-KEPT = {
-    "none": {"g1", "q", "a", "r1", "x1", "g2", "u", "h", "r2", "x2"},
-    "full": set(),
-    "attention": {"a"},
-    "dots": {"q", "r1", "u", "r2"},
-    "dots_and_attention": {"q", "r1", "u", "r2", "a"},
+KEPT: dict[str, frozenset[str]] = {
+    "full": frozenset(),
+    "attention": frozenset({"attention"}),
+    "dots": frozenset({"columns", "rows", "router"}),
+    "dots_and_attention": frozenset({"columns", "rows", "router", "attention"}),
 }
-"""The values of a block that each remat policy keeps: g inputs of column products, q and u their
-outputs, a attention's, h the activation's, r outputs of row products, x the residual stream."""
-MADE_OF = {
-    "g1": ("x0",),
-    "q": ("g1",),
-    "a": ("q",),
-    "r1": ("a",),
-    "x1": ("x0", "r1"),
-    "g2": ("x1",),
-    "u": ("g2",),
-    "h": ("u",),
-    "r2": ("h",),
-    "x2": ("x1", "r2"),
+"""The kinds of values that each remat policy keeps; "none" keeps all that is read."""
+PRODUCTS = frozenset({"columns", "rows", "experts"})
+
+
+class Value(NamedTuple):
+    """One value of a chain. kind: "input"; "gather" and "scatter" of tokens; "columns", "rows",
+    "router" and "experts", products; "attention", "elementwise", "bias", "add". of: the numbers of
+    the values it is made of. block: the place in the chain of the block that makes it."""
+
+    kind: str
+    of: tuple[int, ...] = ()
+    operation: Operation | None = None
+    block: int = 0
+
+
+KINDS: dict[type, tuple[str, ...]] = {
+    ColumnParallel: ("gather", "columns"),
+    RowParallel: ("rows", "scatter"),
+    AttentionCall: ("attention",),
+    ExpertCall: ("gather", "router", "experts", "scatter"),
+    Elementwise: ("elementwise",),
+    Bias: ("bias",),
 }
-PRODUCTS_OF = {"q", "r1", "u", "r2"}
-QKV = ("attention.query", "attention.key", "attention.value")
-AFTER_QKV = (*(f"{name}_bias" for name in QKV), "attention.query_norm.", "attention.key_norm.")
-AFTER_UP = ("mlp.gate_bias", "mlp.up_bias")
+"""The values that an operation makes, one after the other."""
+
+
+@lru_cache(maxsize=256)
+def chain(blocks: tuple[Block, ...]) -> tuple[Value, ...]:
+    """The values of blocks, one after the other; the last is what they end with."""
+    values = [Value("input")]
+
+    def make(operation: Operation, at: int, block: int) -> int:
+        before = at
+        for kind in KINDS[type(operation)]:
+            of = (at, before + 1) if kind == "experts" else (at,)  # what was gathered, too
+            values.append(Value(kind, of, operation, block))
+            at = len(values) - 1
+        return at
+
+    at = 0
+    for number, block in enumerate(blocks):
+        for step in block:
+            if not isinstance(step, Residual):
+                at = make(step, at, number)
+                continue
+            branch = at
+            for operation in step.branch:
+                branch = make(operation, branch, number)
+            values.append(Value("add", (at, branch), None, number))
+            at = len(values) - 1
+    return tuple(values)
 
 
 class Work(NamedTuple):
     """Of one turn of the remat policy's body. rows, columns: row products' output gradients are
     gathered, column products' input gradients scattered, so often; rows_again, columns_again: what
     the forward pass did, repeated. weights: whether any matrix is read. made: values made again,
-    each with the number of its block."""
+    by their numbers in the chain."""
 
     rows: int = 0
     columns: int = 0
     rows_again: int = 0
     columns_again: int = 0
     weights: bool = False
-    made: frozenset[tuple[int, str]] = frozenset()
+    made: frozenset[int] = frozenset()
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[Work, int]]]:
-    """By path prefix of each block outside the stack, and "period." of the stack: the work of its
-    turns and how many are alike."""
-    layers = facts.layers
-    below = facts.trains("embedding", "positions")
+    """By path of each block outside the stack, and "period." of the stack: the work of its turns
+    and how many are alike."""
+    model = facts.model
+    below = facts.trains(*model.entering_alone)
     found: dict[str, list[tuple[Work, int]]] = {}
-    before = [name for name in layers.outside if name.startswith("prefix.")]
-    after = [name for name in layers.outside if name not in before]
-    for name in before:
-        found[name] = [(body_work(facts, [name], below=below), 1)]
-        below = below or facts.trains(name)
-    found["period."] = stack_works(facts, layers.periods, below=below)
-    below = below or facts.trains("period.")
-    for name in after:
-        found[name] = [(body_work(facts, [name], below=below), 1)]
-        below = below or facts.trains(name)
+    for path in model.before:
+        found[path] = [(body_work(facts, [path], below=below), 1)]
+        below = below or facts.trains(path)
+    found[STACK] = stack_works(facts, model.periods, below=below)
+    below = below or facts.trains(STACK)
+    for path in model.after:
+        found[path] = [(body_work(facts, [path], below=below), 1)]
+        below = below or facts.trains(path)
     return found
 
 
 def stack_works(facts: StepFacts, turns: int, *, below: bool) -> list[tuple[Work, int]]:
     """Of a stack, or a chunk of it. Turns of a loop are alike; written out, or of one turn, the
     first may need less."""
-    layers = facts.layers
-    if not below and not facts.trains("period."):
+    loop, period = facts.loop, list(facts.model.stacked)
+    if not below and not facts.trains(STACK):
         return [(Work(), turns)]
-    above = body_work(facts, layers.in_period, below=True)
-    if not layers.unroll and turns - layers.prefetch > 1:
+    above = body_work(facts, period, below=True)
+    if not loop.unroll and turns - loop.prefetch > 1:
         return [(above, turns)]
-    return [(body_work(facts, layers.in_period, below=below), 1), (above, turns - 1)]
+    return [(body_work(facts, period, below=below), 1), (above, turns - 1)]
 
 
 def fetched_again(facts: StepFacts, found: list[tuple[Work, int]]) -> int:
     """How often the backward pass of a stack gathers a layer's weights."""
     turns = sum(n for _, n in found)
     without = sum(n for work, n in found if not work.weights)
-    fetched = facts.layers.fetched_again(turns)
+    fetched = facts.loop.fetched_again(turns)
     return 0 if without == turns else max(fetched - without, 0)
 
 
-def body_work(facts: StepFacts, blocks: Sequence[str], *, below: bool) -> Work:
+def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
     """The backward pass of the blocks at these paths. below: the gradient of their input is
     needed."""
-    body = _Body(facts)
-    for at, block in enumerate(blocks):
-        below = body.descend(block, at, below)
-    again = body.made_again()
+    values = chain(tuple(facts.model.blocks[path] for path in paths))
+    # Whether a gradient flows down to each value, and which ones it reads on its way.
+    flows, read = [below], set()
+    rows = columns = 0
+    weights = False
+    for number, value in enumerate(values[1:], start=1):
+        flow = any(flows[of] for of in value.of)
+        own = _trains(facts, paths[value.block], value)
+        flows.append(flow or own)
+        columns += flow and value.kind == "gather"
+        rows += flow and value.kind == "scatter"
+        # The gradients of experts' weights read the others of them.
+        weights |= value.kind in PRODUCTS and (flow or (own and value.kind == "experts"))
+        weights |= value.kind in PRODUCTS and _trains_adapter(facts, paths[value.block], value)
+        read |= reads(number, value, flow=flow, own=own)
+    again = made_again(values, read, facts.loop.remat)
+    kinds = [values[number].kind for number in again]
+    weights |= not PRODUCTS.isdisjoint(kinds)
     return Work(
-        body.rows,
-        body.columns,
-        sum(value in ("x1", "x2") for _, value in again),
-        sum(value in ("g1", "g2") for _, value in again),
-        body.weights or any(value in PRODUCTS_OF for _, value in again),
-        frozenset(again),
+        rows, columns, kinds.count("scatter"), kinds.count("gather"), weights, frozenset(again)
     )
 
 
-class _Body:
-    """What the backward pass of a body reads, block by block."""
+def reads(number: int, value: Value, *, flow: bool = True, own: bool = True) -> set[int]:
+    """The values that the derivative of one reads. flow: of its inputs; own: of its parameters."""
+    if value.kind in ("columns", "rows"):
+        return set(value.of) if own else set()
+    if value.kind == "experts":  # all of its own inside: to make that again is to make it again
+        return {number, *value.of} if flow or own else set()
+    if value.kind == "attention":
+        return set(value.of) if flow else set()
+    return set(value.of) if value.kind == "elementwise" and (flow or own) else set()
 
-    def __init__(self, facts: StepFacts) -> None:
-        self.facts, self.rows, self.columns, self.weights = facts, 0, 0, False
-        self.read: set[tuple[int, str]] = set()
 
-    def descend(self, block: str, at: int, reached: bool) -> bool:
-        """One block; `reached`: gradients go on below it, and so they do below what is behind."""
-        mixed = block + "mlp." in self.facts.layers.experts
-        reached |= self.facts.trains(block + "attention_norm.")
-        self._through(at, reached, "x0", "columns")
-        reached |= self._weights(at, block, QKV, "g1")
-        reached |= self._trains(block, AFTER_QKV)
-        self._through(at, reached, "q", None)
-        reached |= self._weights(at, block, ("attention.out",), "a")
-        self.rows += reached
-        reached |= self._trains(block, ("attention.out_bias", "mlp_norm."))
-        self._through(at, reached, "x1", "columns")
-        if mixed:
-            reached |= self._trains(block, ("mlp.",))
-            self._through(at, reached, "g2", None)
-        else:
-            reached |= self._weights(at, block, ("mlp.gate", "mlp.up"), "g2")
-            reached |= self._trains(block, AFTER_UP)
-            self._through(at, reached, "u", None)
-            reached |= self._weights(at, block, ("mlp.down",), "h")
-        self.rows += reached
-        return reached | self._trains(block, ("mlp.down_bias",))
+def made_again(values: Sequence[Value], read: Iterable[int], remat: str) -> set[int]:
+    """What is read and not kept, and what that is made of."""
+    if remat == "none":
+        return set()
+    found: set[int] = set()
+    left = list(read)
+    while left:
+        number = left.pop()
+        value = values[number]
+        if number in found or value.kind in KEPT[remat] or value.kind == "input":
+            continue
+        found.add(number)
+        left += value.of
+    return found
 
-    def made_again(self) -> set[tuple[int, str]]:
-        """What is read and not kept, and what that is made of."""
-        kept, found, open_ = KEPT[self.facts.layers.remat], set(), list(self.read)
-        while open_:
-            at, value = open_.pop()
-            if value == "x0":
-                at, value = at - 1, "x2"
-            if at < 0 or value in kept or (at, value) in found:
-                continue
-            found.add((at, value))
-            open_ += [(at, part) for part in MADE_OF[value]]
-        return found
 
-    def _through(self, at: int, reached: bool, value: str, count: str | None) -> None:
-        """A gradient that goes below `value` reads it, and the matrix above it."""
-        if reached:
-            self.read.add((at, value))
-            self.weights = True
-            if count is not None:
-                self.columns += 1
+def needed_for_kept(block: Block, remat: str, *, split: bool = False) -> frozenset[int]:
+    """Numbers of the values of a block that make what its backward pass finds kept: where its
+    output is not used, what comes after them is not computed. split: the inputs of products are
+    kept for W, as they lie before they are gathered."""
+    values = chain((block,))
+    read = {n for i, value in enumerate(values) for n in reads(i, value)}
+    if remat == "none":
+        left = list(read)
+    else:
+        again = made_again(values, read, remat)
+        used = read | {of for number in again for of in values[number].of}
+        left = [number for number in used if values[number].kind in KEPT[remat]]
+    if split:
+        inputs = [value.of[0] for value in values if value.kind in ("columns", "rows")]
+        gathered = [values[n].of[0] if values[n].kind == "gather" else n for n in inputs]
+        left += gathered
+    found: set[int] = set()
+    while left:
+        number = left.pop()
+        if number not in found and number:
+            found.add(number)
+            left += values[number].of
+    return frozenset(found)
 
-    def _weights(self, at: int, block: str, names: tuple[str, ...], read: str) -> bool:
-        """Whether any of a product's weights is trained; then its input is read."""
-        leaves = self.facts.leaves
-        found = [leaves.get(block + name + end) for name in names for end in ADAPTED]
-        trained = any(leaf is not None and leaf.trained for leaf in found)
-        if trained:
-            self.read.add((at, read))
-            adapter = (leaves.get(block + name + ADAPTED[1]) for name in names)
-            self.weights |= any(leaf is not None and leaf.trained for leaf in adapter)
-        return trained
 
-    def _trains(self, block: str, names: Iterable[str]) -> bool:
-        return self.facts.trains(*(block + name for name in names))
+def counted(block: Block, kind: str) -> int:
+    """How often a block gathers or scatters tokens in its forward pass."""
+    return sum(value.kind == kind for value in chain((block,)))
+
+
+def _trains(facts: StepFacts, path: str, value: Value) -> bool:
+    operation = value.operation
+    if value.kind in ("columns", "rows"):
+        assert isinstance(operation, ColumnParallel | RowParallel)
+        return any(
+            _trained(facts, path + weight.leaf + end)
+            for weight in operation.weights
+            for end in ("", ADAPTER_A, ADAPTER_B)
+        )
+    if value.kind == "experts":
+        assert isinstance(operation, ExpertCall)
+        return any(_trained(facts, path + leaf) for leaf in operation.leaves)
+    if isinstance(operation, Elementwise | Bias) and operation.leaves:
+        return facts.trains(*(path + leaf for leaf in operation.leaves))
+    return False
+
+
+def _trains_adapter(facts: StepFacts, path: str, value: Value) -> bool:
+    """Whether a matrix A is trained, whose gradient reads B."""
+    operation = value.operation
+    if not isinstance(operation, ColumnParallel | RowParallel):
+        return False
+    return any(_trained(facts, path + weight.leaf + ADAPTER_A) for weight in operation.weights)
+
+
+def _trained(facts: StepFacts, leaf: str) -> bool:
+    found = facts.leaves.get(leaf)
+    return found is not None and found.trained

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxtrain.models.description import ModelDescription
+
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
 
@@ -26,31 +28,13 @@ class LeafFacts:
 
 
 @dataclass(frozen=True)
-class LayerFacts:
-    """tables: names of leaves that are gathered by themselves; outside: path prefixes of the blocks
-    beside the stack, such as "prefix.0."; in the stack a period of `period` blocks repeats
-    `periods` times. unroll, remat, prefetch, reshard: `nn.stack.LayerLoop`'s. experts: path
-    prefixes of the mixtures of experts, such as "period.0.mlp."."""
+class LoopFacts:
+    """How the loop over layers runs: `nn.stack.LayerLoop`'s fields."""
 
-    tables: tuple[str, ...]
-    outside: tuple[str, ...]
-    period: int
-    periods: int
     unroll: bool
     remat: str
     prefetch: bool
     reshard: bool
-    experts: tuple[str, ...] = ()
-
-    @property
-    def in_period(self) -> list[str]:
-        """Path prefixes of the blocks of a period."""
-        return [f"period.{i}." for i in range(self.period)]
-
-    @property
-    def mixtures(self) -> int:
-        """How many of a period's blocks are mixtures of experts."""
-        return sum(path.startswith("period.") for path in self.experts)
 
     def fetched_again(self, layers: int) -> int:
         """How often the backward pass of a stack of `layers` gathers a layer's weights. A
@@ -128,20 +112,19 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class FlopFacts:
-    """Matmul FLOPs of all devices together. blocks: forward, on one microbatch, by path prefix of a
-    block and the name that `backward_work.MADE_OF` has for what is made: "q", "a" (of the whole
-    square of scores), "r1", "u", "r2". head: forward, on one microbatch, padded rows of the
-    vocabulary too. needed: of a step, forward and backward, with nothing made twice."""
+    """rows, seq: of a microbatch, on all devices together. needed: matmul FLOPs of a step, forward
+    and backward, with nothing made twice."""
 
-    blocks: Mapping[str, Mapping[str, int]]
-    head: int
+    rows: int
+    seq: int
     needed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """The explicit step of a decoder.
+    """The explicit step of a model that describes itself.
 
+    model: what it says. loop: how its layers run.
     sizes: mesh axes of size > 1, in mesh order. tensor: those that split heads, hidden units and
       vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
       the loss takes them in. leaves: parameters by path.
@@ -153,11 +136,11 @@ class StepFacts:
     sizes: Mapping[str, int]
     tensor: tuple[str, ...]
     tokens: int
-    embed: int
     chunks: int
     microbatches: int
     leaves: Mapping[str, LeafFacts]
-    layers: LayerFacts
+    model: ModelDescription
+    loop: LoopFacts
     compute: str
     reduce: str
     sharded: bool
@@ -169,4 +152,6 @@ class StepFacts:
 
     def trains(self, *prefixes: str) -> bool:
         """Whether any leaf is trained whose path begins so."""
+        if not prefixes:
+            return False
         return any(leaf.trained and k.startswith(prefixes) for k, leaf in self.leaves.items())

@@ -8,36 +8,40 @@ the pipeline tokens are split over (tensor, stage): a stage is handed its share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from jaxtrain.models.description import (
+    STACK,
+    Block,
+    ColumnParallel,
+    Elementwise,
+    ExpertCall,
+    RowParallel,
+    operations,
+)
 from jaxtrain.planner import token_traffic as tokens
-from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
+from jaxtrain.planner.backward_work import (
+    body_work,
+    chain,
+    counted,
+    fetched_again,
+    needed_for_kept,
+    stack_works,
+)
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, moved, times, ways
-from jaxtrain.planner.token_traffic import PRODUCTS
 from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimizer
-
-PERIOD = "period."
 
 KEEPS_PRODUCTS = ("dots", "dots_and_attention")
 """Policies that keep the outputs of a layer's products; then only the weights' gradients need their
 inputs again."""
-NEEDED_OF_BLOCK = {
-    "none": (2, 1),
-    "full": (0, 0),
-    "attention": (1, 0),
-    "dots": (2, 1),
-    "dots_and_attention": (2, 1),
-}
-"""By remat policy, (column, row) products that a block makes before the last value it keeps: where
-its output is not used, what comes after that is not computed."""
 
 
 def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Of all microbatches, from the embedding to the gradients as the optimizer takes them, before
     the sums over the axes on which a leaf is whole."""
     microbatch = [*_entering(facts, p), *_leaving(facts, p)]
-    exits = facts.trains("embedding", "positions", "prefix.")
+    exits = facts.trains(*facts.model.entering)
     if exits:
         microbatch += _exiting(facts, p)
     yield from times(microbatch, facts.microbatches)
@@ -61,84 +65,83 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
     """Those of the pipeline, and those outside it."""
-    blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(PERIOD)}
+    blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(STACK)}
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
-
-
-def blocks_outside(facts: StepFacts, part: str) -> list[str]:
-    """Blocks before ("prefix.") or behind ("suffix.") the pipeline."""
-    return [name for name in facts.layers.outside if name.startswith(part)]
 
 
 def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
     """What every stage but one, or with chunks every stage, hands to a neighbour."""
-    size = facts.tokens // ways(facts, facts.tensor) * facts.embed
+    size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
     whole = moved(facts, why, "all_gather", "lax", (p.axis,), facts.compute, size)
     return [Sent(why, "collective-permute", e.axes, e.dtype, e.buffer_bytes, 1) for e in whole]
 
 
 def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> list[Sent]:
     """A stage's tokens, gathered from the shares of all stages or scattered to them."""
-    size = facts.tokens // ways(facts, facts.tensor) * facts.embed
+    size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
     return moved(facts, why, collective, facts.tensor_by, (p.axis,), facts.compute, size)
 
 
 def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From ids to the first stage."""
     wide = (*facts.tensor, p.axis)
-    yield from tokens.scattered(facts, "embedding", wide, 1)
-    yield from tokens.forward(facts, wide, len(blocks_outside(facts, "prefix.")))
+    yield from tokens.looked_up(facts, wide)
+    yield from tokens.forward(facts, wide, facts.model.before.values())
     yield from _between(facts, p, "pipeline input", "all_gather")
 
 
 def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """The gradients that come out of the first stage; blocks there run forward again, but for what
     of the last one is not needed."""
-    wide, blocks = (*facts.tensor, p.axis), blocks_outside(facts, "prefix.")
+    wide, before = (*facts.tensor, p.axis), facts.model.before
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
-    if blocks:
-        yield from tokens.scattered(facts, "embedding, again for B", wide, 1)
-        needed = NEEDED_OF_BLOCK[facts.layers.remat]
-        yield from _rerun(facts, wide, len(blocks) - 1, 1, needed)
-    for block in blocks:
-        yield from tokens.backward(facts, wide, body_work(facts, [block], below=True))
-    yield from tokens.gathered(facts, "embedding, backward", wide, int(facts.trains("embedding")))
+    if before or any(isinstance(each, Elementwise) for each in facts.model.entry):
+        yield from tokens.looked_up(facts, wide, "embedding, again for B")
+    if before:
+        *whole, last = before.values()
+        yield from _rerun(facts, wide, whole)
+        yield from _rerun_to_kept(facts, wide, last)
+    for path in before:
+        yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
+    yield from tokens.looked_up_backward(facts, wide)
 
 
 def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From the last stage through head and loss, and back."""
-    wide, blocks = (*facts.tensor, p.axis), blocks_outside(facts, "suffix.")
+    wide, behind = (*facts.tensor, p.axis), facts.model.after
     yield from _between(facts, p, "pipeline output", "reduce_scatter")
-    yield from tokens.forward(facts, wide, len(blocks))
+    yield from tokens.forward(facts, wide, behind.values())
     yield from tokens.head(facts, wide)
-    for block in blocks:
-        yield from tokens.backward(facts, wide, body_work(facts, [block], below=True))
+    for path in behind:
+        yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
     yield from _between(facts, p, "pipeline output gradients", "all_gather")
 
 
 def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's F: one chunk forward."""
-    yield from tokens.forward(facts, facts.tensor, facts.layers.period * p.depth)
+    yield from tokens.forward(facts, facts.tensor, facts.model.period * p.depth)
     yield from _fetched(facts, p, "weights of a layer", p.depth)
 
 
 def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Sent]:
     """A tick's B: one chunk forward again, unless F has kept what is needed, and back. below: the
     gradient of its input is needed."""
-    layers, axes = facts.layers, facts.tensor
+    axes, period = facts.tensor, facts.model.period
     if not p.kept:
         whole, part = run_again(facts, p)
-        needed = needed_of_block(facts, p)
-        yield from _rerun(facts, axes, layers.period * whole, layers.period * part, needed)
+        yield from _rerun(facts, axes, period * whole)
+        if part:
+            split = p.weight > 0
+            yield from _rerun_to_kept(facts, axes, period[-1], before=period[:-1], split=split)
         turns = whole + part * _needs_weights(facts, p)
         yield from _fetched(facts, p, "weights of a layer, again for B", turns)
-    again = not p.weight or layers.remat not in KEEPS_PRODUCTS
+    again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
     found = stack_works(facts, p.depth, below=below)
     for work, turns in found:
         work = work if again else work._replace(columns_again=0)
         yield from times(tokens.backward(facts, axes, work), turns)
-    if not again and layers.mixtures:
-        count = layers.mixtures * p.depth
+    if not again:
+        count = mixtures(period) * p.depth
         yield from tokens.gathered(facts, "inputs of experts, again", axes, count)
     yield from _fetched(facts, p, "weights of a layer, backward", fetched_again(facts, found))
     blocks, _ = _parted(facts)
@@ -148,44 +151,55 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
 def run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
     """(turns of a chunk run whole, turns whose result nobody needs): the last one's, unless it is a
     turn of a loop like the others, or goes to the head."""
-    layers = facts.layers
-    looped = not layers.unroll and not layers.prefetch and p.depth > 1
+    looped = not facts.loop.unroll and not facts.loop.prefetch and p.depth > 1
     return (p.depth, 0) if looped or p.late_head else (p.depth - 1, 1)
-
-
-def needed_of_block(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
-    """(column, row) products that make what B keeps of the last block: where there is W, also the
-    input of its last product."""
-    return NEEDED_OF_BLOCK["none" if p.weight else facts.layers.remat]
 
 
 def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     """Whether the last turn of the forward pass that B runs again has its weights gathered: they
     are for what it keeps, or are kept themselves, or come in a loop for the turn after."""
-    layers = facts.layers
-    ahead = layers.prefetch and not layers.unroll and p.depth > 2
-    return any(needed_of_block(facts, p)) or not layers.reshard or ahead
+    loop = facts.loop
+    ahead = loop.prefetch and not loop.unroll and p.depth > 2
+    needed = needed_for_kept(facts.model.period[-1], facts.loop.remat, split=p.weight > 0)
+    return bool(needed) or not loop.reshard or ahead
 
 
-def _rerun(
-    facts: StepFacts, axes: tuple[str, ...], whole: int, part: int, needed: tuple[int, int]
+def _rerun(facts: StepFacts, axes: tuple[str, ...], blocks: Sequence[Block]) -> Iterator[Sent]:
+    """Blocks forward again, whole."""
+    gathers, scatters = (sum(counted(b, kind) for b in blocks) for kind in ("gather", "scatter"))
+    yield from tokens.gathered(facts, "columns, again for B", axes, gathers)
+    yield from tokens.scattered(facts, "rows, again for B", axes, scatters)
+
+
+def _rerun_to_kept(
+    facts: StepFacts,
+    axes: tuple[str, ...],
+    block: Block,
+    *,
+    before: Sequence[Block] = (),
+    split: bool = False,
 ) -> Iterator[Sent]:
-    """`whole` blocks forward, then `part` of whose last one only the products `needed` are; if it
-    needs none, nor do those before it in its turn of the stack."""
-    columns, rows = needed
-    if part and columns:
-        whole += part - 1
-    before = PRODUCTS * whole
-    yield from tokens.gathered(facts, "columns, again for B", axes, before + columns * (part > 0))
-    yield from tokens.scattered(facts, "rows, again for B", axes, before + rows * (part > 0))
+    """A block forward again as far as what its backward pass finds kept; if that is nothing, nor
+    are those `before` it in its turn of the stack."""
+    needed = needed_for_kept(block, facts.loop.remat, split=split)
+    if not needed:
+        return
+    yield from _rerun(facts, axes, before)
+    kinds = [chain((block,))[number].kind for number in needed]
+    yield from tokens.gathered(facts, "columns, again for B", axes, kinds.count("gather"))
+    yield from tokens.scattered(facts, "rows, again for B", axes, kinds.count("scatter"))
 
 
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's W: the inputs of all products and their outputs' gradients, which lie split, are
     gathered again for the weights'."""
-    count = (PRODUCTS * facts.layers.period - facts.layers.mixtures) * p.depth
-    yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, count)
-    yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, count)
+    every = [each for block in facts.model.period for each in operations(block)]
+    columns, rows = (
+        sum(isinstance(each, kind) for each in every) * p.depth
+        for kind in (ColumnParallel, RowParallel)
+    )
+    yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, columns)
+    yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, rows)
     blocks, _ = _parted(facts)
     made = _of_experts(facts, blocks)
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made})
@@ -193,7 +207,19 @@ def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _of_experts(facts: StepFacts, blocks: Leaves) -> Leaves:
     """Those whose gradients B makes, W or not."""
-    return {k: leaf for k, leaf in blocks.items() if k.startswith(facts.layers.experts)}
+    made = {
+        path + leaf
+        for path, block in facts.model.stacked.items()
+        for each in operations(block)
+        if isinstance(each, ExpertCall)
+        for leaf in each.leaves
+    }
+    return {k: leaf for k, leaf in blocks.items() if k in made}
+
+
+def mixtures(blocks: Sequence[Block]) -> int:
+    """How many mixtures of experts there are in blocks."""
+    return sum(isinstance(each, ExpertCall) for block in blocks for each in operations(block))
 
 
 def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:

@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxtrain.planner.backward_work import body_work, stack_works
-from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
-from jaxtrain.planner.pipeline_traffic import (
-    NEEDED_OF_BLOCK,
-    blocks_outside,
-    needed_of_block,
-    run_again,
+from jaxtrain.models.description import (
+    AttentionCall,
+    Block,
+    ColumnParallel,
+    ExpertCall,
+    RowParallel,
 )
+from jaxtrain.planner.backward_work import (
+    Value,
+    body_work,
+    chain,
+    needed_for_kept,
+    stack_works,
+)
+from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
+from jaxtrain.planner.pipeline_traffic import run_again
 from jaxtrain.planner.sent import Sent
-
-PARTS = {"columns": (("q", "a"), ("u",)), "rows": (("r1",), ("r2",))}
-"""What the first and the second column-split and row-split products of a block make, and what is
-made of it before the next."""
-PRODUCTS = ("q", "r1", "u", "r2")
 
 
 class Work(NamedTuple):
@@ -59,10 +62,11 @@ class Work(NamedTuple):
 def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work:
     """FLOPs of a step of which every leaf is trained."""
     stages, works = facts.sizes[p.axis], facts.microbatches * p.chunks
-    turn = sum(_all(flops, block) for block in facts.layers.in_period)
+    period = facts.model.period
+    turn = sum(_all(flops, block) for block in period)
     rerun = 0.0 if p.kept else _rerun(facts, p, flops)
     made = sum(
-        turns * _made(facts, flops, facts.layers.in_period, work.made, split=p.weight > 0)
+        turns * _made(flops, period, work.made, split=p.weight > 0)
         for work, turns in stack_works(facts, p.depth, below=True)
     )
     late = _left_to_weight(facts, flops) if p.weight else 0.0
@@ -76,7 +80,8 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
     busy = run(works, works, works if p.weight else 0)
     ticks = run(p.forward, p.backward, p.weight)
     beside, again, remat = _outside(facts, flops)
-    head = 3 * facts.microbatches * flops.head
+    size = 2 * facts.model.embed * facts.model.head.padded
+    head = 3 * facts.microbatches * flops.rows * flops.seq * size
     return Work(
         flops.needed,
         busy[0] + beside + head - flops.needed,
@@ -86,68 +91,73 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
     )
 
 
-def _all(flops: FlopFacts, block: str) -> int:
-    return sum(flops.blocks[block].values())
+def _of_value(flops: FlopFacts, value: Value) -> int:
+    """Forward, on one microbatch; of attention the whole square of scores."""
+    operation, tokens = value.operation, flops.rows * flops.seq
+    if value.kind in ("columns", "rows"):
+        assert isinstance(operation, ColumnParallel | RowParallel)
+        return 2 * tokens * sum(weight.size for weight in operation.weights)
+    if value.kind == "attention":
+        assert isinstance(operation, AttentionCall)
+        return flops.rows * operation.flops.flops(flops.seq**2)
+    if not isinstance(operation, ExpertCall) or value.kind not in ("router", "experts"):
+        return 0
+    if value.kind == "router":
+        return 2 * tokens * operation.router.size
+    return 2 * tokens * operation.per_token * sum(weight.size for weight in operation.weights)
+
+
+def _all(flops: FlopFacts, block: Block) -> int:
+    return sum(_of_value(flops, value) for value in chain((block,)))
 
 
 def _rerun(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> float:
     """One chunk forward again in B, but for what of its last turn nobody needs."""
     whole, part = run_again(facts, p)
-    *before, last = facts.layers.in_period
-    turn = sum(_all(flops, block) for block in facts.layers.in_period)
-    needed = _first(flops, last, needed_of_block(facts, p))
+    *before, last = facts.model.period
+    turn = sum(_all(flops, block) for block in facts.model.period)
+    needed = _needed(flops, last, facts.loop.remat, split=p.weight > 0)
     rest = needed + sum(_all(flops, block) for block in before) if needed else 0.0
     return whole * turn + part * rest
 
 
-def _first(flops: FlopFacts, block: str, needed: tuple[int, int]) -> float:
-    """The first so many (column, row) products of a block, and what is made of them."""
-    counted = dict(zip(PARTS, needed, strict=True))
-    values = [v for name, count in counted.items() for v in sum(PARTS[name][:count], ())]
-    return sum(flops.blocks[block][value] for value in values)
+def _needed(flops: FlopFacts, block: Block, remat: str, *, split: bool = False) -> float:
+    """Of a block forward, as far as what its backward pass finds kept."""
+    values, needed = chain((block,)), needed_for_kept(block, remat, split=split)
+    return sum(_of_value(flops, values[number]) for number in needed)
 
 
 def _made(
-    facts: StepFacts,
-    flops: FlopFacts,
-    blocks: list[str],
-    made: Iterable[tuple[int, str]],
-    *,
-    split: bool = False,
+    flops: FlopFacts, blocks: tuple[Block, ...], made: Iterable[int], *, split: bool = False
 ) -> float:
-    """What a policy has made again of a turn of these blocks. It keeps no product of experts.
-    split: W has the inputs of products saved for it; of attention B then needs the scores alone,
-    unless its output goes into what else is made again."""
-    again = set(made)
-    if facts.layers.remat != "none":
-        mixed = [i for i, block in enumerate(blocks) if block + "mlp." in facts.layers.experts]
-        again |= {(i, value) for i in mixed for value in ("u", "r2")}
-    total = sum(flops.blocks[blocks[i]].get(value, 0) for i, value in again)
-    half = [i for i, value in again if split and value == "a" and (i, "r1") not in again]
-    return total - sum(flops.blocks[blocks[i]]["a"] for i in half) / 2
+    """What a policy has made again of a turn of these blocks. split: W has the inputs of products
+    saved for it; of attention B then needs the scores alone, unless its output goes into what else
+    is made again."""
+    again, values = set(made), chain(blocks)
+    total = sum(_of_value(flops, values[number]) for number in again)
+    goes_on = {of for number in again for of in values[number].of}
+    half = [n for n in again if split and values[n].kind == "attention" and n not in goes_on]
+    return total - sum(_of_value(flops, values[n]) for n in half) / 2
 
 
 def _left_to_weight(facts: StepFacts, flops: FlopFacts) -> float:
     """The weights' gradients of a turn: of its products, but for those of experts."""
-    total = 0
-    for block in facts.layers.in_period:
-        mixed = block + "mlp." in facts.layers.experts
-        total += sum(flops.blocks[block][v] for v in (("q", "r1") if mixed else PRODUCTS))
-    return total
+    values = chain(facts.model.period)
+    return sum(_of_value(flops, value) for value in values if value.kind in ("columns", "rows"))
 
 
 def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
     """(needed, F again, remat) of the blocks before and behind the pipeline, in a step. Those
     before it run forward again where their gradients are made."""
     needed = again = remat = 0.0
-    for part in ("prefix.", "suffix."):
-        blocks = blocks_outside(facts, part)
-        for block in blocks:
+    for blocks in (facts.model.before, facts.model.after):
+        for path, block in blocks.items():
             needed += 3 * _all(flops, block)
-            remat += _made(facts, flops, [block], body_work(facts, [block], below=True).made)
-        if part == "prefix." and blocks:
-            again += sum(_all(flops, block) for block in blocks[:-1])
-            again += _first(flops, blocks[-1], NEEDED_OF_BLOCK[facts.layers.remat])
+            remat += _made(flops, (block,), body_work(facts, [path], below=True).made)
+    if facts.model.before:
+        *whole, last = facts.model.before.values()
+        again += sum(_all(flops, block) for block in whole)
+        again += _needed(flops, last, facts.loop.remat)
     m = facts.microbatches
     return m * needed, m * again, m * remat
 
@@ -177,8 +187,8 @@ def pipeline_bytes(
         ends_alone=False,
     )
     total, full = sent(facts), sent(replace(facts, pipeline=busy))
-    kept = replace(facts.layers, reshard=True)
-    saved = sent(replace(facts, pipeline=replace(busy, kept=True), layers=kept))
+    kept = replace(facts.loop, reshard=True)
+    saved = sent(replace(facts, pipeline=replace(busy, kept=True), loop=kept))
     least = replace(kept, remat="none")
-    needed = sent(replace(facts, pipeline=replace(busy, kept=True), layers=least))
+    needed = sent(replace(facts, pipeline=replace(busy, kept=True), loop=least))
     return Work(needed, 0.0, full - saved, saved - needed, total - full)

@@ -8,15 +8,14 @@ and scattered after a row-split one, twice a block, and the other way round in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from jaxtrain.planner.backward_work import Work
+from jaxtrain.models.description import Block
+from jaxtrain.planner.backward_work import Work, counted
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.sent import Sent, moved, times
 
 Axes = tuple[str, ...]
-PRODUCTS = 2
-"""Column-split products of a block, and row-split ones: attention's and the feed-forward's."""
 
 
 def gathered(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Sent]:
@@ -30,16 +29,29 @@ def scattered(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Se
 
 
 def _moved(facts: StepFacts, why: str, collective: str, axes: Axes, count: int) -> Iterator[Sent]:
-    size = facts.tokens * facts.embed
+    size = facts.tokens * facts.model.embed
     by = facts.tensor_by if axes == facts.tensor else "lax"
     one = moved(facts, why, collective, by, axes, facts.compute, size)
     return times(one, count)
 
 
-def forward(facts: StepFacts, axes: Axes, blocks: int) -> Iterator[Sent]:
-    """The forward pass of so many blocks."""
-    yield from gathered(facts, "columns", axes, PRODUCTS * blocks)
-    yield from scattered(facts, "rows", axes, PRODUCTS * blocks)
+def looked_up(facts: StepFacts, axes: Axes, why: str = "embedding") -> Iterator[Sent]:
+    """Tokens by the tables that are split over the vocabulary."""
+    yield from scattered(facts, why, axes, len(facts.model.lookups))
+
+
+def looked_up_backward(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
+    """The gradients of those tables that are trained."""
+    trained = sum(facts.trains(name) for name in facts.model.lookups)
+    yield from gathered(facts, "embedding, backward", axes, trained)
+
+
+def forward(facts: StepFacts, axes: Axes, blocks: Iterable[Block]) -> Iterator[Sent]:
+    """The forward pass of these blocks."""
+    blocks = list(blocks)
+    gathers, scatters = (sum(counted(b, kind) for b in blocks) for kind in ("gather", "scatter"))
+    yield from gathered(facts, "columns", axes, gathers)
+    yield from scattered(facts, "rows", axes, scatters)
 
 
 def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
@@ -53,7 +65,8 @@ def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
 def head(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
     """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
     yield from gathered(facts, "head", axes, 1)
-    below = any(leaf.trained for name, leaf in facts.leaves.items() if name != "head")
+    alone = () if facts.model.tied else (facts.model.head.leaf,)
+    below = any(leaf.trained for name, leaf in facts.leaves.items() if name not in alone)
     yield from scattered(facts, "head gradients", axes, int(below))
     chunk = facts.tokens // facts.chunks
     for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):

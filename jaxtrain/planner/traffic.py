@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
+from jaxtrain.models.description import STACK
 from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
@@ -38,10 +39,10 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
 def _weights(facts: StepFacts) -> Iterator[Sent]:
     """Parameters that rest split, gathered for use; their gradients scattered back. Leaves that are
     used together travel together."""
-    layers, backward = facts.layers, works(facts)
-    for prefix in (*layers.tables, *layers.outside, "period."):
-        stacked = prefix == "period."
-        turns = layers.periods if stacked else 1
+    model, backward = facts.model, works(facts)
+    for prefix in (*model.tables, *model.before, *model.after, STACK):
+        stacked = prefix == STACK
+        turns = model.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if k.startswith(prefix)}
         name = prefix.rstrip(".")
         found = gathers(facts, f"weights of {name}", leaves, layers=turns)
@@ -50,7 +51,7 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
             turns_again = fetched_again(facts, backward[prefix])
         else:
             read = any(work.weights for work, _ in backward.get(prefix, []))
-            turns_again = int(layers.remat != "none" and read)
+            turns_again = int(facts.loop.remat != "none" and read)
         repeated = [replace(each, why=f"{each.why}, again") for each in found]
         yield from times(repeated, turns_again)
         scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
@@ -59,11 +60,10 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:
     """Embedding and blocks, over `tensor`."""
-    axes, layers = facts.tensor, facts.layers
-    yield from tokens.scattered(facts, "embedding", axes, 1)
-    yield from tokens.gathered(facts, "embedding, backward", axes, int(facts.trains("embedding")))
-    blocks = len(layers.outside) + layers.period * layers.periods
-    yield from tokens.forward(facts, axes, blocks)
+    axes = facts.tensor
+    yield from tokens.looked_up(facts, axes)
+    yield from tokens.looked_up_backward(facts, axes)
+    yield from tokens.forward(facts, axes, facts.model.layers)
     for work, turns in (each for several in works(facts).values() for each in several):
         yield from times(tokens.backward(facts, axes, work), turns)
 
@@ -73,15 +73,16 @@ def _summed(facts: StepFacts) -> Iterator[Sent]:
     that are summed layer by layer in the backward pass."""
     trained = {name for name, leaf in facts.leaves.items() if leaf.trained}
     layered = {name for name in trained if _by_layer(facts, name)}
-    layer = _sums(facts, "gradients of a layer", layered, layers=facts.layers.periods)
-    yield from times(layer, facts.layers.periods * facts.microbatches)
+    periods = facts.model.periods
+    layer = _sums(facts, "gradients of a layer", layered, layers=periods)
+    yield from times(layer, periods * facts.microbatches)
     yield from _sums(facts, "gradients", trained - layered)
 
 
 def _by_layer(facts: StepFacts, name: str) -> bool:
     leaf = facts.leaves[name]
     begins = leaf.params if facts.sharded else leaf.in_use
-    return facts.sums.by_layer and name.startswith("period.") and begins == leaf.optimizer
+    return facts.sums.by_layer and name.startswith(STACK) and begins == leaf.optimizer
 
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
@@ -135,7 +136,7 @@ def _all_reduced(facts: StepFacts, why: str, axes: Axes, elements: int) -> Itera
 
 def _norms(facts: StepFacts) -> Iterator[Sent]:
     everywhere = tuple(facts.sizes)
-    numbers = {"loss and token count": 2} | {
+    numbers = {"loss, token count and sums beside them": 2 + len(facts.model.sums)} | {
         f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
     }
     for why, count in numbers.items():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
+from jaxtrain.mesh.sharding import Axes, Dims, Leaf, PaddedAxis, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
@@ -97,8 +97,9 @@ class CheckReport:
             return None
         schedule, layout = self.assembly.pipeline
         e = self.assembly.experiment
-        tokens, splits = self.assembly.abstract_batch()["tokens"], self.assembly.batch_splits
-        parts = (ways(axes, self.assembly.sizes) for axes in splits["tokens"])
+        field = self.assembly.described.tokens
+        tokens, splits = self.assembly.abstract_batch()[field], self.assembly.batch_splits
+        parts = (ways(axes, self.assembly.sizes) for axes in splits[field])
         _, rows, seq = map(floordiv, tokens.shape, parts)
         share = activation_share(self.assembly, rows, seq)
         published = published_in_flight(schedule)
@@ -142,7 +143,7 @@ class CheckReport:
         layers, room = found["layers"], found["slots"]
         if room == layers:
             return line
-        blocks = len(self.assembly.experiment.model.period)
+        blocks = len(self.assembly.described.period)
         what = "layers" if blocks == 1 else f"periods of {blocks} layers"
         stand = "stands" if room == layers + 1 else "stand"
         return (
@@ -192,13 +193,12 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
             found.append(str(error))
     if assembly is None or found:
         raise ValueError(listed(found, spec))
-    if not assembly.built_in:
+    if assembly.description is None:
         trace_loss(assembly)
     weights = argument_bytes(assembly)
     weights["total"] = sum(weights.values())
-    real_rows = experiment.model.vocab if assembly.built_in else None
     shapes = natural_shapes(assembly).params
-    counts = {k: _count(shapes[k].shape, p, real_rows) for k, p in assembly.places.items()}
+    counts = {k: _count(shapes[k].shape, p) for k, p in assembly.places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))
 
@@ -234,10 +234,10 @@ def _looked_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[st
     return fields_of(opened, data), []
 
 
-def _count(shape: tuple[int, ...], leaf: Leaf, vocab: int | None) -> int:
-    """`shape`: in natural layer order."""
+def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
+    """`shape`: in natural layer order. Padded rows do not count."""
     named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
-    return math.prod(vocab if axis == "vocab" and vocab else size for axis, size in named)
+    return math.prod(axis.real if isinstance(axis, PaddedAxis) else size for axis, size in named)
 
 
 def _elsewhere(pipeline: dict[str, Any]) -> str:

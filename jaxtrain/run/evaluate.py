@@ -56,8 +56,10 @@ class Evaluator:
                 part.result()
             parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
         found = [part.result() for part in parts]
-        total, count = (sum(map(float, column)) for column in zip(*found, strict=True))
-        values = {"eval_loss": total / count if count > 0 else 0.0}
+        sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *found)
+        total, count = sums.loss, sums.count or math.inf
+        values = {"eval_loss": total / count}
+        values |= {f"eval_{name}": each / count for name, each in sums.beside.items()}
         seen = sum(map(self._bytes, chosen))
         if seen:
             values["bits_per_byte"] = total / math.log(2) / seen

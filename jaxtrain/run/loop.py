@@ -303,7 +303,7 @@ class _Loop:
                 f"held-out {reached:.3f} bits per byte = {reached / unigram:.0%} of the unigram "
                 f"entropy {unigram:.3f}; an interpolated bigram model reaches {bigram:.3f}"
             )
-        if e.sample is not None and self.session.assembly.built_in:
+        if e.sample is not None:
             self.result.sample = self.sampled()
             say(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}")
             say(self.result.sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxtrain.mesh.sharding import ways
-from jaxtrain.models.block import MoeConfig
+from jaxtrain.models.description import ExpertCall, operations
 from jaxtrain.nn.loss import chunk_count
 from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.step.assembly import Assembly
@@ -14,7 +14,7 @@ MANY = 4
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
-    if not assembly.built_in:
+    if assembly.description is None:
         return []
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
     return [*_routers(assembly), *_chunks(assembly), *(f"pipeline: {text}" for text in tables)]
@@ -22,9 +22,10 @@ def notes(assembly: Assembly) -> list[str]:
 
 def _routers(assembly: Assembly) -> list[str]:
     """Routers whose gradient is zero by their definition."""
-    blocks = assembly.experiment.model.blocks
-    alone = [b for b in blocks if isinstance(b.mlp, MoeConfig) and b.mlp.experts_per_token == 1]
-    if not any(b.mlp.experts > 1 for b in alone):
+    blocks = assembly.described.layers
+    calls = [each for b in blocks for each in operations(b) if isinstance(each, ExpertCall)]
+    alone = [call for call in calls if call.per_token == 1]
+    if not any(call.experts > 1 for call in alone):
         return []
     return [
         f"experts_per_token=1 in {len(alone)} of {len(blocks)} layers: the share of a token's only "
@@ -35,9 +36,9 @@ def _routers(assembly: Assembly) -> list[str]:
 
 def _chunks(assembly: Assembly) -> list[str]:
     """A head that makes its logits in far more chunks than their size asks for."""
-    limit = assembly.experiment.model.chunk_tokens
-    _, rows, seq = assembly.abstract_batch()["tokens"].shape
-    rows //= ways(assembly.batch_splits["tokens"][1], assembly.sizes)
+    limit, field = assembly.described.head.chunk_tokens, assembly.described.tokens
+    _, rows, seq = assembly.abstract_batch()[field].shape
+    rows //= ways(assembly.batch_splits[field][1], assembly.sizes)
     chunks, wanted = chunk_count(rows * seq, rows, limit), -(-rows * seq // limit)
     if chunks <= MANY * wanted:
         return []

@@ -18,7 +18,7 @@ DocumentsOf = Callable[[int], Mapping[int, float] | None]
 def counts_flops(assembly: Assembly) -> bool:
     """Whether MFU is told: of frozen leaves no gradients are made, and how much of a step that
     saves is not counted; of a user's own model nothing is known."""
-    return assembly.built_in and not assembly.spec.simulated and not assembly.frozen
+    return assembly.description is not None and not assembly.spec.simulated and not assembly.frozen
 
 
 class Rates:
@@ -55,7 +55,7 @@ class Rates:
         wait_s: seconds that this start has waited for data, in all.
         """
         assembly = self._assembly
-        tokens = assembly.fields.get("tokens")
+        tokens = None if assembly.tokens is None else assembly.fields[assembly.tokens]
         speed = "examples_per_s" if tokens is None else "tokens_per_s"
         documents = self._documents(step)
         self._latest = (self._clock(), self._paused, wait_s)
@@ -83,7 +83,7 @@ class Rates:
 
     def _mfu(self, seq: int, seconds: float) -> dict[str, float]:
         assembly = self._assembly
-        flops = assembly.experiment.model.flops(
+        flops = assembly.described.flops(
             seq=seq, sequences=self._rows, documents=self._lengths or None
         )
         return {

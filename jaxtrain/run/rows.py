@@ -9,40 +9,42 @@ import numpy as np
 
 from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.layered import description_of
 from jaxtrain.step.batches import Batch, fields_of
 
 AHEAD = 64
 """Batches that are kept count of at once: more than any loader holds."""
 WEIGHTS = "weights"
-DECODER_READS = ("tokens", "targets")
 
 
 def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
-    """The split of the experiment's data. For a decoder, rows without `weights` get them: all ones.
+    """The split of the experiment's data. For a model that reads `weights`, rows without get them:
+    ones, for each element of the field that it describes after its tokens.
 
-    Raises ValueError naming the fields that a decoder reads and the rows do not have, and what
+    Raises ValueError naming the fields that the model reads and the rows do not have, and what
     `open` raises.
     """
     dataset = experiment.data.open(split, seed=experiment.seed, cache_dir=cache_dir)
-    if not isinstance(experiment.model, DecoderConfig) or len(dataset) == 0:
+    described = description_of(experiment.model)
+    if described is None or len(dataset) == 0:
         return dataset
-    row = dataset.rows(np.arange(1))
-    lacking = [name for name in DECODER_READS if name not in row]
+    row, reads = dataset.rows(np.arange(1)), [k for k in described.fields if k != WEIGHTS]
+    lacking = [name for name in reads if name not in row]
     if lacking:
         raise ValueError(
             f"the {split} rows of {type(experiment.data).__name__} have {_listed(row)} and no "
-            f"{_listed(lacking)}; a decoder reads tokens and targets, int32 [rows, seq], and where "
-            f"they are there weights, segments and positions"
+            f"{_listed(lacking)}; a {type(experiment.model).__name__} reads {_listed(reads)}, "
+            f"[rows, ..], and where they are there weights, segments and positions"
         )
-    return dataset if WEIGHTS in row else Weighted(dataset)
+    unweighted = WEIGHTS in described.fields and WEIGHTS not in row
+    return Weighted(dataset, reads[-1]) if unweighted else dataset
 
 
 class Weighted:
-    """A dataset whose targets all weigh one."""
+    """A dataset whose targets, the field of that name, all weigh one."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, targets: str) -> None:
+        self._dataset, self._targets = dataset, targets
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
@@ -52,7 +54,7 @@ class Weighted:
 
     def rows(self, indices: np.ndarray) -> Batch:
         rows = self._dataset.rows(indices)
-        return {**rows, WEIGHTS: np.ones(rows["targets"].shape, np.float32)}
+        return {**rows, WEIGHTS: np.ones(rows[self._targets].shape, np.float32)}
 
 
 class Ended:

@@ -24,9 +24,11 @@ from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rates import DocumentsOf, counts_flops
 from jaxtrain.run.restore import restored
 from jaxtrain.run.rows import Documents, open_split
-from jaxtrain.step.assembly import Assembly, active_mesh, assemble, initial_state
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
+from jaxtrain.step.model_violations import vocab_of
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step, trace_loss
 from jaxtrain.weights.start import Start, settled_start, starting_params
@@ -126,7 +128,7 @@ def open_session(
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
-    if not assembly.built_in:
+    if assembly.description is None:
         trace_loss(assembly)
     at_rest = AtRest(assembly, mesh)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
@@ -202,15 +204,14 @@ def initial_program(assembly: Assembly, where: TrainState) -> Any:
 
     def make(given: dict[str, jax.Array]) -> TrainState:
         e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
-        return initial_state(
-            e, assembly.transform, assembly.parts, assembly.pipeline, trained, given
-        )
+        layout = None if assembly.pipeline is None else assembly.pipeline.layout
+        return initial_state(e, assembly.transform, assembly.parts, layout, trained, given)
 
     return jax.jit(make, out_shardings=where, donate_argnums=0)
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
-    vocab = getattr(experiment.model, "vocab", None)
+    vocab = vocab_of(experiment)
     if vocab is not None and dataset.vocab > vocab:
         raise ValueError(
             f"the data has token ids up to {dataset.vocab - 1} and model.vocab={vocab}; use "

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.compression.residuals import Part, compressed_parts, no_residuals
+from jaxtrain.compression.residuals import Part, compressed_parts
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
@@ -29,25 +29,27 @@ from jaxtrain.mesh.sharding import (
     partition_spec,
     place,
 )
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.build import abstract_model
+from jaxtrain.models.description import ModelDescription
+from jaxtrain.models.layered import description_of
 from jaxtrain.nn.attention import PlatformKernel
-from jaxtrain.nn.module import Split, build, take_apart
-from jaxtrain.nn.param import named_key
+from jaxtrain.nn.module import Split
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.step.batches import token_fields
+from jaxtrain.step.initial import initial_state
+from jaxtrain.step.model_violations import describes, model_violations, untrue
 from jaxtrain.step.state import TrainState, state_splits
-from jaxtrain.step.tuning import adapted_model, base_model, trained_leaves, with_trained
+from jaxtrain.step.tuning import adapters_of, trained_leaves, with_trained
 from jaxtrain.step.violations import (
     batch_sizes,
     chosen_mode,
     field_violations,
     listed,
     mesh_violations,
-    model_violations,
     unused_reducer,
 )
 
@@ -89,9 +91,23 @@ class Assembly:
         """Whether the step is a shard_map of ours: on one device there is nothing to map over."""
         return self.mode == "explicit" and bool(self.sizes)
 
+    @cached_property
+    def description(self) -> ModelDescription | None:
+        """What the model says of itself; None of a user's own that does not."""
+        return description_of(self.experiment.model)
+
     @property
-    def built_in(self) -> bool:
-        return isinstance(self.experiment.model, DecoderConfig)
+    def described(self) -> ModelDescription:
+        """The description of a model that has one."""
+        assert self.description is not None, "asked for of a model that does not describe itself"
+        return self.description
+
+    @property
+    def tokens(self) -> str | None:
+        """The field of a batch that has an element for each token; None where none is known."""
+        if self.description is not None:
+            return self.description.tokens
+        return "tokens" if "tokens" in self.fields else None
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -140,11 +156,16 @@ class Assembly:
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
-        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context."""
+        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context; or as
+        the model describes its fields."""
         rules = self.experiment.sharding.activations
-        names = (None, "batch", "seq", None, None, None)
+        known = {} if self.description is None else self.description.fields
+
+        def names(field: str, dims: int) -> tuple[str | None, ...]:
+            return (None, "batch", *known.get(field, ("seq", *[None] * dims)[:dims]))
+
         return {
-            name: activation_dims(names[: len(shape) + 2], rules, sizes=self.sizes)
+            name: activation_dims(names(name, len(shape)), rules, sizes=self.sizes)
             for name, (shape, _) in self.fields.items()
         }
 
@@ -164,11 +185,9 @@ class Assembly:
             for name, (shape, dtype) in self.fields.items()
         }
 
-    @staticmethod
-    def tokens_power_of_two(batch: dict[str, Any]) -> float:
+    def tokens_power_of_two(self, batch: dict[str, Any]) -> float:
         """About the tokens of a batch: dividing by a power of two changes no bit."""
-        first = batch.get("targets", batch["rows"])
-        return 2.0 ** round(math.log2(first.size))
+        return 2.0 ** round(math.log2(batch[self.tokens or "rows"].size))
 
     def constrain(self, leaves: Any, mesh: jax.sharding.Mesh, to: str) -> Any:
         """State that leaves named as parameters rest as table `to` says; nothing on one device."""
@@ -224,7 +243,7 @@ def examined(
 ) -> tuple[Assembly | None, list[str]]:
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
-    if experiment.execution.attention is None and isinstance(experiment.model, DecoderConfig):
+    if experiment.execution.attention is None and describes(experiment.model):
         chosen = replace(experiment.execution, attention=PlatformKernel(platform_of(spec)))
         experiment = replace(experiment, execution=chosen)
     violations = field_violations(experiment)
@@ -233,8 +252,13 @@ def examined(
     violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
     if unbuildable:
         return None, violations
-    experiment, split, untuned = _tuned(experiment)
-    violations += untuned
+    adapters, untuned = adapters_of(experiment)
+    split = abstract_model(
+        experiment.model,
+        adapters=None if untuned else adapters,
+        kernel=experiment.execution.attention,
+    )
+    violations += untuned + untrue(experiment.model, split)
     pipeline, unpiped = _on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:
@@ -266,9 +290,8 @@ def _made(fields: Any, **found: Any) -> Assembly:
     e, places, parts = found["experiment"], found["places"], found["parts"]
     axes = _trained_axes(found["split"].axes, places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
-    abstract = jax.eval_shape(
-        lambda: initial_state(e, transform, parts, found["pipeline"], axes.keys())
-    )
+    layout = None if found["pipeline"] is None else found["pipeline"].layout
+    abstract = jax.eval_shape(lambda: initial_state(e, transform, parts, layout, axes.keys()))
     return Assembly(
         **found,
         loop=_loop(e.execution, found["spec"]),
@@ -277,19 +300,6 @@ def _made(fields: Any, **found: Any) -> Assembly:
         splits=state_splits(abstract, places, parts),
         fields=token_fields(e.data) if fields is None else fields,
     )
-
-
-def _tuned(experiment: Experiment) -> tuple[Experiment, Split, list[str]]:
-    """The experiment with its adapters, its model taken apart, and what is wrong with them."""
-    plain = base_model(experiment)
-    if getattr(experiment.fine_tuning, "lora", None) is None and plain != experiment:
-        told = "model: adapters are made by fine_tuning=FineTuning(lora=...); leave them out"
-        return plain, take_apart(_abstract_model(plain)), [told]
-    split = take_apart(_abstract_model(plain))
-    tuned, problems = adapted_model(plain, {k: leaf.shape for k, leaf in split.params.items()})
-    if tuned is plain or problems:
-        return plain, split, problems
-    return tuned, take_apart(_abstract_model(tuned)), []
 
 
 def _trained_axes(axes: Mapping[str, Axes], places: Mapping[str, Leaf]) -> dict[str, Axes]:
@@ -305,8 +315,8 @@ def _on_stages(
     experiment: Experiment, sizes: Mapping[str, int]
 ) -> tuple[OnStages | None, list[str]]:
     """The pipeline of a mesh with stages, and why there is none of a kind that was asked for."""
-    stages, model = sizes.get(STAGE, 1), experiment.model
-    if stages == 1 or not isinstance(model, DecoderConfig):
+    stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
+    if stages == 1 or model is None or "pipeline" not in model.can:
         return None, []
     try:
         schedule = experiment.execution.pipeline.table(
@@ -329,51 +339,6 @@ def _laid(split: Split, layout: StageLayout) -> Split:
     }
     axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}
     return split._replace(params=params, axes=axes)
-
-
-def initial_state(
-    experiment: Experiment,
-    transform: optax.GradientTransformation,
-    parts: Mapping[str, Part],
-    pipeline: OnStages | None,
-    trained: Set[str],
-    given: Mapping[str, jax.Array] | None = None,
-) -> TrainState:
-    """The state before the first step; but for residuals, the slots of a pipeline and parameters
-    that are `given`, as they rest, a function of the seed only."""
-    split = take_apart(make_model(experiment))
-    params = dict(split.params)
-    if pipeline is not None:
-        lay = pipeline.layout.laid
-        params = {k: lay(v) if "layers" in split.axes[k] else v for k, v in params.items()}
-    dtype = experiment.precision.params
-    params = {k: v.astype(dtype) for k, v in {**params, **(given or {})}.items()}
-    moved = {k: v for k, v in params.items() if k in trained}
-    scale = experiment.precision.loss_scale
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        optimizer=transform.init(moved),
-        rest=split.rest,
-        ema=moved if experiment.ema_decay is not None else {},
-        loss_scale=() if scale is None else scale.init(),
-        skipped=jnp.zeros((), jnp.int32),
-        residuals=no_residuals(experiment.execution.reducer, parts, experiment.seed),
-    )
-
-
-def make_model(experiment: Experiment) -> nnx.Module:
-    """The module with its initial parameters."""
-    key = named_key(jax.random.key(experiment.seed), "model")
-    model = experiment.model
-    if isinstance(model, DecoderConfig):
-        return build(lambda key: model.build(key, kernel=experiment.execution.attention), key)
-    make = getattr(model, "build", model)
-    return build(lambda key: make(nnx.Rngs(key)), key)
-
-
-def _abstract_model(experiment: Experiment) -> nnx.Module:
-    return nnx.eval_shape(lambda: make_model(experiment))
 
 
 def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:

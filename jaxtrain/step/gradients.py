@@ -28,11 +28,12 @@ from jaxtrain.compression.residuals import Residuals
 from jaxtrain.compression.sums import CompressedSums, flushed
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
+from jaxtrain.nn.loss import LossSums
 
 Arrays = dict[str, Any]
 
-LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[jax.Array, jax.Array, Arrays]]
-"""(params, rest, microbatch, key) -> (share of the loss sum, share of the count, rest after)."""
+LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[LossSums, Arrays]]
+"""(params, rest, microbatch, key) -> (shares of loss, count and what is beside, rest after)."""
 
 
 class Gradients(NamedTuple):
@@ -41,8 +42,7 @@ class Gradients(NamedTuple):
     residuals: of compressed sums. exact: the sums that a measured step of those made beside them.
     """
 
-    loss: jax.Array
-    count: jax.Array
+    sums: LossSums
     grads: Arrays
     rest: Arrays
     residuals: Residuals = {}  # noqa: RUF012 (never changed)
@@ -70,33 +70,31 @@ def accumulate(
 
     moved = {k: p for k, p in params.items() if k not in frozen}
 
-    def one(rest: Arrays, at: Any) -> tuple[Any, Any, Arrays, Arrays]:
+    def one(rest: Arrays, at: Any) -> tuple[LossSums, Arrays, Arrays]:
         number, micro = at
 
-        def scaled(moved: Arrays) -> tuple[jax.Array, Any]:
+        def scaled(moved: Arrays) -> tuple[jax.Array, tuple[LossSums, Arrays]]:
             used = {**params, **moved}
-            total, count, after = loss(used, rest, micro, jax.random.fold_in(key, number))
-            return total * scale, (total, count, after)
+            sums, after = loss(used, rest, micro, jax.random.fold_in(key, number))
+            return sums.loss * scale, (sums, after)
 
-        grads, (total, count, after) = jax.grad(scaled, has_aux=True)(moved)
-        return total, count, settle(grads), after
+        grads, (sums, after) = jax.grad(scaled, has_aux=True)(moved)
+        return sums, settle(grads), after
 
     microbatches = len(jax.tree.leaves(batch)[0])
     first = jax.tree.map(lambda x: x[0], batch)
     if microbatches == 1:
-        total, count, grads, rest = one(rest, (0, first))
-        return Gradients(total, count, grads, rest)
+        return Gradients(*one(rest, (0, first)))
 
     def step(carry: Gradients, at: Any) -> tuple[Gradients, None]:
-        total, count, grads, rest = one(carry.rest, at)
-        before = (carry.loss, carry.count, carry.grads)
-        total, count, grads = jax.tree.map(jnp.add, before, (total, count, grads))
-        return carry._replace(loss=total, count=count, grads=grads, rest=rest), None
+        *found, rest = one(carry.rest, at)
+        sums, grads = jax.tree.map(jnp.add, (carry.sums, carry.grads), tuple(found))
+        return carry._replace(sums=sums, grads=grads, rest=rest), None
 
     shapes = jax.eval_shape(lambda: one(rest, (0, first)))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:3])
-    total, count, grads = types(zeros)
-    start = Gradients(total, count, grads, rest)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
+    sums, grads = types(zeros)
+    start = Gradients(sums, grads, rest)
     return lax.scan(step, start, (jnp.arange(microbatches), batch))[0]
 
 
@@ -250,12 +248,12 @@ def explicit(
 
     def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
         unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
-        sums = local(params, batch, key, scale)
-        total, count = sum_over("loss", jnp.stack([sums.loss, sums.count]), axes)
+        found = local(params, batch, key, scale)
+        sums = summed_over(found.sums, axes)
         if compressed is None:
-            return total, count, reduction.finish(sums.grads), residuals, {}
-        unit = unit * jnp.where(count > 0, count, 1.0)
-        return total, count, *_finished(reduction, compressed, sums.grads, residuals, unit, key)
+            return sums, reduction.finish(found.grads), residuals, {}
+        unit = unit * jnp.where(sums.count > 0, sums.count, 1.0)
+        return sums, *_finished(reduction, compressed, found.grads, residuals, unit, key)
 
     whole = partition_spec(())
     specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
@@ -268,15 +266,21 @@ def explicit(
             {k: partition_spec(p.params) for k, p in places.items()},
             *(batch_specs, whole, whole, residual_specs),
         ),
-        out_specs=(whole, whole, specs, residual_specs, {k: specs[k] for k in measured}),
+        out_specs=(whole, specs, residual_specs, {k: specs[k] for k in measured}),
         check_vma=check_vma,
     )
 
     def sums(params: Arrays, rest: Arrays, *others: Any) -> Gradients:
-        total, count, grads, residuals, exact = run(params, *others)
-        return Gradients(total, count, grads, rest, residuals, exact)
+        found, grads, residuals, exact = run(params, *others)
+        return Gradients(found, grads, rest, residuals, exact)
 
     return sums
+
+
+def summed_over(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
+    """The devices' shares added up, by one all-reduce."""
+    leaves, tree = jax.tree.flatten(sums)
+    return jax.tree.unflatten(tree, list(sum_over("loss", jnp.stack(leaves), axes)))
 
 
 def updated(
@@ -332,10 +336,10 @@ def gspmd(
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
         how: Any = dict(settle=settle, types=lambda x: x, frozen=frozen)
-        sums = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
-        unit = scale * jnp.where(sums.count > 0, sums.count, 1.0)
-        grads, residuals = flushed(sums.grads, residuals, unit)
-        return sums._replace(grads=grads, residuals=residuals)
+        found = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
+        unit = scale * jnp.where(found.sums.count > 0, found.sums.count, 1.0)
+        grads, residuals = flushed(found.grads, residuals, unit)
+        return found._replace(grads=grads, residuals=residuals)
 
     return run
 

@@ -8,13 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.mesh.hardware import refuse
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together, take_apart
+from jaxtrain.step.model_violations import taken_names
 
 Arrays = dict[str, Any]
 
 
-def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arrays]]:
-    """(params, rest, microbatch, key or None) -> (loss sum, count, rest after).
+def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[LossSums, Arrays]]:
+    """(params, rest, microbatch, key or None) -> (loss, count and what is beside, rest after).
 
     Parameters are cast to `compute`, their gradients come back in the parameters' own dtype; all
     other state (BatchStat, RngState, ...) keeps its own. The module runs as it was built; with
@@ -25,7 +28,7 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
     not two scalars, and for state that appears, vanishes or changes its shape.
     """
 
-    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
+    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
         used = {name: value.astype(compute) for name, value in params.items()}
 
         def built() -> Any:
@@ -40,10 +43,10 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[Any, Any, Arra
         except KeyError:
             _refuse_lacking(built(), batch, key)
             raise
-        total, count = _sums(model, found)
+        sums = _sums(model, found)
         after = take_apart(model).rest
         _refuse_other_state(rest, after)
-        return total, count, after
+        return sums, after
 
     return loss
 
@@ -81,22 +84,31 @@ def _refuse_lacking(model: Any, batch: Arrays, key: Any) -> None:
         return
 
 
-def _sums(model: Any, found: Any) -> tuple[jax.Array, jax.Array]:
-    """The loss sum and count in fp32."""
+def _sums(model: Any, found: Any) -> LossSums:
+    """What a loss returned, in fp32."""
     name = type(model).__name__
-    if not isinstance(found, tuple) or len(found) != 2:
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise ValueError(
             f"{name}.loss returned {type(found).__name__}; return (sum, count): the loss summed "
-            f"over what it counts, and the count it is divided by at the end of the step"
+            f"over what it counts, and the count it is divided by at the end of the step; and a "
+            f"third, if you like: a dict of other sums, such as that of what was right"
         )
-    shapes = [jnp.shape(value) for value in found]
+    beside = found[2] if len(found) == 3 else {}
+    if not isinstance(beside, dict) or not all(isinstance(k, str) for k in beside):
+        raise ValueError(
+            f"{name}.loss returned {type(beside).__name__} as its third value; return a dict of "
+            f'sums by name, such as {{"accuracy": ...}}'
+        )
+    refuse(f"{name}.loss", taken_names(beside))
+    shapes = [jnp.shape(value) for value in found[:2]]
     if shapes != [(), ()]:
         raise ValueError(
             f"{name}.loss returned shapes {shapes[0]} and {shapes[1]}; return two scalars, "
             f"sums over the rows of the batch"
         )
-    total, count = (jnp.asarray(value, jnp.float32) for value in found)
-    return total, count
+    if wrong := [f"{k}{list(jnp.shape(v))}" for k, v in beside.items() if jnp.shape(v) != ()]:
+        raise ValueError(f"{name}.loss returned {', '.join(wrong)} beside it; return scalars")
+    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), LossSums(*found))
 
 
 def _refuse_other_state(before: Arrays, after: Arrays) -> None:

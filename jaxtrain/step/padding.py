@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.mesh.sharding import PaddedAxis
-from jaxtrain.pipeline.layout import CHUNKS
+from jaxtrain.pipeline.layout import CHUNKS, where_real
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Gradients
 
@@ -24,13 +23,6 @@ def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
     if "errors" in residuals:
         residuals = {**residuals, "errors": _zeroed(assembly, residuals["errors"])}
     return sums._replace(grads=_zeroed(assembly, sums.grads), residuals=residuals)
-
-
-def where_real(real: jax.Array, leaf: jax.Array, dim: int = 0) -> jax.Array:
-    """A leaf with zeros where `real` is not, which has the leaf's dims from `dim` on."""
-    shape = (*real.shape, *[1] * (leaf.ndim - dim - real.ndim))
-    where = jnp.broadcast_to(real.reshape(*[1] * dim, *shape), leaf.shape)
-    return jnp.where(where, leaf, jnp.zeros((), leaf.dtype))
 
 
 def _zeroed(assembly: Assembly, leaves: Arrays) -> Arrays:

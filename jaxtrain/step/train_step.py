@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.named import sum_over
 from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import carried, trusted
 from jaxtrain.compression.sums import Choice, CompressedSums
@@ -20,6 +19,7 @@ from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
@@ -30,11 +30,13 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import (
     Gradients,
     LocalSums,
+    LossFunction,
     Reduction,
     accumulated,
     explicit,
     gspmd,
     squared_norm,
+    summed_over,
     updated,
 )
 from jaxtrain.step.guard import make_watch
@@ -61,8 +63,9 @@ def make_train_step(
 
     choice: how a compressed reducer sums. local: what an explicit step has for `local_sums`.
 
-    metrics: loss (nats a weighted token), weight (tokens that counted), grad_norm, param_norm,
-    update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32 scalars;
+    metrics: loss (nats a weighted token), what the model sums beside it over the same weight,
+    weight (tokens that counted), grad_norm, param_norm, update_norm, learning_rate (where it is
+    known), loss_scale, skipped (so far), all fp32 scalars;
     those of `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
     e = assembly.experiment
@@ -79,10 +82,10 @@ def make_train_step(
         seed = scale / assembly.tokens_power_of_two(batch)
         key = jax.random.fold_in(step_key, state.step)
         g = sums(state.params, state.rest, batch, key, seed, trusted(state.residuals))
-        count = jnp.where(g.count > 0, g.count, 1.0)
+        count = jnp.where(g.sums.count > 0, g.sums.count, 1.0)
         grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
         (grad_norm,) = norm((grads,), "optimizer")
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.loss)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.sums.loss)
         verdict, compared = watch(grads, exact, state)
         clipped = grads
         if e.clip_norm is not None:
@@ -94,8 +97,9 @@ def make_train_step(
         found = (params, optimizer, g.rest, ema, g.residuals)
         after = advanced(state, found, finite, verdict, assembly)
         metrics = {
-            "loss": g.loss / count,
-            "weight": g.count,
+            **{name: total / count for name, total in g.sums.beside.items()},
+            "loss": g.sums.loss / count,
+            "weight": g.sums.count,
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "update_norm": update_norm,
@@ -167,16 +171,15 @@ def averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
     return ema_update(state.ema, params, decay, state.step, warmup=True)
 
 
-def make_loss(assembly: Assembly, comm: Communicator | None) -> Callable[..., Any]:
-    """(params, rest, microbatch, key or None) -> (loss sum, count, rest after)."""
+def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
+    """(params, rest, microbatch, key or None) -> (loss, count and what is beside, rest after)."""
     static = assembly.split.static
-    if not assembly.built_in:
+    if assembly.description is None:
         return own_loss(static, compute=assembly.experiment.precision.compute)
 
-    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[Any, Any, Arrays]:
+    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
         model = put_together(static, {**params, **rest})
-        total, count = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
-        return total, count, rest
+        return model.loss(batch, key=key, comm=comm, loop=assembly.loop), rest
 
     return loss
 
@@ -308,15 +311,15 @@ def norms(
 
 
 def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """(params, rest, batch) -> (loss sum, count), no dropout; batch: [`evaluated_at_once`, rows,
-    ...], which is one batch, or several on their way through a pipeline."""
+    """(params, rest, batch) -> loss, count and what is summed beside them, no dropout; batch:
+    [`evaluated_at_once`, rows, ...], which is one batch, or several on their way through a
+    pipeline."""
 
-    def one_by(comm: Communicator) -> Callable[..., Any]:
+    def one_by(comm: Communicator) -> Callable[..., LossSums]:
         loss = make_loss(assembly, comm)
 
-        def of_batch(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-            total, count, _ = loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)
-            return total, count
+        def of_batch(params: Arrays, rest: Arrays, batch: Arrays) -> LossSums:
+            return loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)[0]
 
         return of_batch
 
@@ -325,11 +328,10 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
     comm = explicit_communicator(assembly)
     on_device = one_by(comm) if assembly.pipeline is None else pipeline_loss(assembly, comm)
 
-    def summed(params: Arrays, rest: Arrays, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+    def summed(params: Arrays, rest: Arrays, batch: Arrays) -> LossSums:
         axes = tuple(assembly.sizes)
         params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
-        total, count = sum_over("loss", jnp.stack(on_device(params, rest, batch)), axes)
-        return total, count
+        return summed_over(on_device(params, rest, batch), axes)
 
     run = jax.shard_map(
         summed,
@@ -339,7 +341,7 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
             {},
             assembly.batch_specs,
         ),
-        out_specs=(partition_spec(()), partition_spec(())),
+        out_specs=partition_spec(()),
         check_vma=assembly.check_vma,
     )
     return assembly.with_matmul_precision(run)

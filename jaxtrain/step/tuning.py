@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import STAGE
-from jaxtrain.models.adapter_config import with_adapters, without_adapters
-from jaxtrain.models.adapters import adapter_places, is_adapter
-from jaxtrain.models.decoder import DecoderConfig
-
-PERIOD, ENTERING = "period.", ("embedding", "positions", "prefix.")
-"""Beginnings of the leaves in a pipeline, and of those before it."""
+from jaxtrain.mesh.sharding import STAGE, Leaf
+from jaxtrain.models.adapters import Adapters, adapter_places, is_adapter
+from jaxtrain.models.description import STACK
+from jaxtrain.models.layered import description_of
 
 
-def base_model(experiment: Experiment) -> Experiment:
-    """The experiment without the adapters that were put into its model."""
-    if not isinstance(experiment.model, DecoderConfig):
-        return experiment
-    return replace(experiment, model=without_adapters(experiment.model))
-
-
-def adapted_model(
-    experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Experiment, list[str]]:
-    """The experiment with the adapters it asks for in its model, and what is wrong with them.
-
-    shapes: of the leaves of the model without adapters.
-    """
+def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
+    """The adapters that an experiment asks for, and what is wrong with them."""
     tuning = experiment.fine_tuning
     lora = None if tuning is None else tuning.lora
     if lora is None:
-        return experiment, []
-    where = "fine_tuning.lora"
-    if not isinstance(experiment.model, DecoderConfig):
-        return experiment, [f"{where} acts on built-in models only, and this one is its own"]
-    sides = adapter_places(shapes)
+        return None, []
+    where, described = "fine_tuning.lora", description_of(experiment.model)
+    if described is None or "adapters" not in described.can:
+        kind = "says that it has none" if described else "does not describe itself"
+        return None, [
+            f"{where} puts adapters beside matrices that a model names by describe(), and this one "
+            f"{kind}; use lora=None"
+        ]
+    sides = adapter_places(described)
     chosen, problems = matched(
         lora.targets, sides, f"{where}.targets", among="matrices that can have adapters"
     )
@@ -49,8 +36,7 @@ def adapted_model(
         for name in chosen
         if lora.rank >= sides[name]
     ]
-    model = with_adapters(experiment.model, chosen, lora.rank, lora.alpha / lora.rank)
-    return replace(experiment, model=model), problems
+    return Adapters(lora.rank, lora.alpha / lora.rank, chosen), problems
 
 
 def trained_leaves(
@@ -66,7 +52,10 @@ def trained_leaves(
         others = sorted(everything - found)
         chosen, problems = matched(tuning.trainable, others, "fine_tuning.trainable")
         found |= set(chosen)
-    in_pipeline = any(name.startswith((PERIOD, *ENTERING)) for name in found)
+    described = description_of(experiment.model)
+    in_pipeline = described is None or any(
+        name.startswith(STACK) or described.enters(name) for name in found
+    )
     if found and sizes.get(STAGE, 1) > 1 and not in_pipeline and not problems:
         problems.append(
             f"fine_tuning trains only {', '.join(sorted(found))}, behind the pipeline of stage="
@@ -91,6 +80,6 @@ def matched(
     return tuple(fits), problems
 
 
-def with_trained(places: Mapping[str, Any], trained: frozenset[str]) -> dict[str, Any]:
+def with_trained(places: Mapping[str, Leaf], trained: frozenset[str]) -> dict[str, Leaf]:
     """The places of leaves, each knowing whether it is trained."""
     return {k: place._replace(trained=k in trained) for k, place in places.items()}

@@ -15,8 +15,14 @@ from jaxtrain.experiment.fields import length_violations
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.splitting import unsplit
 from jaxtrain.nn.remat import REMAT
+from jaxtrain.step.model_violations import (
+    described_where_sound,
+    describes,
+    positions_of,
+    vocab_of,
+)
 
 MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")
@@ -26,15 +32,16 @@ UNSUPPORTED_AXES = ("replica", "expert", "context")
 
 def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
     """The mode that runs it; what is wrong with the one asked for joins `violations`."""
-    built_in = isinstance(experiment.model, DecoderConfig)
-    mode = experiment.execution.mode or ("explicit" if built_in else "gspmd")
+    described = described_where_sound(experiment)
+    can = describes(experiment.model) if described is None else "explicit" in described.can
+    mode = experiment.execution.mode or ("explicit" if can else "gspmd")
     if mode not in MODES:
         violations.append(f"execution.mode={mode!r}; the modes are {' and '.join(MODES)}")
-    if mode == "explicit" and not built_in:
+    if mode == "explicit" and not can:
         violations.append(
-            "execution.mode='explicit' runs built-in models only: inside it every collective is "
-            "stated by the model through its Communicator, and this model states none; use "
-            "mode='gspmd' (or None)"
+            "execution.mode='explicit' runs models that describe themselves: inside it every "
+            "collective is stated by the model through its Communicator, and this model states "
+            "none; use mode='gspmd' (or None)"
         )
     if mode == "gspmd" and experiment.execution.collectives is not None:
         violations.append(
@@ -135,7 +142,7 @@ def field_violations(experiment: Experiment) -> list[str]:
             )
     if hasattr(e.optimizer, "violations"):
         found += e.optimizer.violations(e.steps)
-    positions, seq = getattr(e.model, "learned_positions", None), getattr(e.data, "seq", None)
+    positions, seq = positions_of(e), getattr(e.data, "seq", None)
     if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
         found.append(
             f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
@@ -185,7 +192,7 @@ def _best_violations(experiment: Experiment) -> list[str]:
 def _vocabulary_violations(experiment: Experiment) -> list[str]:
     """Token ids the model has no row for, where the data says without being opened how many it
     has; a trained tokenizer may come out smaller than it was asked to be."""
-    data, vocab = experiment.data, getattr(experiment.model, "vocab", None)
+    data, vocab = experiment.data, vocab_of(experiment)
     tokenizer = getattr(data, "tokenizer", None)
     ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
     if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
@@ -199,7 +206,7 @@ def _vocabulary_violations(experiment: Experiment) -> list[str]:
 def _sample_violations(experiment: Experiment) -> list[str]:
     """A sample longer than any, or than the learned positions; a prompt whose tokens are not known
     before the tokenizer is built counts as one."""
-    e, positions = experiment, getattr(experiment.model, "learned_positions", None)
+    e, positions = experiment, positions_of(experiment)
     if e.sample is None:
         return []
     too_long = [f"evaluation.sample: {v}" for v in length_violations(e.sample.tokens)]
@@ -215,25 +222,6 @@ def _sample_violations(experiment: Experiment) -> list[str]:
     return [
         f"evaluation.sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
         f"learned_positions={positions}; use {remedy}, or more positions"
-    ]
-
-
-def model_violations(experiment: Experiment) -> list[str]:
-    """What keeps the model from being built, or asks of it what its kind does not do."""
-    e = experiment
-    if isinstance(e.model, DecoderConfig):
-        return [f"model: {v}" for v in e.model.violations()]
-    if not callable(getattr(e.model, "build", e.model)):
-        return ["model: give a config with build(rngs) or a module-level function of rngs"]
-    built_in_only = {
-        "execution.loop": e.execution.loop,
-        "execution.attention": e.execution.attention,
-        "evaluation.sample": e.sample,
-    }
-    return [
-        f"{name} acts on built-in models only, and this model is its own; use {name}=None"
-        for name, value in built_in_only.items()
-        if value is not None
     ]
 
 
@@ -273,9 +261,10 @@ def mesh_violations(
         if axis not in (*UNSUPPORTED_AXES, STAGE)
     ]
     found += _pipeline_violations(experiment, sizes, mode)
-    if isinstance(experiment.model, DecoderConfig):
+    described = described_where_sound(experiment)
+    if described is not None:
         explicit = mode == "explicit"
-        found += experiment.model.mesh_violations(experiment.sharding, sizes, explicit=explicit)
+        found += unsplit(described, experiment.sharding, sizes, explicit=explicit)
         seq = getattr(experiment.data, "seq", None)
         if explicit and seq is not None and not found:
             split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
@@ -288,10 +277,11 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
     stages = sizes.get(STAGE, 1)
     if stages == 1:
         return []
-    if not isinstance(experiment.model, DecoderConfig):
+    described = described_where_sound(experiment)
+    if not (describes(experiment.model) if described is None else "pipeline" in described.can):
         return [
-            f"mesh axis stage={stages} cuts built-in models only: it must know what a layer is, "
-            f"and this model is its own; set stage=1"
+            f"mesh axis stage={stages} cuts models that describe themselves, and say that they can "
+            f"be: it must know what a layer is; set stage=1"
         ]
     found = []
     if mode != "explicit":

@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.weights.huggingface import write_folder
+from jaxtrain.weights.huggingface import held_in_folders, write_folder
 from jaxtrain.weights.huggingface.write import refuse_unwritable
 from jaxtrain.weights.loading import is_run, load
 from jaxtrain.weights.tokenizer_files import (
@@ -45,7 +45,8 @@ def export(
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     found = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)
-    refuse_unwritable(out, found.config, found.precision.params if dtype is None else dtype)
+    config = held_in_folders(found.config, str(run))
+    refuse_unwritable(out, config, found.precision.params if dtype is None else dtype)
     kept, texts, lacking = found.tokenizer, {}, found.lacking
     if kept is not None:
         texts = tokenizer_files(kept.vocabulary, run)
@@ -56,7 +57,7 @@ def export(
     ids = json.loads(texts[GENERATION]) if texts else {}
     write_folder(
         out,
-        found.config,
+        config,
         found.params,
         dtype=dtype,
         max_seq=_positions(run),

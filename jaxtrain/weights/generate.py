@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxtrain.experiment.fields import length_violations, seed_violations
 from jaxtrain.experiment.reading import Trust
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
@@ -46,10 +46,12 @@ def generate(
     weights where it keeps them. Raises ValueError as `generate_ids` does, and for a model of the
     user's own.
     """
-    if not session.assembly.built_in:
+    described = session.assembly.description
+    if described is None or "generation" not in described.can:
         raise ValueError(
-            "generate continues texts with a DecoderConfig's model, and this run has one of your "
-            "own; sample from it by its own methods, with the parameters of session.state"
+            "generate continues texts with a model that describes itself and generates, and this "
+            "run has another; sample from it by its own methods, with the parameters of "
+            "session.state"
         )
     refuse(sampling_violations(tokens, temperature, seed))
     begun = session.dataset.encode(prompt)
@@ -143,9 +145,12 @@ def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[
 
 
 def _violations(
-    config: DecoderConfig, prompt: Sequence[int], tokens: int, temperature: float
+    config: ModelConfig, prompt: Sequence[int], tokens: int, temperature: float
 ) -> list[str]:
-    found, limit = sampling_violations(tokens, temperature), config.learned_positions
+    found, described = sampling_violations(tokens, temperature), config.describe()
+    limit = described.positions
+    if "generation" not in described.can:
+        return [*found, f"a {type(config).__name__} does not generate: it has no decode()"]
     if not len(prompt):
         found.append("the prompt has no tokens; give at least one")
     elif not found and limit is not None and len(prompt) + tokens > limit:
@@ -173,7 +178,7 @@ def following(
 
 def continued(
     static: Any,
-    config: DecoderConfig,
+    config: ModelConfig,
     precision: Precision,
     params: dict[str, Any],
     prompt: Sequence[int],

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, write_config
 from jaxtrain.checkpoint.storage import committed_steps
@@ -21,10 +20,10 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
-from jaxtrain.models.adapter_config import with_adapters
-from jaxtrain.models.adapters import INTO, OUT_OF, is_adapter, merged
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn.module import Split, build, take_apart
+from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merged
+from jaxtrain.models.build import abstract_model
+from jaxtrain.models.layered import ModelConfig
+from jaxtrain.nn.module import Split
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
@@ -53,7 +52,7 @@ class Loaded:
     reads `params`.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     precision: Precision
     tokenizer: KeptTokenizer | None
     read: Callable[[], dict[str, jax.Array]]
@@ -98,7 +97,7 @@ def load(
             f"{path} is no run directory; a folder of weights has no steps or averages"
         )
     config = read_config(path)
-    wanted = _template(_abstract(config), spec)
+    wanted = _template(abstract_model(config), spec)
     return Loaded(config, fp32, folder_tokenizer(path), partial(read_params, path, config, wanted))
 
 
@@ -111,16 +110,17 @@ def _of_run(
 ) -> Loaded:
     refuse_links(path)
     own = (
-        f"{path}: its model is no DecoderConfig, and those alone are generated from and exported: "
-        "jaxtrain.train(...) on this run gives a model of your own back, in result.session"
+        f"{path}: its model does not describe itself, and those that do alone are generated from "
+        "and exported: jaxtrain.train(...) on this run gives a model of your own back, in "
+        "result.session"
     )
     try:
         config = stored_field(path, "model", trust=trust)
     except ForeignField as error:
         raise ValueError(own) from error
-    if not isinstance(config, DecoderConfig):
+    if not isinstance(config, ModelConfig):
         raise ValueError(own)
-    refuse(f"{path}: its model", config.violations())
+    refuse(f"{path}: its model", getattr(config, "violations", list)())
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)
@@ -132,13 +132,13 @@ def _of_run(
             f"averaged=True: step {step} of {path} has no averaged weights, which a run keeps with "
             f"Experiment(ema_decay=...); use averaged=None, which takes them where there are any"
         )
-    stored, scale = config, 1.0
+    adapters, scale = None, 1.0
     if lora is not None:
         scale = lora.alpha / lora.rank
         names = (k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS))
         targets = tuple(k.removesuffix(INTO) for k in names if k.endswith(INTO))
-        stored = with_adapters(config, targets, lora.rank, scale)
-    wanted = _template(_abstract(stored), spec, precision.params)
+        adapters = Adapters(lora.rank, scale, targets)
+    wanted = _template(abstract_model(config, adapters=adapters), spec, precision.params)
     start = FromRun(path, step, averaged=kept and averaged is not False)
     held = stored_params(start, wanted)
     tokenizer, lacking = None, ""
@@ -163,13 +163,9 @@ def _read_run(stored: Stored, wanted: dict[str, Any], scale: float) -> dict[str,
     return _merged(read_stored(stored, wanted), scale)
 
 
-def _abstract(config: DecoderConfig) -> Split:
-    return take_apart(nnx.eval_shape(lambda: build(config.build, jax.random.key(0))))
-
-
-def static_of(config: DecoderConfig) -> Any:
+def static_of(config: ModelConfig) -> Any:
     """The model's static form, for `put_together`."""
-    return _abstract(config).static
+    return abstract_model(config).static
 
 
 def _template(split: Split, spec: MeshSpec, dtype: Any = "float32") -> dict[str, Any]:

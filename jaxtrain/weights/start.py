@@ -19,16 +19,15 @@ from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whol
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
-from jaxtrain.models.adapter_config import without_adapters
 from jaxtrain.models.adapters import INTO, is_adapter
-from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import matched
-from jaxtrain.weights.huggingface import read_params, refuse_unfit
+from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
 
 PARAMS, AVERAGES = "params.", "ema."
+FOLDER = "fine_tuning.start"
 Shapes = Mapping[str, Any]
 """Leaves of a model in natural layer order: anything that has a shape and a dtype."""
 
@@ -55,8 +54,8 @@ def settled_start(assembly: Assembly) -> Start | None:
     tuning = assembly.experiment.fine_tuning
     start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
-        folder = start.folder
-        together(lambda: refuse_unfit(folder, _of_folder(assembly.experiment)))
+        folder, model = start.folder, assembly.experiment.model
+        together(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
     elif isinstance(start, FromRun):
         run = start
         step, _ = together(lambda: manifest_of(run.run_dir, run.step))
@@ -72,16 +71,17 @@ def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
 
 
 def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
-    """Fields of built-in models that shapes do not show."""
-    if not isinstance(experiment.model, DecoderConfig):
+    """Fields of models that shapes do not show."""
+    ours = essence(experiment.model)
+    if ours is None:
         return []
     try:
-        stored = stored_field(start.run_dir, "model", trust=start.trust)
+        theirs = essence(stored_field(start.run_dir, "model", trust=start.trust))
     except ForeignField:  # a model of one's own, of which shapes are compared
         return []
-    if not isinstance(stored, DecoderConfig):
+    if theirs is None:
         return []
-    found = differences(essence(experiment.model), essence(stored))
+    found = differences(ours, theirs)
     return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
 
 
@@ -114,7 +114,9 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
         base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
-        return together(lambda: read_params(start.folder, _of_folder(e), base, slots))
+        return together(
+            lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
+        )
     shapes = natural_shapes(at_rest.assembly).params
     stored = together(lambda: stored_params(start, shapes))
     return _cast(read_stored(stored, wanted, slots), wanted)
@@ -131,16 +133,6 @@ def _cast(params: dict[str, jax.Array], wanted: Shapes) -> dict[str, jax.Array]:
         out_shardings=where,
     )
     return {**params, **jax.block_until_ready(run(other))}
-
-
-def _of_folder(experiment: Experiment) -> DecoderConfig:
-    model = experiment.model
-    if not isinstance(model, DecoderConfig):
-        raise ValueError(
-            "fine_tuning.start: a folder holds a built-in model, and this experiment has its own; "
-            "use huggingface_config(folder), or FromRun"
-        )
-    return without_adapters(model)
 
 
 def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) -> Stored:

@@ -383,7 +383,7 @@ def test_a_skipped_layout_is_noticed(made_up: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_users_own_model_is_refused(own: jaxtrain.Experiment) -> None:
-    with pytest.raises(ValueError, match="built-in models"):
+    with pytest.raises(ValueError, match="models that describe themselves"):
         next(certify.certify(own))
 
 

@@ -11,8 +11,9 @@ import pytest
 import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout, arranged
-from jaxtrain.certificate.shrink import HIDDEN, shrink
+from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
+from jaxtrain.models.small import HIDDEN
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))

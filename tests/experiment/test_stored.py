@@ -23,9 +23,13 @@ from jaxtrain import cli
 from jaxtrain.checkpoint.run_config import write_config
 from jaxtrain.experiment import completed, config_of
 from jaxtrain.experiment.reading import Reader
-from jaxtrain.experiment.stored import ForeignField, refuse_unreadable, stored_field
+from jaxtrain.experiment.stored import (
+    ForeignField,
+    refuse_unreadable,
+    stored_field,
+    unreadable,
+)
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
-from jaxtrain.models.adapters import Adapters
 from jaxtrain.nn.attention import PlatformKernel
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.weights.loading import load
@@ -71,6 +75,17 @@ def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield marker
     for name in [name for name in sys.modules if name.split(".")[0] == "stranger_run"]:
         del sys.modules[name]
+
+
+def test_a_run_from_before_adapters_left_the_block_is_read() -> None:
+    """A field of `BlockConfig` once, None in every run; nothing else of its name is dropped."""
+    new = {"experiment": config_of(EXPERIMENT)}
+    old = json.loads(json.dumps(new))
+    (block,) = old["experiment"]["model"]["period"]
+    block["adapters"] = None
+    assert completed(old) == new
+    block["adapters"] = 3
+    assert completed(old) != new and unreadable(completed(old))
 
 
 def test_no_module_in_a_run_directory_is_imported(
@@ -352,7 +367,6 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.LinearScaling: lambda: jaxtrain.LinearScaling(2.0),
     jaxtrain.WarmupStableDecay: lambda: jaxtrain.WarmupStableDecay(0.5, decay=2),
     jaxtrain.InverseSqrt: lambda: jaxtrain.InverseSqrt(0.5, warmup=2),
-    CLASSES["jaxtrain.models.adapters:Adapters"]: lambda: Adapters(2, 1.0, ("query",)),
     CLASSES["jaxtrain.nn.attention:PlatformKernel"]: lambda: PlatformKernel("cpu"),
 }
 

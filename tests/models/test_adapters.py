@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.models.adapter_config import with_adapters
-from jaxtrain.models.adapters import column, merged, row
+from jaxtrain.models.adapters import Adapters, column, merged, row
+from jaxtrain.models.build import build_model
 from jaxtrain.nn.communicator import Local
-from jaxtrain.nn.module import build, put_together, take_apart
+from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.remat import REMAT
 from jaxtrain.nn.stack import LayerLoop
 
@@ -92,8 +92,8 @@ def test_nothing_of_a_matrix_size_is_kept_for_the_backward_pass(remat: str, unro
     tokens = np.zeros((5, 8), np.int32)
     sizes = {(16, 16), (16, 8), (16, 24), (24, 16)}
 
-    def kept(config: Any) -> list[tuple[int, ...]]:
-        split = take_apart(build(config.build, jax.random.key(0)))
+    def kept(adapters: Adapters | None) -> list[tuple[int, ...]]:
+        split = take_apart(build_model(plain, jax.random.key(0), adapters=adapters))
 
         def loss(params: Any) -> jax.Array:
             model, loop = put_together(split.static, params), LayerLoop(remat=remat, unroll=unroll)
@@ -102,5 +102,5 @@ def test_nothing_of_a_matrix_size_is_kept_for_the_backward_pass(remat: str, unro
         residuals = jax.tree.leaves(jax.vjp(loss, split.params)[1])
         return sorted(each.shape for each in residuals if each.shape[-2:] in sizes)
 
-    found = kept(with_adapters(plain, tuple(names), 2, SCALE))
-    assert found == kept(plain) and len(found) >= len(names)
+    found = kept(Adapters(2, SCALE, tuple(names)))
+    assert found == kept(None) and len(found) >= len(names)

@@ -19,6 +19,7 @@ from jaxtrain.models.block import (
     gelu_tanh,
 )
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.splitting import unsplit
 from jaxtrain.nn.module import build, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
@@ -219,7 +220,7 @@ OVER_TOKENS = ShardingRules(activations=table({"batch": ("data", "fsdp"), "mlp":
     ],
 )  # fmt: skip
 def test_mesh_violations(config, rules, sizes, explicit, said):
-    assert config.mesh_violations(rules, sizes, explicit=explicit) == said
+    assert unsplit(config.describe(), rules, sizes, explicit=explicit) == said
 
 
 def test_explicit_mode_wants_one_split():
@@ -227,9 +228,9 @@ def test_explicit_mode_wants_one_split():
         activations=table({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"})
     )
     config, sizes = decoder(block()), {"tensor": 2}
-    (said,) = config.mesh_violations(mixed, sizes, explicit=True)
+    (said,) = unsplit(config.describe(), mixed, sizes, explicit=True)
     assert "'vocab': ()" in said and "use the tensor() preset, or execution.mode='gspmd'" in said
-    assert config.mesh_violations(mixed, sizes, explicit=False) == []
+    assert unsplit(config.describe(), mixed, sizes, explicit=False) == []
 
 
 def test_flops_count_every_matmul_parameter_once_a_token():

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.executor import Executor, Sums
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
@@ -89,7 +90,7 @@ class Layers:
         looked_up.defvjp(lambda table: (part(table), table), pull_back)
         return summed(looked_up(outside["table"])) + outside["shift"]
 
-    def leave(self, outside: Any, y: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+    def leave(self, outside: Any, y: jax.Array, microbatch: Any) -> LossSums:
         self.seen("leave")
         columns = EMBED // self.stages
         first = lax.axis_index(STAGE) * columns
@@ -98,7 +99,7 @@ class Layers:
         found = summed(y) @ outside["head"] + outside["table"][:columns].sum(1)[None]
         weights = self.batch["weights"][microbatch]
         share = jnp.where(lax.axis_index(STAGE) == 0, weights.sum(), 0.0)
-        return jnp.sum(weights[:, None] * (found - due) ** 2), share
+        return LossSums(jnp.sum(weights[:, None] * (found - due) ** 2), share)
 
     def forward(self, chunk: Any, x: jax.Array, at: At) -> jax.Array:
         self.seen("forward")
@@ -195,7 +196,7 @@ class Problem:
             return loss * scale, (loss, count)
 
         grads, found = jax.jit(jax.grad(scaled, argnums=(0, 1), has_aux=True))(blocks, outside)
-        return Sums(*found, *grads)
+        return Sums(LossSums(*found), *grads)
 
     def piped(
         self, *, save: bool = False, check_vma: bool = True, only_forward: bool = False, **more: Any
@@ -231,14 +232,14 @@ class Problem:
             found = run(OnDevice(Layers(batch, stages, later, **more), blocks, outside, x, scale))
             if layout.chunks == 1:
                 found = found._replace(blocks={k: leaf[0] for k, leaf in found.blocks.items()})
-            total = lax.psum((found.loss, found.count), STAGE)
+            total = lax.psum(found.sums, STAGE)
             rest = dict(found.outside)
             if rest:
                 rest["shift"] = lax.psum(rest["shift"], STAGE)
-            return found._replace(loss=total[0], count=total[1], outside=rest)
+            return found._replace(sums=total, outside=rest)
 
         of_blocks = {k: lead for k in ("w", "b")} if not only_forward else {}
-        out = Sums(P(), P(), of_blocks, split if not only_forward else {})
+        out = Sums(P(), of_blocks, split if not only_forward else {})
         mapped = jax.shard_map(
             on_device,
             mesh=Mesh(np.array(jax.devices()[:stages]), (STAGE,)),

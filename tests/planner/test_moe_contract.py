@@ -65,6 +65,7 @@ CASES = [
     by_hand("adapters, 1F1B", staged("1F1B", 2), given={"fine_tuning": ADAPTERS}, suffix=(1,)),
     pytest.param(Layout(CUBE, loop=DOTS), {}, id="plain"),
     slow("zero bubble", staged("zero bubble", 2)),
+    slow("zero bubble, nothing saved", staged("zero bubble", 2, FULL), period=(0, 1), layers=4),
     by_hand("everything saved", Layout(CUBE)),
     slow("nothing saved, zero1", Layout(CUBE, loop=FULL, sharding="zero1")),
     by_hand(

@@ -211,7 +211,7 @@ def test_stages_hand_on_one_activation_a_tick(stages, microbatches, small):
         "gradients to the stage before": due - (stages == 2),
     }
     rows = 16 // microbatches
-    assert {sent.buffer_bytes for sent in hops.values()} == {rows * 16 * facts.embed * 4}
+    assert {sent.buffer_bytes for sent in hops.values()} == {rows * 16 * facts.model.embed * 4}
 
 
 @pytest.mark.parametrize("save", ["inputs", "residuals"])

@@ -40,11 +40,15 @@ def small():
     return shrink(jaxtrain.load_experiment(ROOT / "experiments" / "stdlib_lm.py"), devices=8)
 
 
-def assembled(small, axes, pipeline, layers, loop=NOTHING, microbatches=4, **beside):
+def assembled(small, axes, pipeline, layers, loop=NOTHING, microbatches=4, experts=False, **beside):
     """`beside`: blocks before and behind the pipeline. The reference kernel skips no score, and
-    keeps what autodiff needs: its products are those that are counted."""
+    keeps what autodiff needs: its products are those that are counted. experts: blocks with a
+    mixture of one, whose rows are whole blocks of rows: with more some are padding, not counted."""
     e = arranged(small, Layout(axes, microbatches=microbatches))
     (block,) = e.model.period
+    if experts:
+        block = replace(block, mlp=jaxtrain.MoeConfig(64, experts=1, experts_per_token=1))
+        e = replace(e, model=replace(e.model, period=(block,)))
     parts = {part: (block,) * count for part, count in beside.items()}
     model = replace(e.model, layers=layers + sum(beside.values()), **parts)
     execution = replace(e.execution, pipeline=pipeline, loop=loop, attention=Reference())
@@ -82,6 +86,9 @@ CASES = [
         2,
         suffix=1,
     ),
+    case("zero bubble, dots, experts", TWO, ZERO_BUBBLE, 2, DOTS, marks=(), experts=True),
+    case("1F1B, experts", TWO, ONE_F_ONE_B, 2, ALL, experts=True),
+    case("1F1B, dots, residuals, experts", TWO, keeping(ONE_F_ONE_B), 2, DOTS, experts=True),
     case("GPipe, looped, beside others", TWO, GPIPE, 2, LOOPED, prefix=2, suffix=1, marks=BY_HAND),
 ]
 
@@ -104,7 +111,8 @@ def test_blocks_alone_do_what_their_schedule_says(pipeline, small):
     for save in ("residuals", "inputs"):
         assembly = assembled(small, FOUR, replace(pipeline, save=save), 8, microbatches=8)
         facts, work = flop_facts(assembly), overhead(assembly).flops
-        head = 3 * 8 * facts.head
+        size = 2 * assembly.described.embed * assembly.described.head.padded
+        head = 3 * 8 * facts.rows * facts.seq * size
         blocks = sum(work) - head
         needed = work.needed + work.padding - head
         schedule = assembly.pipeline.schedule

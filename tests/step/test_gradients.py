@@ -21,6 +21,7 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import carried, compressed_parts, no_residuals, residual_splits
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
+from jaxtrain.nn.loss import LossSums
 from jaxtrain.step import gradients
 from jaxtrain.step.gradients import (
     Reduction,
@@ -35,10 +36,10 @@ from jaxtrain.step.gradients import (
 KEY = jax.random.key(0)
 
 
-def loss(params: Any, rest: Any, batch: Any, key: Any) -> tuple[Any, Any, Any]:
+def loss(params: Any, rest: Any, batch: Any, key: Any) -> tuple[LossSums, Any]:
     predicted = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
     error = jnp.square(predicted - batch["y"]) * batch["weights"]
-    return jnp.sum(error), jnp.sum(batch["weights"]), {"seen": rest["seen"] + 1}
+    return LossSums(jnp.sum(error), jnp.sum(batch["weights"])), {"seen": rest["seen"] + 1}
 
 
 def problem(weights: np.ndarray) -> tuple[Any, Any]:
@@ -74,11 +75,11 @@ def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
     def total(params: Any) -> jax.Array:
-        return loss(params, {"seen": 0}, whole, None)[0]
+        return loss(params, {"seen": 0}, whole, None)[0].loss
 
     expected, wanted = jax.value_and_grad(total)(params)
-    np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
-    np.testing.assert_allclose(found.count, RAGGED[name].sum(), rtol=1e-6)
+    np.testing.assert_allclose(found.sums.loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(found.sums.count, RAGGED[name].sum(), rtol=1e-6)
     for leaf in wanted:
         np.testing.assert_allclose(found.grads[leaf], wanted[leaf], rtol=2e-5, atol=1e-5)
     assert int(found.rest["seen"]) == len(RAGGED[name]), "other state is threaded through"
@@ -113,7 +114,7 @@ def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None
     splits = residual_splits(residuals, parts)
     specs = jax.tree.map(lambda _, d: partition_spec(d), residuals, splits)
     step = explicit(
-        accumulated(lambda *a: (*loss(*a[:1], {"seen": 0}, *a[2:])[:2], {}), reduction, dict),
+        accumulated(lambda *a: (loss(*a[:1], {"seen": 0}, *a[2:])[0], {}), reduction, dict),
         mesh=Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,)),
         reduction=reduction,
         batch_specs={k: PartitionSpec(None, "data") for k in batch},
@@ -125,7 +126,7 @@ def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None
         params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(scale), {}
     )
     count = RAGGED["ragged"].sum()
-    assert found.count == count
+    assert found.sums.count == count
     for name, error in found.residuals["errors"].items():
         lacks = (exact.grads[name] - found.grads[name]) / (scale * count)
         assert np.abs(lacks).max() > 1e-2
@@ -137,9 +138,10 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     keys = []
 
     def half(params: Any, rest: Any, batch: Any, key: Any) -> Any:
-        total, count, rest = loss(params, rest, batch, key)
+        sums, rest = loss(params, rest, batch, key)
         noise = jax.random.normal(key, ())
-        return total + noise * jnp.sum(params["v"]), count, {"seen": rest["seen"], "n": noise}
+        more = sums.loss + noise * jnp.sum(params["v"])
+        return sums._replace(loss=more), {"seen": rest["seen"], "n": noise}
 
     low = {"w": params["w"].astype(jnp.bfloat16), "v": params["v"]}
     args = (low, {"seen": jnp.int32(0), "n": jnp.float32(0)}, batch, KEY)
@@ -149,7 +151,7 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     assert {g.dtype for g in one.grads.values()} == {jnp.dtype(jnp.float32)}
     for leaf in one.grads:
         np.testing.assert_allclose(eight.grads[leaf], 8 * one.grads[leaf], rtol=1e-2)
-    np.testing.assert_array_equal(eight.loss, one.loss)
+    np.testing.assert_array_equal(eight.sums.loss, one.sums.loss)
     for number in range(3):
         keys.append(float(jax.random.normal(jax.random.fold_in(KEY, number), ())))
     plain = gspmd(loss, constrain=lambda g: g)(

@@ -257,15 +257,15 @@ def sows(model: Any) -> tuple[float, float]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "explicit mode": (
         {"execution": jaxtrain.Execution(mode="explicit")},
-        r"built-in models only.*states none; use mode='gspmd'",
+        r"describe themselves.*states none; use mode='gspmd'",
     ),
     "sample": (
         {"evaluation": jaxtrain.Evaluation(sample=jaxtrain.Sample("a"))},
-        "evaluation.sample acts on built-in models only",
+        "evaluation.sample acts on models that describe themselves",
     ),
     "layer loop": (
         {"execution": jaxtrain.Execution(loop=jaxtrain.LayerLoop())},
-        "execution.loop acts on built-in models only",
+        "execution.loop acts on models that describe themselves",
     ),
     "misspelt axis": ({"model": misspelt}, "'embde' is unknown; did you mean 'embed'"),
     "mean loss": ({"model": answers(lambda m: jnp.ones(()))}, r"return \(sum, count\)"),
@@ -323,7 +323,7 @@ def test_a_missing_field_is_told_from_a_key_of_ones_own(name: str) -> None:
     loss = jax.jit(own_loss(split.static, compute=jnp.float32))
     arguments = (split.params, split.rest, {"tokens": jnp.ones(3)}, None)
     if kind is None:
-        assert float(loss(*arguments)[0]) == 3.0
+        assert float(loss(*arguments)[0].loss) == 3.0
         return
     with pytest.raises(kind, match=told) as caught:
         loss(*arguments)
@@ -338,10 +338,11 @@ def test_parameters_are_used_in_the_compute_dtype_and_state_is_kept_in_its_own()
 
     split = take_apart(Answers(answer))
     loss = own_loss(split.static, compute=jnp.bfloat16)
-    (total, (count, after)), grads = jax.value_and_grad(
-        lambda params: (lambda t, c, r: (t, (c, r)))(*loss(params, split.rest, {}, None)),
+    (total, (sums, after)), grads = jax.value_and_grad(
+        lambda params: (lambda s, r: (s.loss, (s, r)))(*loss(params, split.rest, {}, None)),
         has_aux=True,
     )(split.params)
+    count = sums.count
     assert (total.dtype, count.dtype, grads["matrix"].dtype) == (jnp.float32,) * 3
     assert (float(total), float(count)) == (64.0, 3.0)
     np.testing.assert_array_equal(grads["matrix"], 2.0)

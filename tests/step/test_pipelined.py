@@ -232,7 +232,7 @@ def test_what_a_pipeline_cannot_do_is_refused(name: str, decoder: Any) -> None:
 
 
 def test_a_model_of_ones_own_has_no_stages(own: Any) -> None:
-    with pytest.raises(ValueError, match="cuts built-in models only"):
+    with pytest.raises(ValueError, match="cuts models that describe themselves"):
         assemble(own, jaxtrain.mesh_from_axes(stage=2))
 
 

@@ -64,7 +64,7 @@ def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
         loop = LayerLoop(unroll=True, remat="none")
         table, batch, comm = module.embedding[...], {"tokens": tokens}, Local()
         context = module.context(batch, None, comm)
-        x = module.enter(table, batch, context, comm, loop)
+        x = module.enter({"embedding": table}, batch, context, comm, loop)
         x = module.hidden(module.run_period(x, context, comm, loop), context, comm, loop)
         head = module.embedding[...] if module.config.tied else module.head[...]
         return logits(x, head, module.head_config)
@@ -171,7 +171,9 @@ def test_numbers_that_a_sample_refuses_are_refused_before_anything_is_loaded(
 ) -> None:
     """All at once, and by all that take them: of a model nothing is asked, not even to be there."""
     given: Any = dict(tokens=tokens, temperature=temperature)
-    session: Any = SimpleNamespace(assembly=SimpleNamespace(built_in=True))
+    session: Any = SimpleNamespace(
+        assembly=SimpleNamespace(description=SimpleNamespace(can={"generation"}))
+    )
     where = ["--tokens", str(int(tokens)), f"--temperature={temperature}", "--prompt", "a"]
     acts = [
         lambda: jaxtrain.generate_text(tmp_path / "nowhere", "a", **given),

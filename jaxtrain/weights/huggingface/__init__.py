@@ -12,9 +12,16 @@ Read: the safetensors format (8 bytes of length, a JSON header, the bytes), and 
 
 from __future__ import annotations
 
-from jaxtrain.weights.huggingface.config import read_config
+from jaxtrain.weights.huggingface.config import held_in_folders, read_config
 from jaxtrain.weights.huggingface.config import read_config as huggingface_config  # outside
 from jaxtrain.weights.huggingface.read import read_params, refuse_unfit
 from jaxtrain.weights.huggingface.write import write_folder
 
-__all__ = ["huggingface_config", "read_config", "read_params", "refuse_unfit", "write_folder"]
+__all__ = [
+    "held_in_folders",
+    "huggingface_config",
+    "read_config",
+    "read_params",
+    "refuse_unfit",
+    "write_folder",
+]

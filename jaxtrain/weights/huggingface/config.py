@@ -45,6 +45,16 @@ def read_config(folder: str | Path) -> DecoderConfig:
     return config
 
 
+def held_in_folders(model: object, where: str) -> DecoderConfig:
+    """A model whose weights folders hold. Raises ValueError for another's."""
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(
+            f"{where}: a folder holds the weights of a DecoderConfig, and this model is a "
+            f"{type(model).__name__}; use huggingface_config(folder), or a run directory (FromRun)"
+        )
+    return model
+
+
 def family_of(folder: Path) -> Family:
     """The family that a folder's tensors are named by. Raises ValueError as `read_config` does."""
     family, _, problems = _family_of(folder / NAME)

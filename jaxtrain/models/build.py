@@ -1,0 +1,40 @@
+"""The module of a model: one that describes itself, with adapters or without, or a user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.models.adapters import Adapters, add_adapters
+from jaxtrain.models.layered import ModelConfig
+from jaxtrain.nn.module import Split, build, take_apart
+
+
+def build_model(
+    model: Any, key: jax.Array, *, kernel: Any = None, adapters: Adapters | None = None
+) -> nnx.Module:
+    """The module with its initial parameters, a function of `key`. kernel: of attention; adapters:
+    put beside its matrices; both only of a model that describes itself. A user's own is
+    `build(rngs)` of a config, or a function of `nnx.Rngs`."""
+    if not isinstance(model, ModelConfig):
+        make = getattr(model, "build", model)
+        return build(lambda key: make(nnx.Rngs(key)), key)
+
+    def made(key: jax.Array) -> nnx.Module:
+        module: Any = model.build(key, kernel=kernel)
+        if adapters is not None:
+            add_adapters(module, adapters, model.describe(), key)
+        return module
+
+    return build(made, key)
+
+
+def abstract_model(model: Any, *, adapters: Adapters | None = None, kernel: Any = None) -> Split:
+    """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
+
+    def make() -> nnx.Module:
+        return build_model(model, jax.random.key(0), kernel=kernel, adapters=adapters)
+
+    return take_apart(nnx.eval_shape(make))

@@ -1,0 +1,157 @@
+"""What a pipeline's stage does, made from a model that describes itself.
+
+What stands before and behind the pipeline is split over (tensor, stage) as it else is over tensor:
+every stage has its slice of the vocabulary, and of the heads of blocks outside the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.models.description import STACK
+from jaxtrain.models.layered import Model
+from jaxtrain.nn.communicator import Communicator
+from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
+from jaxtrain.nn.loss import LossSums
+from jaxtrain.nn.module import put_together
+from jaxtrain.nn.split import SplitLayers
+from jaxtrain.nn.stack import Body, LayerLoop, Layers
+from jaxtrain.pipeline.layout import StageLayout, layers_of_stage, where_real
+from jaxtrain.pipeline.tick import At
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStage:
+    """A `pipeline.tick.Stage` of a `Model`.
+
+    static: the model without its parameters, as `nn.module.take_apart` gives it. lookups: names of
+    the tables that tokens enter by. layout: which layer lies where. split: the schedule has W.
+    inner: the communicator within a stage; wide: of what all stages share. params: as they rest.
+    batch: [microbatches, rows, ...]. key: the step's, None for no dropout. settle: one microbatch's
+    gradients of blocks to what is accumulated."""
+
+    static: Any
+    lookups: tuple[str, ...]
+    layout: StageLayout
+    split: bool
+    inner: Explicit
+    wide: Explicit
+    params: Arrays
+    batch: Arrays
+    key: jax.Array | None
+    loop: LayerLoop
+    settle: Callable[[Arrays], Arrays]
+
+    def enter(self, outside: Arrays, microbatch: Any) -> jax.Array:
+        model, batch = self._model(outside), self._batch(microbatch)
+        context = model.context(batch, self._key(microbatch), self.wide)
+        x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
+        by = self.inner.collectives.tensor
+        return gather_tokens("pipeline input gradients", (STAGE,), by, x)
+
+    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> LossSums:
+        model, batch = self._model(outside), self._batch(microbatch)
+        context = model.context(batch, self._key(microbatch), self.wide)
+        y = scatter_tokens("pipeline output", (STAGE,), self.inner.collectives.tensor, y)
+        tables = self._tables(outside)
+        return model.leave(tables, y, batch, context, self.wide, self.loop)
+
+    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
+        return self._layers(chunk, x, self._extras(at))
+
+    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+        layers = self._layers if self._split is None else self._split
+        return layers.linearised(chunk, x, self._extras(at))
+
+    def pulled_back(
+        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
+    ) -> tuple[Arrays, jax.Array, Any]:
+        if self._split is not None:
+            grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
+            return self._settled(grads, at), dx, stash
+        grads, dx = self._layers.pulled_back(saved, chunk, dy, self._extras(at))
+        return self._settled(grads, at), dx, ()
+
+    def weight_gradients(self, stash: Any, chunk: Arrays, at: At) -> Arrays:
+        assert self._split is not None, "a schedule without W asks for none"
+        return self._settled(self._split.weight_gradients(stash, chunk), at)
+
+    @cached_property
+    def _split(self) -> SplitLayers | None:
+        if not self.split:
+            return None
+        zero = partial(vary, axes=self.inner.axes)
+        return SplitLayers(self._layers, self._body, self.inner, vary=zero)
+
+    @cached_property
+    def _layers(self) -> Layers:
+        return Layers(
+            self._body(self.inner),
+            fetch=lambda p: self.inner.fetch(p, STACK),
+            scatter=lambda g: self.inner.scatter(g, STACK),
+            loop=self.loop,
+            frozen=frozenset(
+                k.removeprefix(STACK) for k in self.inner.frozen if k.startswith(STACK)
+            ),
+        )
+
+    def _settled(self, grads: Arrays, at: At) -> Arrays:
+        """Of one chunk, which `settle` knows as a part of the laid leaf only; zero in slots of
+        padding, where the backward pass may have made what is no number."""
+        layout = self.layout
+        if layout.padding:
+            real = layers_of_stage(layout, STAGE)[at.chunk] >= 0
+            grads = {k: where_real(real, g) for k, g in grads.items()}
+        many = layout.chunks > 1
+        settled = self.settle({STACK + k: g[None] if many else g for k, g in grads.items()})
+        return {k.removeprefix(STACK): g[0] if many else g for k, g in settled.items()}
+
+    def _body(self, comm: Communicator) -> Body:
+        """One turn of the period, asking `comm`."""
+
+        def body(params: Arrays, x: jax.Array, extras: Any, slot: Any) -> jax.Array:
+            context, layers = extras
+            turn = self._model({}).stack(comm)[1]
+            if not self.layout.padding:
+                return turn(params, x, context, layers[slot])
+            real = layers[slot] >= 0
+            # The gradient of a block of zeros may be no number, and 0 times it is none. The same x
+            # either way: forward this costs nothing, and backward it drops what padding gives.
+            into = jnp.where(real, x, lax.stop_gradient(x))
+            y = turn(params, into, context, jnp.maximum(layers[slot], 0))
+            return jnp.where(real, y, x)
+
+        return body
+
+    def _extras(self, at: At) -> tuple[Any, jax.Array]:
+        """The microbatch's context, and which layer is in each slot of the chunk."""
+        model, batch = self._model({}), self._batch(at.microbatch)
+        layers = layers_of_stage(self.layout, STAGE)[at.chunk]
+        return model.context(batch, self._key(at.microbatch), self.inner), layers
+
+    def _model(self, outside: Arrays) -> Model:
+        # A model knows no chunks: any one of them.
+        first = self.layout.by_chunk
+        params = {k: first(p)[0] if k.startswith(STACK) else p for k, p in self.params.items()}
+        return put_together(self.static, {**params, **outside})
+
+    def _tables(self, outside: Arrays) -> Arrays:
+        return {name: outside.get(name, self.params[name]) for name in self.lookups}
+
+    def _batch(self, microbatch: Any) -> Arrays:
+        take = lax.dynamic_index_in_dim
+        return {k: take(v, microbatch, 0, keepdims=False) for k, v in self.batch.items()}
+
+    def _key(self, microbatch: Any) -> Any:
+        return None if self.key is None else jax.random.fold_in(self.key, microbatch)

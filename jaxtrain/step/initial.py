@@ -1,0 +1,56 @@
+"""The state before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxtrain.compression.residuals import Part, no_residuals
+from jaxtrain.experiment import Experiment
+from jaxtrain.models.build import build_model
+from jaxtrain.nn.module import take_apart
+from jaxtrain.nn.param import named_key
+from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.step.state import TrainState
+from jaxtrain.step.tuning import adapters_of
+
+
+def initial_state(
+    experiment: Experiment,
+    transform: optax.GradientTransformation,
+    parts: Mapping[str, Part],
+    layout: StageLayout | None,
+    trained: Set[str],
+    given: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
+    """The state before the first step; but for residuals, the slots of a pipeline and parameters
+    that are `given`, as they rest, a function of the seed only."""
+    split = take_apart(make_model(experiment))
+    params = dict(split.params)
+    if layout is not None:
+        params = {k: layout.laid(v) if "layers" in split.axes[k] else v for k, v in params.items()}
+    dtype = experiment.precision.params
+    params = {k: v.astype(dtype) for k, v in {**params, **(given or {})}.items()}
+    moved = {k: v for k, v in params.items() if k in trained}
+    scale = experiment.precision.loss_scale
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=transform.init(moved),
+        rest=split.rest,
+        ema=moved if experiment.ema_decay is not None else {},
+        loss_scale=() if scale is None else scale.init(),
+        skipped=jnp.zeros((), jnp.int32),
+        residuals=no_residuals(experiment.execution.reducer, parts, experiment.seed),
+    )
+
+
+def make_model(experiment: Experiment) -> nnx.Module:
+    """The module with its initial parameters, those of adapters too."""
+    key = named_key(jax.random.key(experiment.seed), "model")
+    kernel, adapters = experiment.execution.attention, adapters_of(experiment)[0]
+    return build_model(experiment.model, key, kernel=kernel, adapters=adapters)
