@@ -94,8 +94,8 @@ def state_axes(state: Any, axes: AxesTree, values: Any = None) -> Any:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"optimizer state {where} has shape {leaf.shape} and no parameter's logical axes "
-                f"fit (found {names}); keep state in trees like the parameters', or as scalars; of "
-                "optax's Adafactor, Muon and SM3 use jaxtrain's Adafactor or Muon"
+                f"fit (found {names}); keep state in trees like the parameters', or as scalars, "
+                "as jaxtrain's Adafactor and Muon do"
             )
         return found
 
