@@ -45,9 +45,10 @@ __all__ = [
 
 
 class Optimizer(Protocol):
-    """What a training run asks of an optimizer; a user's own need only have these. What it needs
-    beyond each number by itself is the partitioner's to find. Its learning rate is logged where
-    `optax.inject_hyperparams` puts it into the state."""
+    """What a training run asks of an optimizer; a user's own need only have these, and `Optax` has
+    them for a transformation of optax's. What it needs beyond each number by itself is the
+    partitioner's to find. Its learning rate is logged where `optax.inject_hyperparams` puts it into
+    the state."""
 
     def violations(self, steps: int) -> list[str]:
         """What is wrong with this optimizer in a run of `steps`; empty when all is well."""

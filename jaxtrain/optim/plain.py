@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtrain.optim.fields import refuse
 from jaxtrain.optim.leaves import AxesTree
 
-MIXING = ("reduce_", "cum", "sort", "arg", "top_k", "conv_", "fft", "dot_general", "custom_linear")
+MIXING = ("reduce_", "cum", "sort", "arg", "top_k", "conv_", "fft", "dot_general")
 MIXING_WHOLE = {"cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"}
 """Operations of JAX in which one number of an array has a say in another (by how they begin, and
 by their whole names); `reduce_precision` is not one."""

@@ -26,7 +26,8 @@ def square_root_scaling(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class ScaledRate:
-    """`schedule` as tuned at `reference_batch`, scaled by `rule` to the batch that is run.
+    """`schedule` (a number, a schedule or a function of the step) as tuned at `reference_batch`,
+    scaled by `rule` to the batch that is run.
 
     `reference_batch` is in the unit of the experiment's batch.
     """

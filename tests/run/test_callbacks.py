@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -338,6 +339,18 @@ def test_a_save_that_fails_is_not_told_as_one(
     _, said = train(recorder)
     assert "NOT SAVED" in said and "no room" in said
     assert [s for e, s, _ in recorder.calls if e == "after_save"] == [4, 6]
+
+
+def test_the_example_of_the_documentation_stops(train: Train) -> None:
+    """Of a model that learns nothing: the first evaluation is the best, three follow it."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?jaxtrain\.Callback.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "extending.md", "exec"), names)
+    optimizer = jaxtrain.SGD(1e-30, momentum=0.0, weight_decay=0.0)
+    result, said = train(names["Patience"](), name=None, optimizer=optimizer,
+        evaluation=jaxtrain.Evaluation(every=1, batches=1))  # fmt: skip
+    assert result.stopped and result.steps == 4 and "step 4 no better than" in said
 
 
 # What it raises.
