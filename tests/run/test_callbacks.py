@@ -284,8 +284,10 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(
     way."""
     at = 4 if event in ("after_evaluation", "after_save") else 3
     stops = STOPS.get(event, 4)
-    recorder = Recorder()
-    part, _ = train(Doing(event, at, jaxtrain.Run.stop), recorder)
+    recorder, evaluates = Recorder(), []
+    look = Doing("end", None, lambda run: evaluates.append(run.evaluates(run.last)))
+    part, _ = train(Doing(event, at, jaxtrain.Run.stop), recorder, look)
+    assert evaluates == [stops == 4], "the step it was stopped at is not evaluated for that"
     assert part.stopped and part.steps == part.saved == stops == saved(tmp_path / "run")[-1]
     assert recorder.calls[-1] == ("end", None, stops)
     saves = [step for event, step, _ in recorder.calls if event == "after_save"]
