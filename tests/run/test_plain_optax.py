@@ -203,6 +203,7 @@ def test_a_transformation_itself_is_not_stored(
     [
         (optax.adamw, r"has no build; call it, or use a value such as jaxtrain.AdamW"),
         (jaxtrain.AdamW, r"has no build; use a value such as jaxtrain.AdamW"),
+        (object, r"optimizer=<class 'object'> has no build; use a value"),
         (3, r"optimizer=3 has no build; use a value"),
     ],
 )
