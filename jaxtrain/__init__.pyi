@@ -86,9 +86,11 @@ from .optim.schedule import WarmupCosine as WarmupCosine
 from .optim.schedule import WarmupLinear as WarmupLinear
 from .optim.schedule import WarmupStableDecay as WarmupStableDecay
 from .pipeline.config import Pipeline as Pipeline
+from .run.callback import Callback as Callback
+from .run.callback import Run as Run
 from .run.check import check as check
-from .run.loop import Result as Result
 from .run.loop import train as train
+from .run.result import Result as Result
 from .telemetry.profiler import Steps as Steps
 from .weights.export import export as export
 from .weights.generate import generate as generate

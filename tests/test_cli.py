@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -341,6 +342,19 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     found = json.loads(said.out)
     assert found["damaged"] == [found["steps"][-1]["step"]]
     assert "DAMAGED in 1 places" in said.err and pack.name in said.err
+
+
+@pytest.mark.parametrize("when", ["before it begins", "after"])
+def test_a_signal_asks_the_run_to_stop(when: str) -> None:
+    """While it compiles there is no run yet to ask."""
+    asked: list[str] = []
+    run = types.SimpleNamespace(stop=lambda: asked.append("stop"))
+    stop = train_command.Stop()
+    steps = [lambda: stop.begin(run), lambda: stop.take(signal.SIGINT, None)]  # type: ignore[arg-type]
+    assert asked == []
+    for step in steps if when == "after" else reversed(steps):
+        step()
+    assert asked == ["stop"]
 
 
 LISTENED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -54,6 +54,18 @@ def poisoned() -> type[Poisoned]:
     return Poisoned
 
 
+class Asking(jaxtrain.Callback):
+    """Calls `ask` at each `event`, and has the run stop when it says so."""
+
+    def __init__(self, ask: Callable[[], Any], event: str = "after_step") -> None:
+        self.ask = ask
+        setattr(self, event, self.called)
+
+    def called(self, run: jaxtrain.Run, *_: Any) -> None:
+        if self.ask():
+            run.stop()
+
+
 class Table(nnx.Module):
     """A bigram table factored through 8 dims: a user's own model that compiles at once."""
 

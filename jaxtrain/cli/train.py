@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import INTERRUPTED, MESH, PREEMPTED, mesh_of, say, set_simulation_flags
+from jaxtrain.run.callback import Callback, Run
 
 TOGETHER_S = 0.25
 """Signals that come so close are one: a terminal, its shell and a launcher may each send theirs."""
@@ -41,7 +42,7 @@ def trained(options: Any) -> int:
                 run_dir=run_dir,
                 steps=options.steps,
                 settings=options.settings,
-                should_stop=lambda: stop.asked,
+                callbacks=[stop],
             )
         except KeyboardInterrupt:
             options.interrupted, result = True, None
@@ -57,13 +58,19 @@ def trained(options: Any) -> int:
         return INTERRUPTED if saved is None else PREEMPTED
 
 
-class Stop:
+class Stop(Callback):
     """What signals ask of a run: the first to stop after the step it is at, one that comes later to
     stop at once, by a KeyboardInterrupt. Either way the run saves first."""
 
     def __init__(self) -> None:
         self.asked = self.over = False
         self._latest = 0.0
+        self._run: Run | None = None
+
+    def begin(self, run: Run) -> None:
+        self._run = run
+        if self.asked:
+            run.stop()
 
     @contextmanager
     def listening(self, *, to_the_end: bool = False) -> Iterator[Stop]:
@@ -86,6 +93,8 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        if self._run is not None:
+            self._run.stop()
         # Not by print: the signal may strike within one. The terminal may be gone, too.
         with suppress(OSError):
             os.write(2, b"\nstopping after this step; once more to stop at once\n")

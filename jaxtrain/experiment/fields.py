@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import optax
+
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.collectives.buckets import SMALL_LEAF
 from jaxtrain.collectives.choice import Collectives
@@ -12,10 +14,11 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.fine_tuning import FineTuning
-from jaxtrain.experiment.kinds import kind_violations
+from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.fields import at_least, count, refuse
+from jaxtrain.optim.plain import Optax
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.telemetry.profiler import Steps
@@ -125,17 +128,30 @@ class Evaluation:
 @dataclass(frozen=True)
 class Logging:
     """every: steps between logged lines, whose speeds are means since the line before. profile:
-    steps to trace. tensorboard: write events."""
+    steps to trace. tensorboard: write events. callbacks: code of your own that a run calls: frozen
+    dataclasses that inherit from `Callback`, or functions (or classes) at the top of a module that
+    each start calls, with nothing, to make one. A resumed run may have others."""
 
     every: int = 10
     profile: Steps | None = None
     tensorboard: bool = True
+    callbacks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)
+        if isinstance(self.callbacks, tuple):
+            violations += callback_violations("callbacks", self.callbacks)
         if isinstance(self.every, int) and self.every < 1:
             violations += count("every", self.every, 1)
         refuse(violations)
+
+
+def _optimizer(given: Any) -> Any:
+    """The optimizer that it is, or stands for."""
+    if isinstance(given, optax.GradientTransformation):
+        return Optax(given)
+    made = not isinstance(given, type) and not hasattr(given, "build") and makes_value(given)
+    return Optax(given) if made else given
 
 
 @dataclass(frozen=True)
@@ -145,7 +161,8 @@ class Experiment:
     model: a config with `build`, or a module-level function rngs -> nnx.Module whose
       `loss(batch, *, key)` returns (sum, count).
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
-    optimizer: such as `AdamW(3e-4)`. steps: of the whole run; schedules end there.
+    optimizer: such as `AdamW(3e-4)`; or a transformation of optax's, or a function that returns
+      one, either of which is held as an `Optax`. steps: of the whole run; schedules end there.
     batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
     clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
       (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
@@ -180,12 +197,14 @@ class Experiment:
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)
+        object.__setattr__(self, "optimizer", _optimizer(self.optimizer))
         for name, method in (("data", "open"), ("optimizer", "build")):
             held = getattr(self, name)
             if isinstance(held, type) or not callable(getattr(held, method, None)):
                 example = {"data": "TextData()", "optimizer": "AdamW(3e-4)"}[name]
+                call = "call it, or " if callable(held) and not isinstance(held, type) else ""
                 violations.append(
-                    f"{name}={held!r} has no {method}; use a value such as jaxtrain.{example}"
+                    f"{name}={held!r} has no {method}; {call}use a value such as jaxtrain.{example}"
                 )
         if isinstance(self.seed, int):
             violations += seed_violations(self.seed)

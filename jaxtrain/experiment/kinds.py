@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import types
 import typing
@@ -96,6 +97,26 @@ def _remedy(name: str, value: Any, hint: Any) -> str:
 
 def _first_hint(kind: Any) -> Any:
     return typing.get_type_hints(kind)[dataclasses.fields(kind)[0].name]
+
+
+def makes_value(given: Any) -> bool:
+    """Whether it is a function, or a class, that is called with nothing."""
+    try:
+        inspect.signature(given).bind()
+    except (TypeError, ValueError):  # it is neither, asks for something, or does not say
+        return False
+    return True
+
+
+def callback_violations(name: str, callbacks: tuple[Any, ...]) -> list[str]:
+    """What is none, of a field of callbacks."""
+    return [
+        f"{name}[{i}]={each!r} is no callback; use a value whose class inherits from "
+        "jaxtrain.Callback, or a function (or class) of no arguments that makes one"
+        for i, each in enumerate(callbacks)
+        if isinstance(each, type) or not callable(getattr(each, "after_step", None))
+        if not makes_value(each)
+    ]
 
 
 def field_meant(error: BaseException, known: Mapping[str, Any]) -> str:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.kinds import field_meant
 from jaxtrain.files.stores import local_path
+from jaxtrain.optim.plain import Optax
 
 
 def load_experiment(path: str | Path) -> Experiment:
@@ -81,6 +83,15 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Optax):  # as it was written: a function, or optax's own
+        return _config(value.given, path, violations)
+    if isinstance(value, optax.GradientTransformation):
+        violations.append(
+            f"{path} is an optax transformation, two closures, which cannot be stored; write a "
+            f"function at the top of a module that returns it, `def adam(): return "
+            f"optax.adamw(3e-4)`, and give {path.rpartition('.')[2]}=adam"
+        )
+        return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
             violations.append(f"{path}: {type(value).__name__} can change; use a frozen dataclass")
@@ -102,7 +113,7 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
         return np.dtype(value).name
     violations.append(
         f"{path} is {type(value).__name__}; a field is a scalar, a tuple, a frozen dataclass or a "
-        f"module-level function"
+        f"module-level function or class"
     )
     return None
 

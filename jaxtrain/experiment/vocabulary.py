@@ -39,7 +39,7 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.source import Source
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.experiment.fields import Execution, Experiment
+from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.models.families import FAMILIES
@@ -52,6 +52,7 @@ from jaxtrain.optim.rate import linear_scaling, square_root_scaling
 from jaxtrain.optim.schedule import (
     Constant,
     InverseSqrt,
+    RateFn,
     Schedule,
     WarmupCosine,
     WarmupLinear,
@@ -70,6 +71,7 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
         types.NoneType,
     ),
     (Mixture, "parts"): (Source, TokenFiles),
+    (Logging, "callbacks"): (),
 }
 """What stands for `Any` in a field."""
 
@@ -95,6 +97,7 @@ DECAY_SHAPES = (linear_decay, cosine_decay, one_minus_sqrt)
 FUNCTIONS: dict[Any, tuple[Callable[..., Any], ...]] = {
     LeafMask: (matrices, hidden_matrices, everything),
     Callable[[float], float]: (linear_scaling, square_root_scaling),
+    RateFn: (),
     Activation: (*ACTIVATIONS, *DECAY_SHAPES),  # both are functions of an array
 }
 

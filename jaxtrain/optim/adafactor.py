@@ -178,7 +178,8 @@ class Adafactor:
     decoupled and follows the learning rate, as AdamW's does (optax's `weight_decay_rate` does not
     follow it). State: two vectors a matrix, and one number a parameter with momentum.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     decay_rate: c of the second moment's decay 1 - t**-c. min_dim_size_to_factor: matrices with
     a smaller dim keep the full second moment. eps: added to squared gradients (the paper's
     eps1). decay: which leaves weight decay applies to.

@@ -20,7 +20,8 @@ class AdamW:
 
     Defaults are those of Brown et al. 2020 (GPT-3, app. B). State: two numbers a parameter.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`). b1, b2:
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`). b1, b2:
     decay of the means of gradients and of their squares. eps: added to the root of the second
     mean. weight_decay: what a step takes off a parameter, as a share of it, times the learning
     rate. decay: which leaves it applies to.
@@ -57,7 +58,8 @@ class SGD:
     Weight decay is the L2 penalty's gradient, added before the momentum. Defaults: He et al. 2016
     (ResNet). State: one number a parameter; none with momentum=0.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     weight_decay: the penalty's coefficient. decay: which leaves it applies to. nesterov: take
     the momentum one step ahead.
     momentum: how much of the last step's direction is kept.
@@ -99,7 +101,8 @@ class Lion:
     Its section 5 advises rates 3 to 10 times smaller and decay as much larger than AdamW's: the
     default decay is ten times ours. State: one number a parameter.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     weight_decay: decoupled, times the learning rate. decay: which leaves it applies to.
     b1, b2: how much of the momentum is in the sign, and how much of it is kept.
     """

@@ -55,7 +55,8 @@ class Lamb:
     As its authors' code does, norms and biases are neither decayed nor scaled: `decay`, `adapt`.
     State: two numbers a parameter.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     weight_decay: added to Adam's direction before it is scaled. b1, b2, eps: of Adam, as in
     `AdamW`.
     """
@@ -94,7 +95,8 @@ class Lars:
 
     Norms and biases are neither decayed nor scaled. State: one number a parameter.
 
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     weight_decay: added to the gradient before it is scaled. momentum: of the scaled gradients;
     nesterov: taken one step ahead. trust_coefficient: of the scale, the ratio of the norms of a
     layer's parameters and gradients. decay, adapt: which leaves are decayed and scaled.

@@ -123,7 +123,8 @@ class Muon:
 
     rms: updates have this root mean square, so that Muon and AdamW share rate and decay (0.2: Liu
       et al. 2025, sec. 2.2); None scales by sqrt(max(1, fan_out / fan_in)) as Jordan does.
-    learning_rate: a number, a schedule, or either scaled with the batch (`ScaledRate`).
+    learning_rate: a number, a schedule, a function of the step, or one of them scaled with the
+    batch (`ScaledRate`).
     weight_decay: decoupled, times the learning rate. momentum: of gradients; nesterov: taken one
       step ahead.
     newton_schulz_steps, coefficients: how often x <- a x + (b A + c A^2) x with A = x x^T is

@@ -45,9 +45,10 @@ __all__ = [
 
 
 class Optimizer(Protocol):
-    """What a training run asks of an optimizer; a user's own need only have these. What it needs
-    beyond each number by itself is the partitioner's to find. Its learning rate is logged where
-    `optax.inject_hyperparams` puts it into the state."""
+    """What a training run asks of an optimizer; a user's own need only have these, and `Optax` has
+    them for a transformation of optax's. What it needs beyond each number by itself is the
+    partitioner's to find. Its learning rate is logged where `optax.inject_hyperparams` puts it into
+    the state."""
 
     def violations(self, steps: int) -> list[str]:
         """What is wrong with this optimizer in a run of `steps`; empty when all is well."""
@@ -94,7 +95,8 @@ def state_axes(state: Any, axes: AxesTree, values: Any = None) -> Any:
             where = jax.tree_util.keystr(path)
             raise ValueError(
                 f"optimizer state {where} has shape {leaf.shape} and no parameter's logical axes "
-                f"fit (found {names}); keep state in trees like the parameters', or as scalars"
+                f"fit (found {names}); keep state in trees like the parameters', or as scalars, "
+                "as jaxtrain's Adafactor and Muon do"
             )
         return found
 

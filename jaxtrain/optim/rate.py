@@ -1,4 +1,5 @@
-"""The learning rate an optimizer holds: a number, a schedule, or one scaled with the batch."""
+"""The learning rate an optimizer holds: a number, a schedule, a function of the step, or one of
+them scaled with the batch."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ def square_root_scaling(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class ScaledRate:
-    """`schedule` as tuned at `reference_batch`, scaled by `rule` to the batch that is run.
+    """`schedule` (a number, a schedule or a function of the step) as tuned at `reference_batch`,
+    scaled by `rule` to the batch that is run.
 
     `reference_batch` is in the unit of the experiment's batch.
     """
 
-    schedule: float | Schedule
+    schedule: float | Schedule | RateFn
     reference_batch: int
     rule: Callable[[float], float] = square_root_scaling
 
@@ -46,8 +48,9 @@ class ScaledRate:
         return self.rule(batch / self.reference_batch)
 
 
-Rate = float | Schedule | ScaledRate
-"""What an optimizer's `learning_rate` may be."""
+Rate = float | Schedule | ScaledRate | RateFn
+"""What an optimizer's `learning_rate` may be: a function is of the step, counted from 0 without
+those that were skipped, as optax's schedules are."""
 
 
 def rate_fields(value: Rate, *, name: str = "learning_rate") -> list[str]:
@@ -56,14 +59,37 @@ def rate_fields(value: Rate, *, name: str = "learning_rate") -> list[str]:
         return []
     if isinstance(value, (int, float)):
         return positive(name, value)
-    return [f"{name}={value!r} must be a number or a schedule; use for example WarmupCosine(3e-4)"]
+    if callable(value) and not isinstance(value, type):
+        return []
+    return [
+        f"{name}={value!r} must be a number, a schedule or a function of the step; use for example "
+        "WarmupCosine(3e-4)"
+    ]
 
 
 def rate_violations(value: Rate, steps: int) -> list[str]:
     """What is wrong with a learning rate in a run of `steps`."""
     if isinstance(value, ScaledRate):
         value = value.schedule
-    return value.violations(steps) if isinstance(value, Schedule) else count("steps", steps, 1)
+    if isinstance(value, Schedule):
+        return value.violations(steps)
+    return count("steps", steps, 1) + (_function_violations(value) if callable(value) else [])
+
+
+def _function_violations(function: RateFn) -> list[str]:
+    """What is wrong with a function of the step, which is traced: its step has no value yet."""
+    name = getattr(function, "__name__", repr(function))
+    try:
+        found = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # whatever the user's function raises
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return [
+            f"learning_rate={name} cannot be traced ({type(error).__name__}: {said}); write it "
+            "with jax.numpy, jnp.where for `if`"
+        ]
+    if getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.number):
+        return []
+    return [f"learning_rate={name} gives {found} of a step; a learning rate is one number"]
 
 
 def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
@@ -72,9 +98,16 @@ def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
     factor = 1.0
     if isinstance(value, ScaledRate):
         factor, value = value.factor(batch), value.schedule
-    schedule = value if isinstance(value, Schedule) else Constant(float(value))
-    unscaled = schedule.build(steps)
+    unscaled = _unscaled(value, steps)
     return unscaled if factor == 1.0 else lambda step: factor * unscaled(step)
+
+
+def _unscaled(value: float | Schedule | RateFn, steps: int) -> RateFn:
+    if isinstance(value, Schedule):
+        return value.build(steps)
+    if not callable(value):
+        return Constant(float(value)).build(steps)
+    return lambda step: jnp.asarray(value(step), jnp.float32)
 
 
 def injected_rate(state: Any) -> jax.Array | None:

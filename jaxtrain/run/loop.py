@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import jax
@@ -18,40 +18,25 @@ from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
-from jaxtrain.run.log import RunLog
+from jaxtrain.run.hooks import (
+    GuardMessages,
+    Hooks,
+    MetricsFiles,
+    Profiling,
+    ProgressLine,
+    callbacks_of,
+)
+from jaxtrain.run.rates import Rates
+from jaxtrain.run.readings import Readings
+from jaxtrain.run.result import Result
 from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.session import CACHE_DIR, Session, open_session
 from jaxtrain.run.shielded import Shielded
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.telemetry.metrics import read_metrics
-from jaxtrain.telemetry.profiler import Profiler
 from jaxtrain.weights.generate import generate
-
-
-@dataclass
-class Result:
-    """What a run gives back. `history`: a line of metrics for each step that this start took, of
-    long runs every so many (see `History`); all that was logged is in metrics.jsonl. `stopped`: it
-    was asked to stop before its last step. `saved`: the step it can go on from, None when nothing
-    was saved. `experiment`: as it was run, with the settings applied. `steps`: that are done in
-    all. `run_dir`: where it is kept, None for memory alone. `evaluation`: the last held-out
-    metrics. `sample`: the text drawn at the end. `session`: the state, the dataset and the compiled
-    step, for `generate` and notebooks."""
-
-    experiment: Experiment
-    steps: int
-    run_dir: Path | None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    evaluation: dict[str, float] = field(default_factory=dict)
-    sample: str | None = None
-    stopped: bool = False
-    saved: int | None = None
-    session: Session | None = field(default=None, repr=False)
-
-    @property
-    def loss(self) -> float:
-        return self.history[-1]["loss"] if self.history else float("nan")
 
 
 def train(
@@ -63,7 +48,7 @@ def train(
     settings: list[str] | None = None,
     cache_dir: str | Path = CACHE_DIR,
     stream: TextIO | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
@@ -71,8 +56,9 @@ def train(
     that comes with jaxtrain ("cpu_8"). cache_dir: where tokens and indices of the data are kept
     between runs. stream: what is told goes there, to the standard output where it is None.
     steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
-    `path=value` overrides. should_stop is asked after every step; when it says so, or on
-    KeyboardInterrupt or an error, the state is saved first (what was raised is then raised again).
+    `path=value` overrides. callbacks: code of your own that the run calls, after that of
+    `Logging.callbacks`; it may ask for a stop and for saves (`Callback`). On a stop, a
+    KeyboardInterrupt or an error the state is saved first (what was raised is then raised again).
     run_dir=None keeps everything in memory.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
@@ -85,15 +71,11 @@ def train(
     spec = load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
     cache = local_path("cache_dir", cache_dir).expanduser()
-    last = experiment.steps if steps is None else steps
-    if not 1 <= last <= experiment.steps:
-        raise ValueError(
-            f"steps={last}; a run takes at least 1 step and at most experiment.steps="
-            f"{experiment.steps}, for which its schedules are made; use steps="
-            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
-        )
-    config = {"experiment": config_of(experiment)}
+    last = _last_step(experiment, steps)
+    given = callbacks_of(experiment, callbacks)
+    config = {}
     if run is not None:
+        config = {"experiment": config_of(experiment)}
         refuse_unfit(run, config, experiment)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
@@ -109,65 +91,125 @@ def train(
         if run is not None and first:
             directory = RunDirectory(run, config, session.dataset)
             stack.callback(directory.close)
-        log = RunLog(session, run, (stream or sys.stdout) if first else io.StringIO(), last)
-        stack.callback(log.close)
-        loop = _Loop(session, log, saves, directory, should_stop)
+        out = (stream or sys.stdout) if first else io.StringIO()
+        result = Result(session.experiment, session.start, run, session=session)
+        loop = _Loop(result, session, saves, directory, out, last, given)
         stack.callback(loop.close)
-        return loop.run()
+        return loop.whole()
+
+
+def _last_step(experiment: Experiment, steps: int | None) -> int:
+    """The step a run is to end with. Raises ValueError where the experiment has none such."""
+    last = experiment.steps if steps is None else steps
+    if not 1 <= last <= experiment.steps:
+        raise ValueError(
+            f"steps={last}; a run takes at least 1 step and at most experiment.steps="
+            f"{experiment.steps}, for which its schedules are made; use steps="
+            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
+        )
+    return last
 
 
 class _Loop:
     def __init__(
         self,
+        result: Result,
         session: Session,
-        log: RunLog,
         saves: Checkpoints | None,
         directory: RunDirectory | None,
-        should_stop: Callable[[], bool],
+        stream: TextIO,
+        last: int,
+        callbacks: Sequence[Callback],
     ) -> None:
-        self.session, self.log, self.directory = session, log, directory
-        self.should_stop = should_stop
-        self.saving = Saving(saves, session, log.tell) if saves else None
+        self.result, self.session, self.directory = result, session, directory
+        self.experiment = session.experiment
+        logging, run_dir = self.experiment.logging, result.run_dir
+        progress = ProgressLine(last, session.start, stream, logging.every)
+        self.tell = progress.tell
+        self.run = Running(session, run_dir, last, self.tell)
+        self.rates = Rates(session.assembly, session.documents)
+        self.readings = Readings(session, self.rates, self.tell_metrics)
+        self.files = MetricsFiles(run_dir, session.start, logging, self.rates)
+        profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
+        self.hooks = Hooks(self.run, (profiling, progress, guard, self.files), callbacks)
+        self.saving = Saving(saves, session, self.tell) if saves else None
         self.shielded = Shielded()
-        self.result = Result(session.experiment, session.start, log.run_dir, session=session)
-        self.result.history = log.history.lines
-        self.profiler = Profiler(session.experiment.logging.profile, log.run_dir or Path("."))
+        self.result.history = self.readings.history.lines
         self.evaluated_at: int | None = None
 
-    @property
-    def experiment(self) -> Experiment:
-        return self.session.experiment
+    def tell_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        self.hooks.tell("metrics", step, MappingProxyType(values))
 
-    @property
-    def last(self) -> int:
-        return self.log.last
-
-    def run(self) -> Result:
+    def whole(self) -> Result:
+        """The run from its first words to its last."""
         if self.saving:
             self.shielded(self.saving.begin)
-        self.log.tell(self.headline())
-        try:
-            self.loop()
-        except KeyboardInterrupt:
-            self.shielded.to_the_end(self.leave, "interrupted")
-            raise
-        except Exception as error:
-            self.shielded.to_the_end(self.failed, error)
-            raise
-        if not self.result.stopped:
-            if self.session.start == self.last:
-                self.already_done()
-            self.finish()
+        self.tell(self.headline())
+        with self.hooks.ended():
+            try:
+                self.loop()
+            except KeyboardInterrupt:
+                self.shielded.to_the_end(self.leave, "interrupted")
+                raise
+            except Exception as error:
+                self.shielded.to_the_end(self.failed, error)
+                raise
+            if not self.result.stopped:
+                if self.session.start == self.run.last:
+                    self.already_done()
+                self.finish()
         return self.result
+
+    def loop(self) -> None:
+        session, run, hooks = self.session, self.run, self.hooks
+        hooks.tell("begin")
+        for step in range(session.start, run.last):
+            at, batch = session.loader.next()
+            assert at == step, f"the loader gave the batch of step {at} for step {step}"
+            hooks.tell("before_step", step + 1)
+            self.readings.take(step + 1, session.step(batch))
+            self.result.steps = step + 1
+            run.advance(step + 1)
+            hooks.tell("after_step", step + 1)
+            self.readings.read()
+            self.readings.refuse_skipping()
+            self.evaluate_and_save(step + 1)
+            if self.stops_as_asked(step + 1):
+                break
+        self.readings.flush()
+        self.readings.refuse_skipping()
+
+    def evaluate_and_save(self, done: int) -> None:
+        """What is due after `done` steps."""
+        evaluates, last = self.run.evaluates(done), done == self.run.last
+        tier = self.saving and self.shielded(self.saving.due, done)
+        rated = self.saving and self.saving.rated
+        if evaluates and rated:
+            self.run_evaluation(done)
+            tier = "durable"
+        if tier or last:
+            self.save(last=last, durable=tier != "local")
+        if evaluates and not rated:
+            self.run_evaluation(done)
+
+    def stops_as_asked(self, done: int) -> bool:
+        """Do what callbacks asked for; whether the run ends here for it."""
+        stops = self.run.asked("stop") and done < self.run.last
+        if self.run.asked("save") or stops:
+            self.save(last=stops)
+        if stops:
+            self.run.end_at(done)
+            self.result.stopped = True
+        return stops
 
     def already_done(self) -> None:
         """The last step was saved before: tell what the run reached, and evaluate again."""
         done, whole = self.session.start, self.experiment.steps
         asked = f"all {done} steps" if done == whole else f"the {done} steps asked for, of {whole},"
-        self.log.tell(f"{asked} are done")
+        self.tell(f"{asked} are done")
         if self.result.run_dir is not None:
             for line in read_metrics(self.result.run_dir):
-                self.log.history.add(line)
+                self.readings.history.add(line)
         if self.experiment.evaluation is not None:
             self.run_evaluation(self.session.start)
 
@@ -178,69 +220,43 @@ class _Loop:
         begin = f"resuming at step {session.start}, " if session.start else session.beginning
         return (
             f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
-            f"{self.last} steps, compiled in {session.compile_s:.1f}s"
+            f"{self.run.last} steps, compiled in {session.compile_s:.1f}s"
         )
-
-    def loop(self) -> None:
-        session, e, steps = self.session, self.experiment, self.last
-        metrics: dict[str, Any] = {}
-        for step in range(session.start, steps):
-            at, batch = session.loader.next()
-            assert at == step, f"the loader gave the batch of step {at} for step {step}"
-            self.profiler.before(step, metrics)
-            metrics = session.step(batch)
-            self.profiler.after(step, metrics)
-            done = self.result.steps = step + 1
-            self.log.push(done, metrics)
-            self.log.refuse_skipping()
-            evaluates = e.evaluation and (done % e.evaluation.every == 0 or done == steps)
-            tier = self.saving and self.shielded(self.saving.due, done)
-            rated = self.saving and self.saving.rated
-            if evaluates and rated:
-                self.run_evaluation(done)
-                tier = "durable"
-            if tier or done == steps:
-                self.shielded(self.save, done == steps, tier != "local")
-            if evaluates and not rated:
-                self.run_evaluation(done)
-            if self.should_stop() and done < steps:
-                self.shielded(self.save, True)
-                self.log.last, self.result.stopped = done, True
-                break
-        self.log.flush()
-        self.log.refuse_skipping()
 
     def run_evaluation(self, step: int) -> None:
         """Evaluate with the clock stopped; the values join the metrics of `step`."""
         evaluation = self.experiment.evaluation
         assert evaluation is not None
-        self.log.hold()
-        with self.log.rates.paused():
-            final = step >= self.last
+        self.readings.flush()
+        with self.rates.paused():
+            final = step >= self.run.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
         self.result.evaluation, self.evaluated_at = values, step
-        text = " ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.log.tell(f"step {step} {text}")
-        self.log.evaluated(values)
+        self.hooks.tell("after_evaluation", step, MappingProxyType(values))
 
-    def save(self, last: bool, durable: bool = True) -> None:
-        """last: nothing comes after it. Then it raises what is told otherwise: CheckpointError, and
-        ValueError where the run directory is gone and cannot be written again."""
+    def save(self, *, last: bool, durable: bool = True) -> None:
+        """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it."""
+        if self.shielded(self.save_now, last, durable):
+            self.hooks.tell("after_save", self.result.steps)
+
+    def save_now(self, last: bool, durable: bool = True) -> bool:
+        """Whether a save of this step has begun, unless it was there. last: nothing comes after it.
+        Then it raises what is told otherwise: CheckpointError, and ValueError where the run
+        directory is gone and cannot be written again."""
         if self.saving is None:
-            return
+            return False
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
-        with self.log.rates.paused():
+        with self.rates.paused():
             step, metrics = self.result.steps, self.evaluated(self.result.steps)
             if not self.mended(last):
                 self.saving.manager.put_off(step, durable=durable)
-                return
-            if last:
-                self.saving.save_last(step, metrics)
-            else:
-                self.saving.save(step, metrics, durable=durable)
-        if last:
-            self.result.saved = self.result.steps
+                return False
+            if not last:
+                return self.saving.save(step, metrics, durable=durable)
+            begun = self.saving.save_last(step, metrics)
+        self.result.saved = step
+        return begun
 
     def mended(self, last: bool) -> bool:
         """Whether the run directory is there to save in, and can be gone on from: the same on every
@@ -250,7 +266,7 @@ class _Loop:
         except (OSError, ValueError) as error:
             if last:
                 raise
-            self.log.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
+            self.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
             return False
         return True
 
@@ -260,29 +276,31 @@ class _Loop:
         found = self.directory.written_again() if self.directory else None
         if found is not None:
             self.saving.manager.name_again()
-            self.log.tell(f"NOTE {found}")
-            self.log.write_again()
+            self.tell(f"NOTE {found}")
+            self.files.write_again(self.run)
 
     def evaluated(self, step: int) -> dict[str, float]:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
         e = self.experiment.evaluation
-        alike = e is not None and (step < self.last or e.final_batches == e.batches)
+        alike = e is not None and (step < self.run.last or e.final_batches == e.batches)
         return self.result.evaluation if alike and self.evaluated_at == step else {}
 
     def leave(self, word: str) -> None:
         """Save what is whole: the state after the last finished step."""
+        self.hooks.own_alone()  # one of the others may be why it ends
         if self.saving is None:
-            self.log.tell(f"{word}; nothing is saved without checkpoints in a run_dir")
+            self.tell(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
             latest = self.saving.manager.latest()
-            self.log.tell(f"{word}: the last step failed; the newest save is {latest}")
+            self.tell(f"{word}: the last step failed; the newest save is {latest}")
             return
-        self.result.steps = self.log.last = int(self.session.state.step)
-        self.save(last=True)
-        self.log.tell(f"{word}; saved step {self.result.steps}")
-        self.log.flush()
-        self.log.evaluated({})
+        self.result.steps = int(self.session.state.step)
+        self.run.end_at(self.result.steps)
+        self.save_now(last=True)
+        self.tell(f"{word}; saved step {self.result.steps}")
+        self.readings.flush()
+        self.files.write_held(self.run)
 
     def failed(self, error: Exception) -> None:
         """As for an interrupt; what else fails then is noted on the error that came first."""
@@ -293,7 +311,7 @@ class _Loop:
 
     def finish(self) -> None:
         """The last words: what was reached against reference compressors, and a sample."""
-        e, say = self.experiment, self.log.tell
+        e, say = self.experiment, self.tell
         reached = self.result.evaluation.get("bits_per_byte")
         if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
             bits = reference_bits(e.data)
@@ -321,4 +339,4 @@ class _Loop:
 
     def close(self) -> None:
         self.shielded.close()
-        self.profiler.close()
+        self.hooks.close()

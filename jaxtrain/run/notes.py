@@ -5,6 +5,9 @@ from __future__ import annotations
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import ExpertCall, operations
 from jaxtrain.nn.loss import chunk_count
+from jaxtrain.optim.leaves import leaf_dims
+from jaxtrain.optim.plain import Optax, mixing
+from jaxtrain.optim.rate import injected_rate
 from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.step.assembly import Assembly
 
@@ -14,10 +17,36 @@ MANY = 4
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
+    found = _plain_optax(assembly)
     if assembly.description is None:
-        return []
+        return found
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
-    return [*_routers(assembly), *_chunks(assembly), *(f"pipeline: {text}" for text in tables)]
+    pipeline = [f"pipeline: {text}" for text in tables]
+    return [*found, *_routers(assembly), *_chunks(assembly), *pipeline]
+
+
+def _plain_optax(assembly: Assembly) -> list[str]:
+    """A transformation of optax's that takes a stack of layers for one leaf, or says no rate."""
+    if not isinstance(assembly.experiment.optimizer, Optax):
+        return []
+    state, found = assembly.abstract.optimizer, []
+    if injected_rate(state) is None:
+        found.append(
+            "optimizer: no learning rate is logged, for the state of this optax transformation "
+            "says none; use optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
+        )
+    places = {k: place for k, place in assembly.places.items() if place.trained}
+    stacks = [place.path for place in places.values() if leaf_dims(place.axes).stacked]
+    params = {k: assembly.abstract.params[k] for k in places}
+    met = mixing(assembly.transform, params, state) if stacks else []
+    if met:
+        found.append(
+            f"optimizer: this optax transformation computes over whole leaves ({', '.join(met)}), "
+            f"and {len(stacks)} leaves are stacks, such as {stacks[0]}: what it means for the "
+            "matrix of one layer it does to all layers at once (a sum over all leaves together is "
+            "right); use Lamb, Lars, Muon or Adafactor of jaxtrain"
+        )
+    return found
 
 
 def _routers(assembly: Assembly) -> list[str]:

@@ -57,21 +57,25 @@ class Saving:
             jax.block_until_ready(self.session.state)
         return self.manager.should_save(done)
 
-    def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
-        """Begin to save the state after `step`, unless it is there already. A failure is told."""
+    def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> bool:
+        """Begin to save the state after `step`, unless it is there already; whether it has begun. A
+        failure is told."""
         if durable:
             self._told(self.manager.wait)  # what is in flight may be this very step
-        if not durable or self.manager.latest() != step:
-            self._told(lambda: self._save(step, metrics, durable=durable))
+        if durable and self.manager.latest() == step:
+            return False
+        return self._told(lambda: self._save(step, metrics, durable=durable))
 
-    def save_last(self, step: int, metrics: dict[str, float]) -> None:
+    def save_last(self, step: int, metrics: dict[str, float]) -> bool:
         """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
         later save makes up for it."""
         self._told(self.manager.wait)
         try:
-            if self.manager.latest() != step:
-                self._save(step, metrics, durable=True)
-                self.manager.wait()
+            if self.manager.latest() == step:
+                return False
+            self._save(step, metrics, durable=True)
+            self.manager.wait()
+            return True
         finally:
             self._tell_troubles()
 
@@ -88,12 +92,16 @@ class Saving:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
 
-    def _told(self, act: Callable[[], Any]) -> None:
+    def _told(self, act: Callable[[], Any]) -> bool:
+        """Whether it succeeded; a failure is told."""
+        failed = False
         try:
             act()
         except CheckpointError as error:
+            failed = True
             self.tell(f"NOT SAVED {error}; the run goes on")
         self._tell_troubles()
+        return not failed
 
     def _tell_troubles(self) -> None:
         for trouble in self.manager.take_troubles():

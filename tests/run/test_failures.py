@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny import Asking
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointManager, exchange, manager, tiers
@@ -66,7 +67,7 @@ def test_a_second_run_in_the_same_directory_is_refused(
 
     mesh = jaxtrain.mesh_from_axes(fsdp=2)
     places = {"run_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
-    jaxtrain.train(own, mesh, steps=2, should_stop=ask, stream=io.StringIO(), **places)
+    jaxtrain.train(own, mesh, steps=2, callbacks=[Asking(ask)], stream=io.StringIO(), **places)
     assert said
     jaxtrain.train(own, mesh, steps=3, stream=io.StringIO(), **places)  # let go at the end
 
@@ -157,7 +158,7 @@ def test_what_is_removed_below_a_run_is_told_and_written_again(
                 train()
         return len(asked) == 5
 
-    assert train(stream=stream, should_stop=ask).saved == 5
+    assert train(stream=stream, callbacks=[Asking(ask)]).saved == 5
     assert len(re.findall(f"NOTE {said}", stream.getvalue())) == 1
     assert left_in(run)[1].endswith("the same command goes on")
     rest = train(stream=io.StringIO())
@@ -197,9 +198,9 @@ def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
     with pytest.raises(ValueError, match="cannot be written"):
         jaxtrain.train(
             replace(own, steps=14, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
-            run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream, should_stop=ask,
+            run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream, callbacks=[Asking(ask)],
         )  # fmt: skip
-    assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["7", "10", "13"]
+    assert re.findall(r"NOT SAVED step (\d+)", stream.getvalue()) == ["6", "9", "12"]
 
 
 def test_a_log_that_cannot_be_closed_hides_no_error(
@@ -220,7 +221,7 @@ def test_a_log_that_cannot_be_closed_hides_no_error(
         jaxtrain.train(
             replace(own, steps=3, checkpoints=policy, logging=logging),
             jaxtrain.mesh_from_axes(data=1), run_dir=run, cache_dir=tmp_path, stream=stream,
-            should_stop=ask,
+            callbacks=[Asking(ask)],
         )  # fmt: skip
     assert re.search("NOT LOGGED the last steps: .*events", stream.getvalue())
 
@@ -234,14 +235,14 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
     heard: list[str] = []
 
     def refuse(directory: RunDirectory) -> None:
-        if fails == 0 and len(asked) == 3:
+        if fails == 0 and len(asked) == 4:
             raise ValueError("no room")
 
     def gathered(text: str) -> list[str]:
         if text.startswith("["):  # of what has other words
             return [text]
         heard.append(text)
-        return [text, "no room" if fails == 1 and len(asked) == 3 else ""]
+        return [text, "no room" if fails == 1 and len(asked) == 4 else ""]
 
     monkeypatch.setattr(RunDirectory, "written_again", refuse)
     monkeypatch.setattr(exchange, "gathered", gathered)
@@ -251,7 +252,7 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
     jaxtrain.train(
         replace(own, steps=8, checkpoints=policy), jaxtrain.mesh_from_axes(data=1),
         run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream,
-        should_stop=lambda: bool(asked.append(None)),
+        callbacks=[Asking(lambda: asked.append(None))],
     )  # fmt: skip
     said = re.findall(r"NOT SAVED step (\d): (.*); the run goes on", stream.getvalue())
     assert said == [("4", ["no room", "process 1: no room"][fails])]

@@ -45,16 +45,16 @@ experiment = jaxtrain.Experiment(
 asked = []
 
 
-def stop():
-    asked.append(1)
-    if len(asked) == die_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return False
+class Die(jaxtrain.Callback):
+    def after_step(self, run, step):
+        asked.append(1)
+        if len(asked) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 result = jaxtrain.train(
     experiment, jaxtrain.mesh_from_axes(data=2, fsdp=2), run_dir=f"{folder}/run",
-    cache_dir=f"{folder}/cache{index}", should_stop=stop,
+    cache_dir=f"{folder}/cache{index}", callbacks=[Die()],
 )
 rows = result.history
 found = {"steps": [row["step"] for row in rows], "losses": [row["loss"] for row in rows]}

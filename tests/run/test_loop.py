@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import Asking
 
 import jaxtrain
 from jaxtrain.data import BatchRamp, Loader
 from jaxtrain.experiment import config_of
 from jaxtrain.run import session
 from jaxtrain.run.evaluate import Evaluator
-from jaxtrain.run.loop import Result
+from jaxtrain.run.result import Result
 from jaxtrain.run.saving import Saving
 
 STEPS = 6
@@ -51,14 +52,14 @@ def trained(tmp_path: Path) -> Train:
 
 
 def after(steps: int, then: Callable[[], Any]) -> Callable[[], bool]:
-    """should_stop that does `then` when it is asked for the `steps`-th time."""
+    """Does `then` when it is asked for the `steps`-th time."""
     asked = []
 
-    def should_stop() -> bool:
+    def ask() -> bool:
         asked.append(None)
         return bool(then()) if len(asked) == steps else False
 
-    return should_stop
+    return ask
 
 
 def interrupt() -> None:
@@ -136,8 +137,8 @@ def test_a_run_directory_holds_what_every_tool_reads(
 
 STOPS = {
     "steps=N": {"steps": 3},
-    "should_stop": {"should_stop": lambda: after(3, lambda: True)},
-    "KeyboardInterrupt": {"should_stop": lambda: after(3, interrupt)},
+    "a callback": {"callbacks": lambda: [Asking(after(3, lambda: True))]},
+    "KeyboardInterrupt": {"callbacks": lambda: [Asking(after(3, interrupt))]},
 }
 
 
@@ -153,7 +154,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
             trained(experiment, **options)
     else:
         part = trained(experiment, **options)
-        assert part.stopped == (how == "should_stop")
+        assert part.stopped == (how == "a callback")
         assert part.steps == 3
     stream = io.StringIO()
     rest = trained(experiment, stream=stream)
@@ -241,7 +242,7 @@ def test_interrupts_while_it_saves_lose_nothing(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Saving, "_save", struck)
-        trained(own, stream=stream, should_stop=after(3, then))
+        trained(own, stream=stream, callbacks=[Asking(after(3, then))])
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
     assert "interrupted; saved step 3" in stream.getvalue()
     assert_same_state(trained(own), whole)
@@ -255,9 +256,9 @@ def test_stopping_at_a_step_that_was_just_saved(
     experiment = replace(own, checkpoints=jaxtrain.SavePolicy(every=2))
     if then is interrupt:
         with pytest.raises(KeyboardInterrupt):
-            trained(experiment, should_stop=after(2, then))
+            trained(experiment, callbacks=[Asking(after(1, then), "after_save")])
     else:
-        assert trained(experiment, should_stop=after(2, then)).stopped
+        assert trained(experiment, callbacks=[Asking(after(2, then))]).stopped
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
@@ -413,8 +414,8 @@ def test_without_a_run_directory_nothing_is_written(
     assert result.steps == STEPS and result.run_dir is None
     assert list(tmp_path.rglob("*")) == []
     with pytest.raises(KeyboardInterrupt):
-        trained(own, name=None, should_stop=after(1, interrupt))
-    assert trained(own, name=None, should_stop=after(2, lambda: True)).steps == 2
+        trained(own, name=None, callbacks=[Asking(after(1, interrupt))])
+    assert trained(own, name=None, callbacks=[Asking(after(2, lambda: True))]).steps == 2
 
 
 @pytest.mark.parametrize("field", ["batch", "vocab"])
@@ -500,7 +501,7 @@ def test_the_last_step_is_in_the_files_however_seldom_one_logs(
 ) -> None:
     quiet = replace(own, logging=jaxtrain.Logging(every=100, tensorboard=False))
     quiet = replace(quiet, checkpoints=jaxtrain.SavePolicy(every=100))
-    assert trained(quiet, should_stop=after(2, lambda: True)).stopped
+    assert trained(quiet, callbacks=[Asking(after(2, lambda: True))]).stopped
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
     whole = trained(quiet)
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, STEPS]

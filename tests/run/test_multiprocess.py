@@ -46,6 +46,24 @@ class Counted:
         return dataset
 
 
+class Asks(jaxtrain.Callback):
+    '''For a save after the first step, and of several processes for a stop after `steps`, by a
+    number that all of them have.'''
+
+    saves = []
+
+    def after_step(self, run, step):
+        if step == 1:
+            run.save()
+
+    def metrics(self, run, step, values):
+        if processes > 1 and step == steps - 1 and values["loss"] > 0:
+            run.stop()
+
+    def after_save(self, run, step):
+        self.saves.append(step)
+
+
 block = jaxtrain.BlockConfig(
     jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
 )
@@ -65,13 +83,16 @@ result = jaxtrain.train(
     experiment,
     jaxtrain.mesh_from_axes(data=2, fsdp=2),
     run_dir=run,
-    steps=steps,
+    steps=steps if processes == 1 else STEPS,
+    callbacks=[Asks()],
     cache_dir=Path(out).parent / f"cache{index}",
 )
 found = {
     "losses": [line["loss"] for line in result.history],
     "evaluation": result.evaluation["eval_loss"],
     "read": read,
+    "saves": Asks.saves,
+    "stopped": result.stopped,
 }
 Path(out).write_text(json.dumps(found))
 """.replace("STEPS", str(STEPS)).replace("BATCH", str(BATCH))
@@ -93,7 +114,9 @@ def run(folder: Path, name: str, *, processes: int, steps: int = STEPS) -> list[
 def test_two_processes_train_as_one_and_hand_over(tmp_path: Path) -> None:
     (one,) = run(tmp_path, "one", processes=1)
     two = run(tmp_path, "two", processes=2, steps=2)
-    assert two[0]["losses"] == two[1]["losses"]
+    assert two[0]["losses"] == two[1]["losses"] and len(two[0]["losses"]) == 2
+    assert [each["saves"] for each in two] == [[1, 2], [1, 2]]
+    assert all(each["stopped"] for each in two) and not one["stopped"]
     assert two[0]["losses"] == pytest.approx(one["losses"][:2], rel=1e-6)
     assert two[0]["evaluation"] == two[1]["evaluation"]
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import Asking
 
 import jaxtrain
 from jaxtrain import Compressed, Int8, PowerSGD
@@ -24,7 +25,7 @@ from jaxtrain.checkpoint.leaves import named_leaves
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.run.evaluate import Evaluator
-from jaxtrain.run.loop import Result
+from jaxtrain.run.result import Result
 from jaxtrain.run.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.layer_order import AtRest, natural_shapes
@@ -387,7 +388,7 @@ def test_an_interrupted_pipeline_is_saved(
         monkeypatch.setattr(Evaluator, "_run", interrupted)
     stream = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
-        trained(given, dict(stage=2), "run", stream=stream, should_stop=stop)
+        trained(given, dict(stage=2), "run", stream=stream, callbacks=[Asking(stop)])
     assert "interrupted; saved step 2" in stream.getvalue()
     stored = read_back(tmp_path / "run", 2, on(given, ONE))
     assert stored.params["period.0.mlp.up"].shape == (4, 8, 16) and int(stored.step) == 2

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tiny import Asking
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
@@ -212,7 +213,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_step_stays(
 
     asked: list[int] = []
     verdicts: list[Any] = []
-    result, told = run(small_disk, saving(own), steps=6, should_stop=watch)
+    result, told = run(small_disk, saving(own), steps=6, callbacks=[Asking(watch)])
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
     assert "NOT SAVED" in told and "No space left" in told
     assert verdicts and not any(found.damages for found in verdicts)
@@ -229,12 +230,14 @@ def test_in_a_directory_that_turned_read_only_the_run_goes_on(
 
     def watch() -> bool:
         asked.append(1)
-        if how := {3: "ro", 5: "rw"}.get(len(asked)):
+        if how := {4: "ro", 6: "rw"}.get(len(asked)):
             options = f"remount,bind,{how}"
             subprocess.run(["mount", "-o", options, str(bound)], check=True)
         return False
 
-    result, told = run(tmp_path, saving(own, every=2), steps=6, should_stop=watch)
+    result, told = run(
+        tmp_path, saving(own, every=2), steps=6, callbacks=[Asking(watch, "before_step")]
+    )
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
     assert result.saved == 6 and steps_of(tmp_path) == ["2", "6"]
     assert told.count("NOT SAVED") == 1 and "Read-only" in told

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import Asking
 
 import jaxtrain
 from jaxtrain.data import BigramChain
@@ -136,7 +137,7 @@ def test_a_broken_experiment_file_is_told_with_its_line(tmp_path, text):
 
 def test_a_stop_without_checkpoints_does_not_claim_a_save(own, tmp_path):
     result = jaxtrain.train(
-        own, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path, should_stop=lambda: True
+        own, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path, callbacks=[Asking(lambda: True)]
     )
     assert result.stopped and result.saved is None and result.steps == 1
 

@@ -1,0 +1,146 @@
+"""What a user's code sees of a run while it runs, and what it may ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the command line listens to signals before it imports JAX
+    from jaxtrain.experiment import Experiment
+    from jaxtrain.run.session import Session
+    from jaxtrain.step.state import TrainState
+
+
+class Run:
+    """A run as a `Callback` sees it: nothing here can be set. Steps are numbered from 1, as in
+    metrics.jsonl."""
+
+    def __init__(
+        self, session: Session, run_dir: Path | None, last: int, tell: Callable[[str], None]
+    ) -> None:
+        self._session, self._run_dir, self._tell = session, run_dir, tell
+        self._steps, self._last, self._whole = session.start, last, last
+        self._asked: set[str] = set()
+
+    @property
+    def experiment(self) -> Experiment:
+        """As it is run, with the settings applied."""
+        return self._session.experiment
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the run is kept, None for memory alone."""
+        return self._run_dir
+
+    @property
+    def start(self) -> int:
+        """Steps that were done before this start of the run."""
+        return self._session.start
+
+    @property
+    def steps(self) -> int:
+        """Steps that are done, or on their way through the device."""
+        return self._steps
+
+    @property
+    def last(self) -> int:
+        """The step the run ends with."""
+        return self._last
+
+    @property
+    def state(self) -> TrainState:
+        """The state after `steps` steps, on its devices. Reading its numbers waits for them, and
+        the next step takes its buffers: copy what is to last."""
+        return self._session.state
+
+    @property
+    def first_process(self) -> bool:
+        """Whether this is the process that writes the run's files and its lines."""
+        import jax
+
+        return jax.process_index() == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the held-out loss is taken after that step."""
+        evaluation = self.experiment.evaluation
+        return evaluation is not None and (step % evaluation.every == 0 or step == self._whole)
+
+    def stop(self) -> None:
+        """Ask the run to end after the step it is at, with that step saved. May be called from any
+        thread, and from a signal handler."""
+        self._asked.add("stop")
+
+    def save(self) -> None:
+        """Ask for a save after the step the run is at; there is none where the run saves
+        nothing."""
+        self._asked.add("save")
+
+    def tell(self, text: str) -> None:
+        """A line of its own among those that the run prints."""
+        self._tell(text)
+
+
+class Running(Run):
+    """The loop's own side of it."""
+
+    def advance(self, steps: int) -> None:
+        self._steps = steps
+
+    def end_at(self, step: int) -> None:
+        self._steps = self._last = step
+
+    def asked(self, what: str) -> bool:
+        """Whether it was asked for since this was called last."""
+        found = what in self._asked
+        self._asked.discard(what)
+        return found
+
+
+class Callback:
+    """Code of your own that a run calls: inherit from it and write the methods you want; the others
+    do nothing. It is given to `train(callbacks=[...])`, or stands in `Logging.callbacks`.
+
+    The order of one start: `begin`; for each step `before_step`, `after_step`, `metrics` of the
+    step before it, `after_evaluation` and `after_save` where they are due; the `metrics` of the
+    last step; `end`. An evaluation is preceded by the `metrics` of its own step. All are called in
+    the main thread, on each callback in the order of the experiment's and then of `train`'s. The
+    run waits for them.
+
+    What `Run.stop` and `Run.save` ask for is done at the end of the step, after the evaluation and
+    the save that are due. What a callback raises ends the run as any error does: the state is saved
+    first. After an error or an interrupt `end` alone is called.
+
+    With several processes each has its own callbacks, and calls all of them. A stop and a save are
+    collective: every process must ask for them at the same step, or those that asked wait for the
+    others. So decide by what is the same everywhere: the step, and metrics that the device made
+    (the loss, not the speeds, which are each process's own clock's). Write files where
+    `Run.first_process` says so.
+    """
+
+    def begin(self, run: Run) -> None:
+        """The program is compiled, and the state is made or restored."""
+
+    def before_step(self, run: Run, step: int) -> None:
+        """`step` is dispatched next."""
+
+    def after_step(self, run: Run, step: int) -> None:
+        """`step` was dispatched; the device may be at it for a while yet. What waits for it here
+        (a number read from `run.state`) leaves the device idle while the host prepares the next
+        step: take numbers from `metrics`."""
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers of `step`, as metrics.jsonl names them: Python floats, None for a speed that
+        is not known yet. They come one step late, when `step + 1` was dispatched, so that the
+        device never waits; of every step, however seldom one logs."""
+
+    def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
+        """The held-out metrics after `step`, such as eval_loss."""
+
+    def after_save(self, run: Run, step: int) -> None:
+        """A save of the state after `step` has begun: it is copied off the devices, and is written
+        behind the next steps. That of the last step is committed."""
+
+    def end(self, run: Run) -> None:
+        """The run is over, however it ended: at its last step, asked to stop, by an interrupt or an
+        error. What could be saved is. Called on each callback, whatever another's raised."""

@@ -1,0 +1,192 @@
+"""A run's own callbacks (its line of progress, files of metrics, traces, what the guard of
+compressed sums found), and how they and the user's are called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TextIO
+
+import jax
+
+from jaxtrain.experiment import Experiment, Logging
+from jaxtrain.experiment.kinds import callback_violations
+from jaxtrain.optim.fields import refuse
+from jaxtrain.run.callback import Callback, Run
+from jaxtrain.run.rates import Rates
+from jaxtrain.telemetry.metrics import MetricsWriter
+from jaxtrain.telemetry.profiler import Profiler, Steps
+from jaxtrain.telemetry.progress import Progress
+
+
+def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:
+    """The experiment's callbacks and those given to `train`, made where functions make them.
+    Raises ValueError for what is none."""
+    refuse(callback_violations("callbacks", tuple(given)))
+    made = []
+    for each in (*experiment.logging.callbacks, *given):
+        found = each if isinstance(each, Callback) else each()
+        if not isinstance(found, Callback):
+            raise ValueError(
+                f"the callback {each!r} gave {found!r}; use a value whose class inherits from "
+                "jaxtrain.Callback"
+            )
+        made.append(found)
+    return made
+
+
+class Hooks:
+    """The callbacks of a run: its `own`, then those `given`; each is told of everything."""
+
+    def __init__(self, run: Run, own: Iterable[Callback], given: Iterable[Callback]) -> None:
+        self.run, self._own, self._given = run, tuple(own), tuple(given)
+        self._told = (*self._own, *self._given)
+
+    def tell(self, event: str, *of: Any) -> None:
+        """Call that method of each."""
+        for each in self._told:
+            getattr(each, event)(self.run, *of)
+
+    def own_alone(self) -> None:
+        """From here on those given are told of the end only."""
+        self._told = self._own
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Tells those given of the end of what is done within, however it ends."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._end(self._given)
+            except Exception as second:
+                error.add_note(f"a callback failed at the end too: {second!r}")
+            raise
+        self._end(self._given)
+
+    def close(self) -> None:
+        """Tells its own of the end."""
+        self._end(self._own)
+
+    def _end(self, of: Sequence[Callback]) -> None:
+        with ExitStack() as stack:  # it calls all of them, the latest first, whatever they raise
+            for each in reversed(of):
+                stack.callback(each.end, self.run)
+
+
+class ProgressLine(Callback):
+    """The line of progress, and whatever else the run tells."""
+
+    def __init__(self, total: int, start: int, stream: TextIO, every: int) -> None:
+        self._progress = Progress(total, start, stream, every)
+        self.tell = self._progress.message
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        self._progress.update(step, values)
+
+    def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
+        found = " ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.tell(f"step {step} {found}")
+
+    def end(self, run: Run) -> None:
+        self._progress.close()
+
+
+class GuardMessages(Callback):
+    """Tells once that compressed sums are beyond their guard's bounds. tripped: the step of which
+    that was known before, or -1."""
+
+    def __init__(self, tripped: int) -> None:
+        self._tripped = tripped
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        """Steps are counted from 0 in the metric and from 1 in what is told. The step after the
+        one that was sampled was already on its way."""
+        tripped = int(values.get("guard_tripped", -1))
+        if tripped < 0 or self._tripped >= 0:
+            return
+        self._tripped = tripped
+        error, cosine = (values.get(f"reducer_{name}", math.nan) for name in ("error", "cosine"))
+        run.tell(
+            f"step {tripped + 1} compressed sums are beyond the guard's bounds (error {error:.3g}, "
+            f"cosine {cosine:.3g}): sums are exact from step {tripped + 3} on"
+        )
+
+
+class MetricsFiles(Callback):
+    """metrics.jsonl and TensorBoard events: a line for every `Logging.every`-th step, the first,
+    the last and those that were evaluated, whose line waits for what was found. Speeds are means
+    since the line before, so `rates` are told of each, also where run_dir=None keeps none."""
+
+    def __init__(self, run_dir: Path | None, start: int, logging: Logging, rates: Rates) -> None:
+        self._run_dir, self._logging, self._rates = run_dir, logging, rates
+        self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._latest = start
+        self._writer = self._opened(start + 1)
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        self._latest = step
+        if run.evaluates(step):
+            self._held = (step, values)
+        elif step % self._logging.every == 0 or step in (run.start + 1, run.last):
+            self._write(run, step, values)
+
+    def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
+        self.write_held(run, values)
+
+    def end(self, run: Run) -> None:
+        self.write_held(run)
+        self._close(run)
+
+    def write_held(self, run: Run, values: Mapping[str, float] = MappingProxyType({})) -> None:
+        """The line that waits for an evaluation, with what it found; {} where it failed."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._write(run, held[0], {**held[1], **values})
+
+    def write_again(self, run: Run) -> None:
+        """Go on in new files: the old ones were removed."""
+        if self._writer is not None:
+            self._close(run)
+            self._writer = self._opened(self._latest + 1)
+
+    def _opened(self, start: int) -> MetricsWriter | None:
+        if self._run_dir is None:
+            return None
+        tensorboard, process = self._logging.tensorboard, jax.process_index()
+        return MetricsWriter(self._run_dir, start=start, tensorboard=tensorboard, process=process)
+
+    def _write(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        self._rates.written()
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(step, values)
+        except OSError as error:  # a full disk; the run is worth more than its log
+            run.tell(f"NOT LOGGED step {step}: {error}; the run goes on")
+
+    def _close(self, run: Run) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:  # it would hide what ends the run
+            run.tell(f"NOT LOGGED the last steps: {error}")
+
+
+class Profiling(Callback):
+    """Traces `steps`, which are counted from 0, into run_dir/profile."""
+
+    def __init__(self, steps: Steps | None, run_dir: Path | None) -> None:
+        self._profiler = Profiler(steps, run_dir or Path("."))
+
+    def before_step(self, run: Run, step: int) -> None:
+        self._profiler.before(step - 1, run.state)
+
+    def after_step(self, run: Run, step: int) -> None:
+        self._profiler.after(step - 1, run.state)
+
+    def end(self, run: Run) -> None:
+        self._profiler.close()

@@ -1,0 +1,77 @@
+"""The metrics of finished steps, read one step late and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain.run.history import History
+from jaxtrain.run.rates import Rates
+from jaxtrain.run.session import Session
+from jaxtrain.telemetry.metrics import DelayedMetrics
+
+SKIPPED_AT_MOST = 20
+"""So many steps skipped in a row, not counting those that look for a loss scale, end a run: the
+parameters have not moved since, and nothing says that they will."""
+
+
+class Readings:
+    """Reads the metrics of each step when the next was dispatched, adds its speeds, and gives
+    (step, values) to `tell`. `history` has them in memory."""
+
+    def __init__(
+        self, session: Session, rates: Rates, tell: Callable[[int, Mapping[str, Any]], None]
+    ) -> None:
+        self.session, self.history = session, History()
+        self._rates, self._tell, self._delayed = rates, tell, DelayedMetrics()
+        self._skipped, self._in_a_row = int(session.state.skipped), 0
+        self._dispatched: tuple[int, Mapping[str, Any]] | None = None
+
+    def take(self, done: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics of the step that was just dispatched."""
+        self._dispatched = (done, metrics)
+
+    def read(self) -> None:
+        """Those of the step before it."""
+        taken, self._dispatched = self._dispatched, None
+        if taken is not None:
+            self._give(self._delayed.push(*taken))
+
+    def flush(self) -> None:
+        """All that are not read yet."""
+        self.read()
+        self._give(self._delayed.flush())
+
+    def _give(self, found: tuple[int, dict[str, Any]] | None) -> None:
+        if found is None:
+            return
+        step, values = found
+        self._count_skipped(values)
+        values = {**values, **self._rates.of(step, self.session.loader.wait_s)}
+        self.history.add({"step": step, **values})
+        self._tell(step, values)
+
+    def _count_skipped(self, values: dict[str, Any]) -> None:
+        """Steps skipped in a row; one that only lowers the loss scale is not counted."""
+        scale, skipped = self.session.experiment.precision.loss_scale, int(values["skipped"])
+        if skipped == self._skipped:
+            self._in_a_row = 0
+        elif scale is None or scale.factor == 1 or values["loss_scale"] <= scale.minimum:
+            self._in_a_row += 1
+        self._skipped = skipped
+
+    def refuse_skipping(self) -> None:
+        """Raises ValueError when nothing but skipped steps is left."""
+        if self._in_a_row < SKIPPED_AT_MOST:
+            return
+        scaled, last = self.session.experiment.precision.loss_scale, self.history.lines[-1]
+        least = "" if scaled is None else ", at the least loss scale"
+        rate = last.get("learning_rate")
+        at = "" if rate is None else f"learning rate {rate:.3g}, "
+        raise ValueError(
+            f"the gradients of {self._in_a_row} steps in a row, up to step {last['step']}, "
+            f"were not finite{least} ({at}loss {last['loss']:.3g}); each was skipped, so the "
+            "parameters are those before them; use a lower learning rate, a longer warmup or "
+            f"clip_norm=1.0{', or bf16' * bool(scaled)}, or look in the model and its data for "
+            "values that are not finite"
+        )
