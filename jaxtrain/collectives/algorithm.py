@@ -10,7 +10,7 @@ from either end, as NumPy's do; an `Algorithm` is given them from 0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from jaxtrain.collectives.vary import Axes, vary
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """How bytes move over n devices. Values are typed as varying over `axes` going in and coming
     out. Sums of 16-bit and narrower floats are accumulated in fp32 and rounded once, except

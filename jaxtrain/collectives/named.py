@@ -11,7 +11,7 @@ doubled by a test, which must then see the certificate fail (`tests/certificate/
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import lax
@@ -22,6 +22,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.vary import Axes, same
 
 
+@runtime_checkable
 class AllReduce(Protocol):
     """Whatever sums over devices: an `Algorithm`, or several in levels (`hierarchical.py`)."""
 
