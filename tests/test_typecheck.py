@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from house import bare_any
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
@@ -24,6 +26,8 @@ from jaxtrain.nn.rotary import Rope, rotate
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.layout import StageLayout
+
+ROOT = Path(__file__).parents[1]
 
 X = jnp.zeros((2, 8, 4, 6))
 TABLE = jnp.zeros((1, 8, 3))
@@ -72,6 +76,11 @@ def test_a_function_can_be_had_without_and_looks_the_same_with_it():
     assert inspect.signature(rotate) == inspect.signature(unchecked(rotate))
     assert inspect.isfunction(rotate) and inspect.getdoc(rotate).startswith("x turned by")
     assert inspect.signature(AdamW).parameters["b1"].annotation == "float"
+
+
+def test_parameters_say_what_they_take():
+    bare, annotated = bare_any(ROOT / "jaxtrain")
+    assert bare <= 0.04 * annotated, "python tests/house.py counts them"
 
 
 def test_outside_the_tests_nothing_is_checked():

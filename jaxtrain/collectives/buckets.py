@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
     def parted(
         self, flat: Shaped[Array, " elements"], like: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """Inverse of `joined`; `like` gives the shapes."""
+        """The leaves again, out of `joined`; `like`: leaves of their shapes."""
         out, start = {}, 0
         for name in self.names:
             size = math.prod(like[name].shape)

@@ -168,7 +168,7 @@ def encoded(
     key: Key[Array, ""],
     stream: Integer[Array, ""],
 ) -> tuple[UInt8[Array, "rows bytes"], Float32[Array, "rows size"]]:
-    """(payload, what it has lost of `rows`)."""
+    """The bytes that are sent for `rows`, and what they lack: rows - decode(encode(rows))."""
     # What is subtracted must be the bytes that are sent: without the barrier a compiler may encode
     # once more with other roundings, or take a rounding and its inverse for nothing at all.
     payload = lax.optimization_barrier(codec.encode(rows, key, stream))

@@ -67,8 +67,9 @@ class Ring:
         return [(way, hops) for way, hops in ((RIGHT, right), (LEFT, n - 1 - right)) if hops]
 
     def travel(self, chains: list[Chain], hop: Hop[Carry], carry: Carry) -> Carry:
-        """carry = hop(carry, way, hop number from 1), over all hops of all chains, the chains side
-        by side as long as each lasts."""
+        """The loop of every collective here: carry = hop(carry, way, number of the hop from 1),
+        over all hops of all chains. Chains of both directions go side by side, a hop of each in
+        turn, as long as each lasts."""
         done = 0
         for _, hops in sorted(chains, key=lambda chain: chain[1]):
             running = [way for way, length in chains if length > done]
@@ -126,7 +127,7 @@ class Ring:
 
     def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
         # Sums scattered, then gathered: 2 (n - 1)/n of the bytes leave each device, and no
-        # algorithm sends fewer (Patarasuk & Yuan 2009, theorem 1).
+        # algorithm sends fewer (Patarasuk & Yuan 2009).
         flat, restore = flattened(x, lax.axis_size(axes))
         return restore(self.all_gather(self.reduce_scatter(flat, axes, 0), axes, 0))
 
@@ -205,12 +206,13 @@ def each_of(numbers: range, act: Callable[[Index, Carry], Carry], carry: Carry) 
 
 
 def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
-    """What device i - by holds, on device i (numbers modulo n)."""
+    """`x` sent `by` devices to the right: device i gets what i - by holds, numbers modulo n."""
     return permute(x, axes, [(i, i + by) for i in range(lax.axis_size(axes))])
 
 
 def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
-    """`lax.ppermute` with device numbers modulo n; zeros where nothing arrives.
+    """`lax.ppermute` of (sender, receiver) pairs, device numbers modulo n; zeros where nothing
+    arrives.
 
     ppermute counts along the axes in the mesh's order, whatever order it is given; every other
     collective, and `axis_index`, in the order given.
@@ -224,7 +226,7 @@ def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array
 
 
 def take(x: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
-    """Tile `at` (modulo n) of n along `dim`."""
+    """Tile number `at` (modulo n) of the n into which `dim` is cut."""
     size = x.shape[dim] // n
     if x.shape[dim] <= INT32_MAX:
         return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
@@ -232,7 +234,7 @@ def take(x: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
 
 
 def put(out: jax.Array, tile: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
-    """`out` with `tile` as its tile `at` (modulo n) of n along `dim`."""
+    """`out` with `tile` in the place of its tile number `at` (modulo n) of n along `dim`."""
     if out.shape[dim] <= INT32_MAX:
         return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
     tiles = lax.dynamic_update_index_in_dim(_tiles(out, n, dim), tile, at % n, dim)

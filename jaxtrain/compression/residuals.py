@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 
 def compressed_parts(
-    reducer: Reducer,
+    reducer: Reducer | None,
     small_leaf: int,
     places: Mapping[str, Leaf],
     sizes: Mapping[str, int],
@@ -100,7 +100,7 @@ def compressed_parts(
     return parts
 
 
-def no_residuals(reducer: Reducer, parts: Mapping[str, Part], seed: int) -> Residuals:
+def no_residuals(reducer: Reducer | None, parts: Mapping[str, Part], seed: int) -> Residuals:
     """The state before the first step."""
     if not isinstance(reducer, Compressed):
         return {}

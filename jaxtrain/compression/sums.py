@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     measured: bool = False
 
 
-def choose(reducer: Reducer, step: int, tripped: int) -> Choice:
+def choose(reducer: Reducer | None, step: int, tripped: int) -> Choice:
     """The program of step `step`, counted from 0. `tripped`: the step the guard refused, or -1; the
     host knows of it two steps later, when it dispatches `tripped + 2`, and stays exact from there
     on. The same after a resume, since the step is part of the state."""
@@ -65,7 +65,7 @@ class GuardReader:
     tripped: int = -1
     unread: list[Any] = field(default_factory=list)
 
-    def choose(self, reducer: Reducer) -> Choice:
+    def choose(self, reducer: Reducer | None) -> Choice:
         if len(self.unread) > 1:
             seen = self.unread.pop(0)
             if seen is not None and self.tripped < 0:

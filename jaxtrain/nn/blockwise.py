@@ -81,6 +81,9 @@ def _attend(
 def _attend_forward(
     blocks: Blockwise, scoring: Scoring, q: Heads, k: Keys, v: Keys, segments: Segments | None
 ) -> tuple[Heads, Residuals]:
+    """The output, chunk by chunk, and what the backward pass needs: no scores, but the log-sum-exp
+    of each query, from which any tile of weights is exp(scores - lse)."""
+
     def chunk(segments: Arrays, q: Heads, _: jax.Array, k: Keys, v: Keys) -> Arrays:
         tiling = _tiling(blocks, scoring, q.shape[1], segments)
         rows = _fold_queries(q, k.shape[2])
@@ -146,7 +149,8 @@ def _over_chunks(
     read: Arrays,
     ahead: Arrays,
 ) -> Arrays:
-    """`chunk(ahead, *written, *read)` for every chunk, its results put over `written`.
+    """`chunk(ahead, *written, *read)` for every chunk of batch rows and heads, its results put over
+    `written`: so that a tile of scores fits into a cache, whatever the batch.
 
     Arrays are [batch, seq] or [batch, seq, heads or kv_heads, ..]; `ahead` are those that enter
     elementwise work, see `fetching_scan`.
@@ -195,6 +199,6 @@ def _fold_keys(
 
 
 def _unfold(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of both, to `shape` [rows, seq, heads, ..]."""
+    """The way back from either, to `shape` [rows, seq, heads, ..]."""
     rows, seq, heads, *rest = shape
     return x.reshape(rows, heads, seq, *rest).swapaxes(1, 2)

@@ -75,7 +75,8 @@ class Explicit(Local):
         return grads
 
     def _gathered(self, params: Params, prefix: str) -> list[Split]:
-        """The dims of every parameter that are split at rest only."""
+        """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
+        FSDP gathers."""
         splits = {}
         for name, value in params.items():
             place = self.places[prefix + name]

@@ -54,7 +54,7 @@ class AttentionMask:
         return seen if self.window is None else seen & (distance < self.window)
 
     def tile(self, queries: range, keys: range) -> tuple[bool, bool]:
-        """(some of the tile is visible, all of it is)."""
+        """Of a tile of scores: whether any of it is visible, and whether all of it is."""
         least, most = queries[0] - keys[-1], queries[-1] - keys[0]
         if not self.causal:
             return True, True
@@ -116,7 +116,7 @@ def forward_tile(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over both sets of keys."""
+    """The softmax over two sets of keys together, from that over each."""
     largest = jnp.maximum(a.largest, b.largest)
     # Rescale first: either part was summed against its own largest logit.
     left, right = jnp.exp(a.largest - largest), jnp.exp(b.largest - largest)
@@ -149,8 +149,8 @@ def backward_tile(
     # Dao 2023, algorithm 2: with the weights p_ij = exp(s_ij - lse_i) made again,
     #   dv_j = sum_i p_ij do_i,  dp_ij = do_i . v_j,  ds_ij = p_ij (dp_ij - delta_i),
     #   dq_i = scale sum_j ds_ij k_j,  dk_j = scale sum_i ds_ij q_i;
-    # delta_i = sum_j p_ij dp_ij = o_i . do_i is the softmax's own derivative. A softcap c adds the
-    # tanh's, 1 - (s_ij / c)^2.
+    # delta_i = sum_j p_ij dp_ij = o_i . do_i comes of the softmax's denominator. A softcap c puts
+    # the derivative of its tanh, 1 - (s_ij / c)^2, to ds_ij.
     scores = _scores(rows.q, k, scoring)
     weights = jnp.exp(_hide(scores, visible) - rows.lse)
     dscores = weights * (_dot(rows.do, v, 2, 2) - rows.delta)

@@ -6,8 +6,8 @@ matrix that a layer multiplies by (`Communicator.column` and `row`), from a stas
 input x and its output's cotangent dy, as they lie on the device: what B would have gathered for
 dW, W gathers again. All other parameters have their gradients from B.
 
-dy comes from one backward pass: a zero is added to each product's output, and its cotangent is dy:
-of y = x w + 0 and a loss L, dL/d0 = dL/dy = dy, and then dx = dy w^T (B) and dw = x^T dy (W).
+dy comes from one backward pass: a zero t is added to each product's output, and its cotangent is
+dy. Of y = x w + t and a loss L, dL/dt = dL/dy = dy; then dx = dy w^T is B's and dw = x^T dy W's.
 """
 
 from __future__ import annotations
@@ -85,15 +85,17 @@ class Tapped:
 
 @dataclass(frozen=True, eq=False)
 class SplitLayers:
-    """`layers` with a split backward pass. comm: the communicator that their body asks; body_of:
-    the same body asking another. Their loop's `prefetch` says nothing here, and weights are fetched
-    again for the backward pass."""
+    """`layers` in three parts: `linearised` is F, `pulled_back` B, `weight_gradients` W.
+
+    comm: the communicator that their body asks; body_of: the same body asking another. Their loop's
+    `prefetch` says nothing here, and weights are fetched again for the backward pass.
+    """
 
     layers: Layers
     body_of: Callable[[Any], Body]
     comm: Communicator
     vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
-    """Types a zero as the values of the program are."""
+    """Gives a zero the type of the program's values: varying over all axes of the shard_map."""
 
     def linearised(self, params: Arrays, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
         """x after all layers, and what `pulled_back` needs beside `params` and
@@ -154,7 +156,8 @@ class SplitLayers:
         return y, (packed(vjp, (weights, extras)), inputs)
 
     def _zeros(self, weights: Arrays, x: Stream, extras: PyTree) -> Taps:
-        """A zero for the output of every product of matrices that are used once."""
+        """A zero for the output of every product whose matrices are used once in the layer. Of one
+        that is used twice W would know but one of the products."""
         found: list[Any] = []
 
         def run(weights: Arrays, x: Stream) -> Stream:
@@ -172,7 +175,7 @@ class SplitLayers:
         }
 
     def _names(self, weights: Arrays) -> dict[int, str]:
-        """Of the matrices that W may take."""
+        """The name of every matrix that W may take, by the identity of its array."""
         return {id(w): name for name, w in weights.items() if name not in self.layers.frozen}
 
     def _over_layers(

@@ -84,7 +84,7 @@ class Layers:
 
 
 def depth(params: Params) -> int:
-    """Layers of stacked parameters."""
+    """How many layers are stacked: the size of dim 0 of every leaf."""
     return len(jax.tree.leaves(params)[0])
 
 
@@ -101,7 +101,7 @@ def pinned_slice(params: Params, layer: Index, x: Stream) -> tuple[Params, Strea
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack: Layers, params: Params, x: Stream, extras: PyTree) -> Stream:
-    """Without a derivative: nothing is saved."""
+    """The loop where no derivative is asked for: nothing is saved for a backward pass."""
 
     def step(x: Stream, layer: Index) -> tuple[Stream, None]:
         shards, x = pinned_slice(params, layer, x)
@@ -156,7 +156,8 @@ class Saved:
         return cls(children[0], *static)
 
     def unpacked(self, known: PyTree) -> Callable[[Stream], PyTree]:
-        """The function again; `known`: arrays like those it was packed without."""
+        """The vector-Jacobian product again. known: a tree like the one it was packed without, of
+        the same values (weights that were fetched again)."""
         given, kept = jax.tree.leaves(known), iter(self.kept)
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
@@ -291,7 +292,7 @@ def _backward_prefetched(
 
 
 def like(grads: Params, params: Params) -> Params:
-    """Gradients in the dtypes of their parameters."""
+    """Gradients cast to the dtypes of their parameters."""
     return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 
 

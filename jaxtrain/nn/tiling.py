@@ -50,7 +50,8 @@ class Tiling(NamedTuple):
     segments: Int[Array, "rows seq"] | None
 
     def trimmed(self) -> list[tuple[range, list[range]]]:
-        """Query blocks, each with the runs of keys it sees, cut to the mask."""
+        """Blocks of queries, each with the runs of keys it sees: tiles cut to the mask, of unequal
+        sizes, for programs that write all of them out."""
         found, size = [], self.key_block
         for start in range(0, self.seq, self.query_block):
             queries = range(start, min(start + self.query_block, self.seq))
@@ -103,7 +104,7 @@ class Tiling(NamedTuple):
         return seen[None] & (of_q[:, :, None] == of_k[:, None, :])
 
     def visible_in(self, queries: range, keys: range) -> Visible | None:
-        """The same for a tile that is written out; None when all of it is seen."""
+        """`visible` of a tile that is written out; None where the mask hides nothing of it."""
         if self.segments is None and self.scoring.mask.tile(queries, keys)[1]:
             return None
         segments = self.segments_of(queries.start, len(queries), keys.start, len(keys))
@@ -112,7 +113,7 @@ class Tiling(NamedTuple):
         return self.visible(at_q, at_k, segments)
 
     def padded(self) -> Tiling:
-        """With segments for whole blocks of queries and of keys."""
+        """The same with `segments` lengthened to whole blocks of queries and of keys."""
         if self.segments is None:
             return self
         longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
