@@ -176,6 +176,7 @@ def encoded(
 
 
 def check_operands(x: jax.Array, error: ErrorState | None, n: int) -> None:
+    """Raises ValueError for numbers that are not fp32 of one dim, or a state of another size."""
     violations = []
     if x.ndim != 1 or x.dtype != jnp.float32:
         violations.append(

@@ -190,6 +190,7 @@ def redistributed(stored: Residuals, abstract: Residuals, first: Residuals) -> R
 
 
 def _dealt(error: Float32[Array, " devices *shape"], count: int) -> Float32[Array, " count *shape"]:
+    """Equal shares of the sum of all devices' errors, for `count` devices."""
     if len(error) == count:
         return error
     share = error.sum(0, keepdims=True) / count

@@ -102,6 +102,8 @@ def _attend_forward(
 def _attend_backward(
     blocks: Blockwise, scoring: Scoring, saved: Residuals, do: Heads
 ) -> tuple[Heads, Keys, Keys, None]:
+    """Gradients of q, k and v, chunk by chunk, from q, k, v, o, lse and do alone: each tile's
+    weights are made again (`online_softmax.backward_tile` has the equations)."""
     q, k, v, segments, o, lse = saved
 
     def chunk(ahead: Arrays, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> Arrays:
@@ -138,6 +140,7 @@ def chunk_shape(
 
 
 def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is no larger than `most`."""
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= most)
 
 

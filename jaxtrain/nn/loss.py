@@ -185,6 +185,8 @@ def _forward(
     targets: Int[Array, " all_tokens"],
     weights: Float[Array, " all_tokens"],
 ) -> tuple[Float32[Array, ""], Residuals]:
+    """The loss, and its gradients with respect to x and head, `lift` times too large: in one loop
+    over chunks, while each chunk's logits are at hand."""
     comm, n, dtype = static.comm, static.chunks, head.dtype
     lift = _lift(dtype, weights, static.config)
     x = comm.all_tokens(x)
@@ -213,6 +215,7 @@ def _forward(
 def _backward(
     static: _Static, residuals: Residuals, g: Float32[Array, ""]
 ) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
+    """All that is left: a multiplication by g / lift, g the cotangent of the loss, a scalar."""
     dx, dhead, like, weights, lift = residuals
     g = g / lift
     if dhead is not None:

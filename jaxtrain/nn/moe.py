@@ -192,6 +192,7 @@ multiplied.defvjp(
 def _blocks(
     rows: Float[Array, "rows n"], owners: Int[Array, " blocks"]
 ) -> Float[Array, "blocks block n"]:
+    """The rows, block by block; all blocks are of one size."""
     block = len(rows) // max(len(owners), 1)  # without a token there is no block
     return rows.reshape(len(owners), block, rows.shape[-1])
 

@@ -177,6 +177,8 @@ last layer's is by itself."""
 
 
 def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, Residuals]:
+    """x after all layers, and what the backward pass needs: with prefetch the loop carries the
+    weights of the layer to come, fetched while this one is computed."""
     loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
@@ -217,6 +219,9 @@ def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[
 
 
 def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Params, Stream, None]:
+    """Gradients of the parameters (but of frozen ones), stacked, and of x; None for the extras.
+    Layers from the last to the first: weights fetched again where they were not kept, the layer
+    pulled back, its weights' gradients scattered to where the parameters rest."""
     if stack.loop.unroll:
         return _backward_unrolled(stack, residuals, dy)
     if stack.loop.prefetch:
