@@ -1,8 +1,8 @@
 """Shapes and types, checked while tests run: annotations of `PACKAGES` become assertions.
 
-jaxtyping's import hook puts a check around every function and every dataclass of these packages as
-they are imported; outside the tests annotations are only read. Measure without it, or look for what
-it changes, by `JAXTRAIN_UNCHECKED=1`.
+jaxtyping's import hook puts a check around every function of these packages as they are imported;
+outside the tests annotations are only read. Measure without it, or look for what it changes, by
+`JAXTRAIN_UNCHECKED=1`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
+from jaxtyping._import_hook import JaxtypingTransformer
 
 PACKAGES = (
     "jaxtrain.collectives",
@@ -28,9 +29,8 @@ _F = TypeVar("_F", bound=Callable)
 
 
 def checked(function: _F) -> _F:
-    """The type checker that the hook puts around each function; found by its name. The fields of a
-    config are checked by the config itself, which tells all that is wrong at once."""
-    return function if function.__name__ == "__init__" else beartype(function, conf=_CONF)
+    """The type checker that the hook puts around each function; found by its name."""
+    return beartype(function, conf=_CONF)
 
 
 def unchecked(function: _F) -> _F:
@@ -41,4 +41,7 @@ def unchecked(function: _F) -> _F:
 def install() -> None:
     """Before the first import of jaxtrain: what is imported by then stays unchecked."""
     if not os.environ.get("JAXTRAIN_UNCHECKED"):
+        # It would wrap dataclasses too. Ours say themselves what is wrong with their fields, all at
+        # once, and what Python says of a misspelt one is read elsewhere.
+        JaxtypingTransformer.visit_ClassDef = JaxtypingTransformer.generic_visit
         install_import_hook(PACKAGES, "typecheck.checked")

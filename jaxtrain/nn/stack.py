@@ -143,7 +143,7 @@ def packed(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
 class Saved:
     """Residual arrays of one layer (stackable), and the static form of its backward function."""
 
-    def __init__(self, kept: list[jax.Array], tree: PyTreeDef, places: tuple[int, ...]) -> None:
+    def __init__(self, kept: list[Any], tree: PyTreeDef, places: tuple[int, ...]) -> None:
         self.kept, self.tree, self.places = kept, tree, places
 
     def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[PyTreeDef, tuple[int, ...]]]:
