@@ -11,9 +11,12 @@ from pathlib import Path
 
 import jax
 import pytest
+import typecheck
 from compiler import without_optimisation
 
 DEVICES = 8
+
+typecheck.install()
 
 # A shell gives what it runs in the background an ignored interrupt, nohup an ignored hangup; tests
 # send both.

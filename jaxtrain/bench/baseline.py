@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
@@ -105,7 +104,7 @@ def _plain(experiment: Experiment) -> Experiment:
     )
 
 
-def _differences(found: Any, plain: Any, path: str) -> Iterator[str]:
+def _differences(found: object, plain: object, path: str) -> Iterator[str]:
     """`path=value` of each field in which `found` is not what the loop has."""
     if is_dataclass(found) and type(found) is type(plain):
         for each in fields(found):
@@ -119,7 +118,7 @@ def _differences(found: Any, plain: Any, path: str) -> Iterator[str]:
         yield f"{path}={_shown(found)}; the loop has {_shown(plain)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 

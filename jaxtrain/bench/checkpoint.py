@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ ROUNDS = 5
 LEAVES = 24
 
 State = dict[str, jax.Array]
+Template = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,19 @@ class _Times:
         self.blocked = self.save = self.restore = self.step = self.next_step = 0.0
 
 
-def _one(way: Any, step: int, state: State, place: Path) -> tuple[State, _Times]:
+class _Way(Protocol):
+    """To save a state and read it back; `wait` until what was saved is on the disk."""
+
+    def save(self, step: int, state: State) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def restore(self, step: int, template: Template) -> State: ...
+
+    def close(self) -> None: ...
+
+
+def _one(way: _Way, step: int, state: State, place: Path) -> tuple[State, _Times]:
     times = _Times()
     state, times.step = _timed(lambda: _update(state))
     began = time.perf_counter()
@@ -198,7 +211,7 @@ class _Ours:
     def wait(self) -> None:
         self.manager.wait()
 
-    def restore(self, step: int, template: Any) -> State:
+    def restore(self, step: int, template: Template) -> State:
         return self.manager.restore(step, template)[0]
 
     def close(self) -> None:
@@ -221,7 +234,7 @@ class _Orbax:
     def wait(self) -> None:
         self.manager.wait_until_finished()
 
-    def restore(self, step: int, template: Any) -> State:
+    def restore(self, step: int, template: Template) -> State:
         import orbax.checkpoint as ocp
 
         return self.manager.restore(step, args=ocp.args.StandardRestore(template))
@@ -248,7 +261,7 @@ class _Numpy:
     def wait(self) -> None:
         pass
 
-    def restore(self, step: int, template: Any) -> State:
+    def restore(self, step: int, template: Template) -> State:
         with self.path.open("rb") as file:
             loaded = {name: np.load(file) for name in self.names}
         return {k: jax.device_put(v, template[k].sharding) for k, v in loaded.items()}
@@ -257,7 +270,7 @@ class _Numpy:
         pass
 
 
-WAYS: dict[str, Callable[[Path], Any]] = {"jaxtrain": _Ours, "orbax": _Orbax, "numpy": _Numpy}
+WAYS: dict[str, Callable[[Path], _Way]] = {"jaxtrain": _Ours, "orbax": _Orbax, "numpy": _Numpy}
 
 
 def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.sharding import STAGE, partition_spec
 from jaxtrain.models.stage import ModelStage
 from jaxtrain.pipeline.executor import Executor
@@ -41,12 +42,12 @@ class _Empty(ModelStage):
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
         return x
 
-    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, PyTree]:
         return x, ()
 
     def pulled_back(
-        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
-    ) -> tuple[Arrays, jax.Array, Any]:
+        self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
+    ) -> tuple[Arrays, jax.Array, PyTree]:
         return {}, dy, ()
 
 
@@ -66,7 +67,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
     comm = explicit_communicator(assembly, reduction)
     axes = tuple(assembly.sizes)
 
-    def local(params: Arrays, batch: Arrays, passes: Any) -> jax.Array:
+    def local(params: Arrays, batch: Arrays, passes: Index) -> jax.Array:
         params, batch, scale = jax.tree.map(
             lambda x: vary(x, axes), (params, batch, jnp.float32(1.0))
         )
@@ -79,7 +80,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         # XLA knows what a product with ones is, and would not make it.
         carry = lax.optimization_barrier(carry)
 
-        def again(_: Any, carry: Any) -> Any:
+        def again(_: Index, carry: Carry) -> Carry:
             return run.follow(carry, trees, given)
 
         leaves = jax.tree.leaves(lax.fori_loop(0, passes, again, carry))

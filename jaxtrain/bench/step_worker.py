@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.optim.precision import bf16, fp32
 from jaxtrain.telemetry.hlo import peak_memory
+
+if TYPE_CHECKING:
+    from jaxtrain.run.session import Session
 
 PRECISIONS = {"fp32": fp32, "bf16": bf16}
 
@@ -64,7 +67,7 @@ def _main() -> int:
     return 0
 
 
-def _take_turns(session: Any) -> None:
+def _take_turns(session: Session) -> None:
     step = _timed_step(session)
     first = step()
     _say(compile_s=session.compile_s, **first)
@@ -76,7 +79,7 @@ def _take_turns(session: Any) -> None:
     _say(peak_bytes=peak_bytes(), program_bytes=peak_memory(program)["peak_bytes"])
 
 
-def _timed_step(session: Any) -> Callable[[], dict[str, float]]:
+def _timed_step(session: Session) -> Callable[[], dict[str, float]]:
     import jax
 
     def step() -> dict[str, float]:

@@ -230,7 +230,7 @@ def _read_whole(file: FileIO, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _send_file(to: Connection, file: Any, size: int) -> None:
+def _send_file(to: Connection, file: FileIO, size: int) -> None:
     left = size
     while left:
         piece = file.read(min(PIECE, left))

@@ -8,6 +8,7 @@ more than a second to import.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
     def __init__(self) -> None:
         self._saving: ChunkSave | None = None
 
-    async def async_save(self, directory: Any, args: ChunkSave) -> list[ocp.future.Future]:
+    async def async_save(
+        self, directory: os.PathLike[str], args: ChunkSave
+    ) -> list[ocp.future.Future]:
         self._saving = args
         work = self._write(directory, args)
         return [ocp.future.CommitFutureAwaitingContractedSignals(work, name="chunks")]
 
-    async def _write(self, directory: Any, args: ChunkSave) -> None:
+    async def _write(self, directory: os.PathLike[str], args: ChunkSave) -> None:
         place, process = Path(directory), jax.process_index()
         parts, args.parts = args.parts, []  # what is held of the state goes with this frame
         try:
@@ -55,7 +58,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         else:
             write_part(place, process, chunks)
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: os.PathLike[str]) -> None:
         """On process 0, when all have written."""
         saving, self._saving = self._saving, None
         assert saving is not None, "Orbax finalizes what it began to save"
@@ -71,10 +74,10 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         if problems:
             write_synced(place / FAILED, "; ".join(problems).encode())
 
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are saved asynchronously, by CheckpointManager.save")
 
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+    def restore(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are read by CheckpointManager.restore")
 
 

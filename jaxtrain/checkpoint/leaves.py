@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
+
+Leaf = jax.Array | jax.ShapeDtypeStruct
+"""Of a state, or of the template of one."""
 
 
 class LeafRecord(NamedTuple):
@@ -56,7 +60,7 @@ def records_from_json(leaves: dict[str, Any]) -> dict[str, LeafRecord]:
     return found
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves of `tree` under their natural paths, in the order of `jax.tree.leaves`.
 
     None and empty containers are structure, not leaves.
@@ -74,13 +78,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {name: leaf for name, (_, leaf) in zip(names, flat, strict=True)}
 
 
-def stored_bytes(tree: Any) -> int:
+def stored_bytes(tree: PyTree) -> int:
     """Bytes of all leaves, each counted once however it is sharded or replicated."""
     datas = [_data_spec(leaf) for leaf in jax.tree.leaves(tree)]
     return sum(math.prod(data.shape) * data.dtype.itemsize for data in datas)
 
 
-def records_of(state: Any, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafRecord]:
+def records_of(state: PyTree, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafRecord]:
     """The record of every leaf.
 
     Raises:
@@ -99,12 +103,12 @@ def records_of(state: Any, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafReco
     return {name: _record(leaf, stored_shape(name, leaf, slots)) for name, leaf in leaves.items()}
 
 
-def arrays_of(state: Any) -> dict[str, jax.Array]:
+def arrays_of(state: PyTree) -> dict[str, jax.Array]:
     """The arrays to write under their paths. Leaves without elements are in the records only."""
     return {name: _data(leaf) for name, leaf in named_leaves(state).items() if leaf.size}
 
 
-def stored_shape(name: str, leaf: Any, slots: AllSlots) -> tuple[int, ...]:
+def stored_shape(name: str, leaf: Leaf, slots: AllSlots) -> tuple[int, ...]:
     """Of a leaf as it rests, or of its template."""
     shape = tuple(leaf.shape)
     return slots[name].stored(shape) if name in slots else shape
@@ -147,7 +151,7 @@ def mismatches(
     return problems + [f"{name}: stored {records[name]}, not asked for" for name in extra]
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -160,7 +164,7 @@ def _data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _data_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+def _data_spec(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the array that stands for `leaf` on disk."""
     sharding = getattr(leaf, "sharding", None)
     if not _is_key(leaf):

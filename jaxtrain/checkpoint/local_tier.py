@@ -15,7 +15,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -270,7 +270,7 @@ def _held(name: str) -> Held:
     return Held(int(step), int(process), start)
 
 
-def _told(body: Any) -> set[Held]:
+def _told(body: Mapping[str, Any]) -> set[Held]:
     """Which part of which step a record and its chunks say they are."""
     told = {_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
     return told | ({Held(*body["held"])} if "held" in body else set())

@@ -6,9 +6,10 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jaxtyping import PyTree
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.exchange import agreed, united
@@ -37,6 +38,9 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.stores import local_path
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 MEND = "make room or mend the directory; the next save tries again"
 
@@ -158,7 +162,7 @@ class CheckpointManager:
         """Whether the policy saves after `step` steps are done; asked after every step."""
         return self.clock.due(step)
 
-    def check_space(self, template: Any) -> None:
+    def check_space(self, template: PyTree) -> None:
         """Refuse, before a run, a directory too full for as many of this state as the policy keeps.
 
         One more than `keep` exist while the newest is written; those already there are paid for by
@@ -170,7 +174,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         metadata: dict[str, Any],
         slots: AllSlots = AS_THEY_REST,
     ) -> None:
@@ -196,7 +200,7 @@ class CheckpointManager:
             self.blocked_s = time.perf_counter() - began
 
     def _save(
-        self, step: int, state: Any, metadata: dict[str, Any], slots: AllSlots, began: float
+        self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots, began: float
     ) -> None:
         records = leaf_table.records_of(state, slots)
         json_text(metadata, what=f"metadata of step {step}")
@@ -223,8 +227,8 @@ class CheckpointManager:
             )
 
     def restore(
-        self, step: int, template: Any, slots: AllSlots = AS_THEY_REST
-    ) -> tuple[Any, dict[str, Any]]:
+        self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
+    ) -> tuple[PyTree, dict[str, Any]]:
         """The state saved as `step`, placed as `template` says, and its metadata.
 
         `template` is the state's tree with `jax.ShapeDtypeStruct` leaves that carry shardings (or
@@ -246,10 +250,10 @@ class CheckpointManager:
         self,
         manifest: Manifest,
         step: int,
-        template: Any,
+        template: PyTree,
         slots: AllSlots = AS_THEY_REST,
         read: Read | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[PyTree, dict[str, Any]]:
         """As `restore`, by a manifest of the step and a way to read its chunks (None: here)."""
         wanted = leaf_table.named_leaves(template)
         if problems := leaf_table.mismatches(wanted, manifest.leaves, slots):
@@ -363,7 +367,7 @@ class CheckpointManager:
             )
 
     @contextmanager
-    def _settled_if_interrupted(self, manager: Any) -> Iterator[None]:
+    def _settled_if_interrupted(self, manager: ocp.CheckpointManager) -> Iterator[None]:
         """An interrupt leaves no save half handed over: what Orbax began has ended when it goes on,
         the step is committed or it is not, and may be saved again."""
         try:

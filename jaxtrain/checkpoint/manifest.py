@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import xxhash
 
@@ -121,7 +122,7 @@ def read_failure(step: Path) -> str | None:
         raise ValueError(f"{FAILED} cannot be read: {error}") from error
 
 
-def _from_json(directory: Path, body: Any) -> Manifest:
+def _from_json(directory: Path, body: Mapping[str, Any]) -> Manifest:
     """Raises one of MALFORMED where the body of a manifest is not what `write_manifest` writes."""
     leaves = records_from_json(body["leaves"])
     chunks = {
@@ -171,7 +172,7 @@ def refuse_other_step(step: int, metadata: Mapping[str, Any], leaves: Mapping[st
         )
 
 
-def _counts_steps(leaf: Any) -> bool:
+def _counts_steps(leaf: LeafRecord | jax.Array) -> bool:
     """Whether a leaf named `step` can be the count of steps."""
     return tuple(leaf.shape) == () and str(leaf.dtype) in ("int32", "int64", "uint32", "uint64")
 

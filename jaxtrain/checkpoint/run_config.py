@@ -151,7 +151,7 @@ def _replace(path: Path, text: str) -> None:
         os.close(directory)
 
 
-def _fields(value: Any, path: str = "") -> dict[str, Any]:
+def _fields(value: object, path: str = "") -> dict[str, Any]:
     """Leaves of nested JSON under dotted paths; an empty container is a leaf."""
     if not isinstance(value, dict | list) or (not value and path):
         return {path: value}
@@ -162,12 +162,12 @@ def _fields(value: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _same(stored: Any, now: Any) -> bool:
+def _same(stored: object, now: object) -> bool:
     if ABSENT in (stored, now):
         return False
     # The text too: not-a-number equals itself here.
     return stored == now or json.dumps(stored) == json.dumps(now)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return value.value if isinstance(value, Absent) else json.dumps(value)

@@ -69,7 +69,7 @@ def pieces_of(slots: Slots | None, box: Box) -> list[Piece]:
 
 
 def part_of(
-    slots: Slots | None, box: Box, dtype: Any, read: Callable[[Box], np.ndarray]
+    slots: Slots | None, box: Box, dtype: np.dtype, read: Callable[[Box], np.ndarray]
 ) -> np.ndarray:
     """Part `box` of an array, of which `read` gives boxes of the stored leaf; padding is zero."""
     if slots is None:

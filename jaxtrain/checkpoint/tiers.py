@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import Chunk
@@ -83,8 +84,8 @@ class Checkpoints:
         return self.durable.manifest(step) if found is None else found.manifest
 
     def restore(
-        self, step: int, template: Any, slots: AllSlots = AS_THEY_REST
-    ) -> tuple[Any, dict[str, Any]]:
+        self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
+    ) -> tuple[PyTree, dict[str, Any]]:
         """As `CheckpointManager.restore`; a chunk that is damaged in one tier is read from the
         other."""
         found = self._found.get(step)
@@ -116,7 +117,7 @@ class Checkpoints:
         clocks = [self.durable.clock, *([self._clock] if self._clock else [])]
         return any(clock.agrees(step) for clock in clocks)
 
-    def check_space(self, template: Any) -> None:
+    def check_space(self, template: PyTree) -> None:
         """As `CheckpointManager.check_space`, and for the local tier; makes the directories."""
         self.durable.check_space(template)
         if self._tier is not None:
@@ -130,7 +131,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         metadata: dict[str, Any],
         slots: AllSlots = AS_THEY_REST,
         *,

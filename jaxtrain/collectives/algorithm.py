@@ -10,7 +10,7 @@ from either end, as NumPy's do; an `Algorithm` is given them from 0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,29 @@ from jax import lax
 from jaxtrain.collectives.vary import Axes, vary
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """How bytes move over n devices. Values are typed as varying over `axes` going in and coming
     out. Sums of 16-bit and narrower floats are accumulated in fp32 and rounded once, except
     `Lax`'s, which are as the compiler makes them."""
 
     def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-        """The devices' arrays joined along `dim` in order of their numbers."""
+        """The devices' arrays joined along `dim` in order of their numbers: the dim grows n times
+        (`lax.all_gather(tiled=True)`)."""
         ...
 
     def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-        """The sum of the devices' arrays; device i keeps tile i of n along `dim`."""
+        """The sum of the devices' arrays, of which device i keeps tile i of n along `dim`: the dim
+        becomes an n-th (`lax.psum_scatter(tiled=True)`)."""
         ...
 
     def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """The sum of the devices' arrays, on all of them."""
+        """The sum of the devices' arrays, on all of them (`lax.psum`)."""
         ...
 
     def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
         """Device i's tile j along `split` goes to device j, which joins what comes along
-        `concat` in order of the senders."""
+        `concat` in order of the senders (`lax.all_to_all(tiled=True)`)."""
         ...
 
     def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
@@ -133,6 +136,7 @@ def dim_of(x: jax.Array, dim: int) -> int:
 
 
 def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
+    """Raises ValueError where the devices of `axes` do not divide the dim."""
     n, size = lax.axis_size(axes), x.shape[dim]
     if size % n:
         raise ValueError(
@@ -142,6 +146,7 @@ def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
 
 
 def check_root(axes: Axes, root: int) -> None:
+    """Raises ValueError for a root that is no device of `axes`."""
     n = lax.axis_size(axes)
     if not 0 <= root < n:
         raise ValueError(f"root={root} is no device of {' x '.join(axes)}; use 0 to {n - 1}")
@@ -172,8 +177,8 @@ _ADJOINT = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _run(x: jax.Array, name: str, axes: Axes, where: tuple[int, ...], by: Algorithm) -> jax.Array:
-    """The collective `name`; `where`: the dims and the root it takes. Of an empty array nothing
-    moves: compilers refuse to."""
+    """The collective `name` by the algorithm `by`, with its adjoint; `where`: the dims and the root
+    it takes. Of an empty array nothing moves: compilers refuse to."""
     if not x.size:
         return _empty(x, name, lax.axis_size(axes), where)
     return getattr(by, name)(x, axes, *where)

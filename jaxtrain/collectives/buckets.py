@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.vary import Axes
 
@@ -25,12 +26,14 @@ class Bucket(NamedTuple):
     axes: Axes
     names: tuple[str, ...]
 
-    def joined(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
-        """[all their elements]: the leaves one after another."""
+    def joined(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
+        """All their elements, the leaves one after another."""
         return jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
 
-    def parted(self, flat: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Inverse of `joined`; `like` gives the shapes."""
+    def parted(
+        self, flat: Shaped[Array, " elements"], like: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """The leaves again, out of `joined`; `like`: leaves of their shapes."""
         out, start = {}, 0
         for name in self.names:
             size = math.prod(like[name].shape)

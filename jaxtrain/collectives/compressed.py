@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Integer, Key, UInt8
 
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
 from jaxtrain.collectives.compression import Codec, count, flag, is_number, refuse
@@ -109,10 +110,9 @@ class ErrorState(NamedTuple):
     in its tile. Over all devices, the workers' errors and the owners' errors joined are exactly
     what the results so far lack of the true sums."""
 
-    worker: jax.Array
-    """[size] fp32."""
-    owner: jax.Array
-    """[ceil(size / n)] fp32; 0 beyond the end of the last tile."""
+    worker: Float32[Array, " size"]
+    owner: Float32[Array, " tile"]
+    """tile = ceil(size / n); 0 beyond the end of the last one."""
 
 
 def no_errors(size: int, n: int) -> ErrorState:
@@ -122,14 +122,14 @@ def no_errors(size: int, n: int) -> ErrorState:
 
 
 def compressed_all_reduce(
-    x: jax.Array,
+    x: Float32[Array, " size"],
     error: ErrorState | None,
     axes: Axes,
     codec: Codec,
-    key: jax.Array,
+    key: Key[Array, ""],
     by: Algorithm,
-) -> tuple[jax.Array, ErrorState | None]:
-    """The sum over devices of `x` [size] fp32, nearly, with equal bits on all; and the next state.
+) -> tuple[Float32[Array, " size"], ErrorState | None]:
+    """The sum over devices of `x`, nearly, with equal bits on all; and the next state.
 
     Inside `jax.shard_map`. `key`: the same on all devices, another each step. `error` None: no
     feedback. One device gets `x` and `error` back. A number that is not finite, in `x` or in a
@@ -140,6 +140,9 @@ def compressed_all_reduce(
     check_operands(x, error, n)
     if n == 1 or x.size == 0:
         return x, error
+    # Tang et al. 2021, algorithm 1: worker i sends C(x_i + e_i) a tile to each owner and keeps
+    # e_i <- x_i + e_i - C(x_i + e_i); the owner of a tile sends C(sum + o) to all and keeps
+    # o <- sum + o - C(sum + o).
     size, tile, me = x.size, math.ceil(x.size / n), lax.axis_index(axes)
     x = vary(x, axes)
     mine = x if error is None else x + error.worker
@@ -160,9 +163,12 @@ def compressed_all_reduce(
 
 
 def encoded(
-    rows: jax.Array, codec: Codec, key: jax.Array, stream: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(payload, what it has lost of `rows`)."""
+    rows: Float32[Array, "rows size"],
+    codec: Codec,
+    key: Key[Array, ""],
+    stream: Integer[Array, ""],
+) -> tuple[UInt8[Array, "rows bytes"], Float32[Array, "rows size"]]:
+    """The bytes that are sent for `rows`, and what they lack: rows - decode(encode(rows))."""
     # What is subtracted must be the bytes that are sent: without the barrier a compiler may encode
     # once more with other roundings, or take a rounding and its inverse for nothing at all.
     payload = lax.optimization_barrier(codec.encode(rows, key, stream))
@@ -170,6 +176,7 @@ def encoded(
 
 
 def check_operands(x: jax.Array, error: ErrorState | None, n: int) -> None:
+    """Raises ValueError for numbers that are not fp32 of one dim, or a state of another size."""
     violations = []
     if x.ndim != 1 or x.dtype != jnp.float32:
         violations.append(

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Key, Shaped, UInt8
+
+from jaxtrain.collectives.vary import Index
+
+Numbers = Float32[Array, "rows size"]
+Payload = UInt8[Array, "rows bytes"]
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Encodes each row of a matrix by itself. A row with a number that is not finite is decoded to
     one that has such numbers too, so that a test of the result finds them.
@@ -29,12 +36,12 @@ class Codec(Protocol):
         """Bytes of one encoded row of `size` numbers."""
         ...
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
-        """[n, size] fp32 -> [n, payload_bytes(size)] uint8."""
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
+        """Each row as bytes = payload_bytes(size) of them."""
         ...
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
-        """[n, payload_bytes(size)] uint8 -> [n, size] fp32."""
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
+        """The rows of `size` numbers that were encoded, as far as the bytes tell."""
         ...
 
     def at(self, step: int) -> Codec:
@@ -60,7 +67,7 @@ class Int8:
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         blocks = in_blocks(x, self.block)
         scale = greatest(blocks) / 127
         whole = divided(blocks, scale)
@@ -73,7 +80,7 @@ class Int8:
         whole = jnp.clip(whole, -127, 127).astype(jnp.int8)
         return joined(in_rows(whole, x.shape[1]), scale)
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         whole = in_blocks(from_bytes(payload[:, :size], jnp.int8), self.block)
         scale = from_bytes(payload[:, size:], jnp.float32)
         return in_rows(whole.astype(jnp.float32) * scale[:, :, None], size)
@@ -97,14 +104,14 @@ class Fp8:
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         blocks = in_blocks(x, self.block)
         scale = greatest(blocks) / 448
         # e4m3fn has no infinity: beyond 448, where a denormal scale may put it, it would be NaN.
         floats = jnp.clip(divided(blocks, scale), -448, 448).astype(jnp.float8_e4m3fn)
         return joined(in_rows(floats, x.shape[1]), scale)
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         floats = in_blocks(from_bytes(payload[:, :size], jnp.float8_e4m3fn), self.block)
         scale = from_bytes(payload[:, size:], jnp.float32)
         return in_rows(floats.astype(jnp.float32) * scale[:, :, None], size)
@@ -128,7 +135,7 @@ class Sign:
     def payload_bytes(self, size: int) -> int:
         return math.ceil(size / 8) + 4 * math.ceil(size / self.block)
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         size = x.shape[1]
         blocks = in_blocks(x, self.block)
         # The last block may be short: its mean is that of the numbers it has.
@@ -139,7 +146,7 @@ class Sign:
         packed = (bits.astype(jnp.uint8) << _PLACES).sum(1, dtype=jnp.uint8)
         return joined(packed, scale)
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         packed = payload[:, None, : math.ceil(size / 8)]
         negative = ((packed >> _PLACES) & 1).reshape(len(payload), -1)[:, :size]
         scale = from_bytes(payload[:, math.ceil(size / 8) :], jnp.float32)[:, :, None]
@@ -177,13 +184,13 @@ class TopK:
     def payload_bytes(self, size: int) -> int:
         return 8 * self.kept(size)
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         _, places = lax.top_k(jnp.abs(x), self.kept(x.shape[1]))
         values = jnp.take_along_axis(x, places, axis=1)
         # Where NaN stands among magnitudes is the backend's affair.
         return joined(values + not_finite(x), places)
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         n, kept = len(payload), self.kept(size)
         values = from_bytes(payload[:, : 4 * kept], jnp.float32)
         places = from_bytes(payload[:, 4 * kept :], jnp.int32)
@@ -195,7 +202,7 @@ class TopK:
         return TopK(next((d for before, d in self.ramp if step < before), self.density))
 
 
-def _ramp_violations(ramp: Any) -> list[str]:
+def _ramp_violations(ramp: object) -> list[str]:
     if not isinstance(ramp, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in ramp):
         return [
             f"ramp={ramp!r} must be a tuple of pairs (step, density); use for example "
@@ -247,18 +254,18 @@ class RandomK:
     def payload_bytes(self, size: int) -> int:
         return 4 * math.ceil(size / self.stretch)
 
-    def _drawn(self, key: jax.Array, size: int) -> jax.Array:
-        """[1, stretches, stretch] bool: where the numbers that travel stand."""
+    def _drawn(self, key: Key[Array, ""], size: int) -> Bool[Array, "1 stretches stretch"]:
+        """Where the numbers that travel stand."""
         stretches = math.ceil(size / self.stretch)
         places = jax.random.randint(key, (stretches,), 0, self.stretch)
         return (places[:, None] == np.arange(self.stretch)[None])[None]
 
-    def encode(self, x: jax.Array, key: jax.Array, stream: jax.Array | int) -> jax.Array:
+    def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         stretches = in_blocks(x, self.stretch)
         values = jnp.where(self._drawn(key, x.shape[1]), stretches, 0).sum(-1)
         return as_bytes(values + not_finite(x))
 
-    def decode(self, payload: jax.Array, size: int, key: jax.Array) -> jax.Array:
+    def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         values = from_bytes(payload, jnp.float32)[:, :, None]
         return in_rows(jnp.where(self._drawn(key, size), values, 0), size)
 
@@ -266,46 +273,48 @@ class RandomK:
         return self
 
 
-def in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """[n, size] -> [n, blocks, block], zeros after the last number."""
+def in_blocks(x: Shaped[Array, "rows size"], block: int) -> Shaped[Array, "rows blocks {block}"]:
+    """Each row in blocks, zeros after the last number."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(len(x), -1, block)
 
 
-def in_rows(blocks: jax.Array, size: int) -> jax.Array:
+def in_rows(blocks: Shaped[Array, "rows blocks block"], size: int) -> Shaped[Array, "rows {size}"]:
     """Inverse of `in_blocks`."""
     return blocks.reshape(len(blocks), -1)[:, :size]
 
 
-def divided(blocks: jax.Array, scale: jax.Array) -> jax.Array:
-    """`blocks` [n, m, block] over `scale` [n, m]; over 1 where it is 0 or not a number."""
+def divided(
+    blocks: Float[Array, "rows blocks block"], scale: Float[Array, "rows blocks"]
+) -> Float[Array, "rows blocks block"]:
+    """Each block over its scale; over 1 where that is 0 or not a number."""
     return blocks / jnp.where(scale > 0, scale, 1)[:, :, None]
 
 
-def greatest(blocks: jax.Array) -> jax.Array:
-    """[n, m] max|x| of `blocks` [n, m, block]; NaN where one is not finite."""
+def greatest(blocks: Float[Array, "rows blocks block"]) -> Float[Array, "rows blocks"]:
+    """max|x| of each block; NaN where one of its numbers is not finite."""
     # XLA:CPU's maximum passes over NaN (xla_cpu_enable_fast_min_max).
     return jnp.where(jnp.isfinite(blocks).all(-1), jnp.abs(blocks).max(-1), jnp.nan)
 
 
-def not_finite(x: jax.Array) -> jax.Array:
-    """[n, 1]: NaN for the rows of `x` that have a number that is not finite, 0 for the others."""
+def not_finite(x: Float[Array, "rows size"]) -> Float[Array, "rows 1"]:
+    """NaN for the rows of `x` that have a number that is not finite, 0 for the others."""
     return jnp.where(jnp.isfinite(x).all(1, keepdims=True), 0, jnp.nan).astype(x.dtype)
 
 
-def as_bytes(x: jax.Array) -> jax.Array:
-    """[n, m] -> [n, m * itemsize] uint8."""
+def as_bytes(x: Shaped[Array, "rows m"]) -> Payload:
+    """The bytes of each row, m * itemsize of them."""
     return lax.bitcast_convert_type(x, jnp.uint8).reshape(len(x), -1)
 
 
-def from_bytes(payload: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def from_bytes(payload: Payload, dtype: jax.typing.DTypeLike) -> Shaped[Array, "rows m"]:
     """Inverse of `as_bytes`."""
     width = jnp.dtype(dtype).itemsize
     shape = (*payload.shape[:1], -1, width)[: 2 + (width > 1)]
     return lax.bitcast_convert_type(payload.reshape(shape), dtype)
 
 
-def joined(*parts: jax.Array) -> jax.Array:
-    """[n, all their bytes] uint8 of parts [n, m]."""
+def joined(*parts: Shaped[Array, "rows _"]) -> Payload:
+    """The bytes of each row of the parts, one part after another."""
     return jnp.concatenate([as_bytes(part) for part in parts], axis=1)
 
 

@@ -10,36 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from jaxtrain.collectives.algorithm import accumulator, check_divides
-from jaxtrain.collectives.ring import Ring, put, room_for, shift, take
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
+from jaxtrain.collectives.vary import Axes, Index, vary
 
-Weights = tuple[jax.Array, ...]
+Matrices = tuple[Float[Array, "_ _"], ...]
+Whole = Float[Array, "all_tokens k"]
+"""The tokens of all devices, gathered."""
+Gathered = tuple[Matrices, Whole]
+"""Products with the gathered tokens, and these tokens: what has come so far."""
 
 
-def gather_matmul(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Weights:
-    """all_gather(x) @ w for each of the weights, all fed by one gather.
+def gather_matmul(
+    x: Float[Array, "tokens k"],
+    weights: tuple[Float[Array, "k _"], ...],
+    axes: Axes,
+    ring: Ring,
+) -> tuple[Float[Array, "all_tokens _"], ...]:
+    """all_gather(x) @ w for each of the weights, all fed by one gather over `axes`.
 
-    x [tokens / n, k], weights [k, columns] of this device -> [tokens, columns] each. Adjoint:
-    `matmul_scatter` for x; the gathered x is kept for the weights' gradients.
+    x: this device's 1/n of the tokens. weights: its columns of each weight. Returns its columns of
+    each product, for the tokens of all. Adjoint: `matmul_scatter` for x; the gathered x is kept for
+    the weights' gradients.
     """
     if not axes:
         return tuple(x @ w for w in weights)
     return _gather_matmul(vary(x, axes), tuple(vary(w, axes) for w in weights), axes, ring)
 
 
-def matmul_scatter(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
-    """reduce_scatter over dim 0 of the sum of x @ w over the pairs: x [tokens, k / n], w
-    [k / n, columns] -> [tokens / n, columns]. Partial sums travel in `accumulator` of the dtype.
+def matmul_scatter(
+    xs: tuple[Float[Array, "all_tokens _"], ...],
+    weights: tuple[Float[Array, "_ columns"], ...],
+    axes: Axes,
+    ring: Ring,
+) -> Float[Array, "tokens columns"]:
+    """The sum of x @ w over the pairs and over the n devices of `axes`, of which each device gets
+    its 1/n of the tokens: a reduce-scatter over dim 0.
 
-    Adjoint: `gather_matmul` for xs, whose gathered cotangent serves the weights too. Raises
-    ValueError where n does not divide the tokens.
+    xs: of all tokens, this device's part of the inner dim; weights: its rows of each. Partial sums
+    travel in `accumulator` of the dtype. Adjoint: `gather_matmul` for xs, whose gathered cotangent
+    serves the weights too. Raises ValueError where n does not divide the tokens.
     """
     if not axes:
         first, *others = (x @ w for x, w in zip(xs, weights, strict=True))
@@ -50,20 +66,23 @@ def matmul_scatter(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax
 
 
 def gather_products(
-    x: jax.Array, weights: Weights, axes: Axes, ring: Ring
-) -> tuple[Weights, jax.Array]:
+    x: Float[Array, "tokens k"],
+    weights: tuple[Float[Array, "k _"], ...],
+    axes: Axes,
+    ring: Ring,
+) -> Gathered:
     """The products of `gather_matmul`, and the gathered x itself."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
 
-    def multiplied(outs: Any, tile: jax.Array, at: Any) -> Any:
+    def multiplied(outs: Gathered, tile: Float[Array, "tokens k"], at: Index) -> Gathered:
         products, whole = outs
         placed = tuple(
             put(out, tile @ w, at, n, 0) for out, w in zip(products, weights, strict=True)
         )
         return placed, put(whole, tile, at, n, 0)
 
-    def hop(carry: Any, way: int, h: Any) -> Any:
+    def hop(carry: tuple[Gathered, Moving], way: int, h: Index) -> tuple[Gathered, Moving]:
         outs, moving = carry
         # Both from the carry: the next tile is on its way while this one is multiplied.
         following = shift(moving[way], axes, way)
@@ -82,21 +101,27 @@ def gather_products(
     return outs
 
 
-def scattered_products(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
-    """reduce_scatter of the sum of x @ w over the pairs, along dim 0."""
+def scattered_products(
+    xs: tuple[Float[Array, "all_tokens _"], ...],
+    weights: tuple[Float[Array, "_ columns"], ...],
+    axes: Axes,
+    ring: Ring,
+) -> Float[Array, "tokens columns"]:
+    """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
     length = dict(chains)
     wide = accumulator(xs[0].dtype)
 
-    def product(at: Any) -> jax.Array:
+    def product(at: Index) -> Float[Array, "tokens columns"]:
+        """Tile `at` of this device's own partial product."""
         first, *others = (
             jnp.matmul(take(x, at, n, 0), w, preferred_element_type=wide)
             for x, w in zip(xs, weights, strict=True)
         )
         return sum(others, start=first)
 
-    def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+    def hop(sums: Moving, way: int, h: Index) -> Moving:
         arrived = shift(sums[way], axes, way)
         own = product(me + way * (length[way] - h))
         arrived, own = lax.optimization_barrier((arrived, own))
@@ -109,7 +134,7 @@ def scattered_products(xs: Weights, weights: Weights, axes: Axes, ring: Ring) ->
     return sum(arrived, start=own).astype(xs[0].dtype)
 
 
-PRODUCT_SCATTERS: dict[str, Callable[[Weights, Weights, Axes, Ring], jax.Array]] = {
+PRODUCT_SCATTERS: dict[str, Callable[[Matrices, Matrices, Axes, Ring], jax.Array]] = {
     "row matmul": scattered_products,
     "column gradients matmul": scattered_products,
 }
@@ -118,27 +143,40 @@ gradient of column-split ones."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gather_matmul(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Weights:
+def _gather_matmul(
+    x: Float[Array, "tokens k"], weights: Matrices, axes: Axes, ring: Ring
+) -> Matrices:
     return gather_products(x, weights, axes, ring)[0]
 
 
-def _gather_matmul_forward(x: jax.Array, weights: Weights, axes: Axes, ring: Ring) -> Any:
+def _gather_matmul_forward(
+    x: Float[Array, "tokens k"], weights: Matrices, axes: Axes, ring: Ring
+) -> tuple[Matrices, tuple[Whole, Matrices]]:
     outs, whole = gather_products(x, weights, axes, ring)
     return outs, (whole, weights)
 
 
-def _gather_matmul_backward(axes: Axes, ring: Ring, saved: Any, dys: Weights) -> Any:
+def _gather_matmul_backward(
+    axes: Axes, ring: Ring, saved: tuple[Whole, Matrices], dys: Matrices
+) -> tuple[Float[Array, "tokens k"], Matrices]:
     whole, weights = saved
     dx = PRODUCT_SCATTERS["column gradients matmul"](dys, tuple(w.T for w in weights), axes, ring)
     return dx, tuple(whole.T @ dy for dy in dys)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul_scatter(xs: Weights, weights: Weights, axes: Axes, ring: Ring) -> jax.Array:
+def _matmul_scatter(
+    xs: Matrices, weights: Matrices, axes: Axes, ring: Ring
+) -> Float[Array, "tokens columns"]:
     return PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring)
 
 
-def _matmul_scatter_backward(axes: Axes, ring: Ring, saved: Any, dy: jax.Array) -> Any:
+def _matmul_scatter_backward(
+    axes: Axes,
+    ring: Ring,
+    saved: tuple[Matrices, Matrices],
+    dy: Float[Array, "tokens columns"],
+) -> tuple[Matrices, Matrices]:
     xs, weights = saved
     dxs, whole = gather_products(dy, tuple(w.T for w in weights), axes, ring)
     return dxs, tuple(x.T @ whole for x in xs)

@@ -11,7 +11,7 @@ doubled by a test, which must then see the certificate fail (`tests/certificate/
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import lax
@@ -22,6 +22,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.vary import Axes, same
 
 
+@runtime_checkable
 class AllReduce(Protocol):
     """Whatever sums over devices: an `Algorithm`, or several in levels (`hierarchical.py`)."""
 
@@ -79,25 +80,30 @@ the first. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
 
 
 def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` summed over mesh axes `axes` by the reduction registered as `name`."""
+    """`x` summed over the mesh axes `axes`, as `lax.psum` does, by the reduction registered as
+    `name` in SUMS. Without axes, here as below, x itself."""
     return SUMS[name](x, axes) if axes else x
 
 
 def gradient_sum(name: str, x: jax.Array, axes: Axes, by: AllReduce) -> jax.Array:
-    """As `sum_over`, by the reducer `by`; typed as equal on all devices of `axes`."""
+    """A gradient summed over `axes` by the reducer `by`; typed as equal on all their devices. Names
+    are those of GRADIENT_SUMS."""
     return GRADIENT_SUMS[name](x, axes, by) if axes else x
 
 
 def link_sum(name: str, x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
-    """As `sum_over`, by the algorithm `by`; typed as varying."""
+    """A sum over `axes` by the algorithm `by`, typed as varying: one level of a hierarchical sum.
+    Names are those of LINK_SUMS."""
     return LINK_SUMS[name](x, axes, by) if axes else x
 
 
 def sum_scatter(name: str, x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
-    """As `sum_over`, each device keeping its tile of `dim`."""
+    """A sum over `axes` of which each device keeps its tile of `dim`, as `lax.psum_scatter` does.
+    Names are those of SUM_SCATTERS. Raises ValueError where the devices do not divide the dim."""
     return SUM_SCATTERS[name](x, axes, dim, by) if axes else x
 
 
 def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
-    """The tiles of `dim` from all devices of `axes`, in order."""
+    """The tiles of `dim` from all devices of `axes`, joined in order of their numbers, as
+    `lax.all_gather(tiled=True)` does; no reduction, so it has no name."""
     return algorithm.all_gather(x, axes, dim, by)

@@ -13,18 +13,22 @@ are not mixed up. `telemetry.hlo_order.side_by_side` finds the pairs that a comp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import Array, Bool, PyTree
 
 from jaxtrain.collectives.vary import varying_axes
 
+Tree = TypeVar("Tree")
 
-def after(tree: Any, done: Any) -> Any:
+
+def after(tree: Tree, done: PyTree) -> Tree:
     """`tree`, its values and gradients unchanged. On CPU no leaf of it can be read before each leaf
     of `done` is made, of which one element is read; elsewhere no more than `tree`.
 
@@ -46,7 +50,7 @@ def after(tree: Any, done: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _never_on_cpu(*done: jax.Array) -> jax.Array:
+def _never_on_cpu(*done: jax.Array) -> Bool[Array, ""]:
     """False: no element is both equal and unequal to itself. A compiler that may not assume
     numbers to be numbers does not know that, and makes `done` first."""
     found = jnp.zeros((), bool)
@@ -61,7 +65,7 @@ _never.def_impl(lambda *done: jnp.zeros((), bool))
 
 
 @_never.def_abstract_eval
-def _one_bool(first: Any, *others: Any) -> Any:
+def _one_bool(first: ShapedArray, *others: ShapedArray) -> ShapedArray:
     kind = first.manual_axis_type
     found = (each.manual_axis_type.varying for each in (first, *others))
     return first.update(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Key
 
 from jaxtrain.collectives.compression import count, refuse
 from jaxtrain.collectives.named import AllReduce
@@ -44,25 +45,28 @@ class PowerSGD:
 
 
 class PowerSGDState(NamedTuple):
-    error: jax.Array | None
-    """[..., rows, cols] fp32, each device's own: what its matrices lack in the estimates so far.
-    None: no feedback."""
-    q: jax.Array
-    """[..., cols, rank] fp32, the same on all devices: the last right factor, columns scaled to
-    a greatest entry of 1 (only their span matters)."""
+    """What one device carries to the next step."""
+
+    error: Float32[Array, "*stack rows cols"] | None
+    """Each device's own: what its matrices lack in the estimates so far. None: no feedback."""
+    q: Float32[Array, "*stack cols rank"]
+    """The same on all devices: the last right factor, columns scaled to a greatest entry of 1
+    (only their span matters)."""
 
 
-def first_factor(shape: tuple[int, ...], rank: int, key: jax.Array) -> jax.Array:
-    """[..., cols, rank] fp32, the `q` before the first step for matrices of `shape`; `key` the same
-    on all devices."""
+def first_factor(
+    shape: tuple[int, ...], rank: int, key: Key[Array, ""]
+) -> Float32[Array, "*stack cols {rank}"]:
+    """The `q` before the first step for matrices of `shape` [..., rows, cols]; `key` the same on
+    all devices."""
     return jax.random.normal(key, (*shape[:-2], shape[-1], rank))
 
 
 def powersgd_all_reduce(
-    matrices: jax.Array, state: PowerSGDState, axes: Axes, by: AllReduce
-) -> tuple[jax.Array, PowerSGDState]:
-    """The sum over devices of `matrices` [..., rows, cols] fp32, projected on `rank` directions,
-    with equal bits on all where `by` sums so; and the next state.
+    matrices: Float32[Array, "*stack rows cols"], state: PowerSGDState, axes: Axes, by: AllReduce
+) -> tuple[Float32[Array, "*stack rows cols"], PowerSGDState]:
+    """The sum over devices of `matrices`, projected on `rank` directions, with equal bits on all
+    where `by` sums so; and the next state.
 
     Inside `jax.shard_map`. One device gets `matrices` and `state` back. A number that is not finite
     makes the result and the next errors so: keep the old state where the step is skipped. Raises
@@ -78,6 +82,9 @@ def powersgd_all_reduce(
     if n == 1:
         return matrices, state
     matrices, q = vary(matrices, axes), vary(state.q, axes)
+    # Vogels et al. 2019, algorithm 1, M = sum over n devices of M_i and E_i the errors:
+    #   P = orthonormal(sum (M_i + E_i) Q),  Q' = sum (M_i + E_i)^T P,  M ~ P Q'^T,
+    #   E_i <- M_i + E_i - P Q'^T / n.  They take means where we take sums.
     mine = matrices if state.error is None else matrices + state.error
     p, _ = jnp.linalg.qr(by.all_reduce(_matmul(mine, q), axes))
     right = by.all_reduce(_matmul(mine.mT, p), axes)
@@ -89,5 +96,7 @@ def powersgd_all_reduce(
     return estimate, PowerSGDState(error, q)
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def _matmul(
+    a: Float32[Array, "*stack m k"], b: Float32[Array, "*stack k n"]
+) -> Float32[Array, "*stack m n"]:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

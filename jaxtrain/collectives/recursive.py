@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.ring import permute, shift
@@ -25,6 +26,8 @@ class Recursive:
     """
 
     def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        # Bruck et al. 1997: with m tiles held, min(m, n - m) come from the device m further on, so
+        # that m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
         n = lax.axis_size(axes)
         held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
         while len(held) < n:
@@ -44,6 +47,8 @@ class Recursive:
         return jnp.moveaxis(sums[0], 0, dim).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        # Recursive doubling: after step k device i holds the sum over the 2^(k+1) devices whose
+        # numbers differ from its own in the lowest k + 1 bits; partners are i and i xor 2^k.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         total = x.astype(accumulator(x.dtype))
         inner = 1 << (n.bit_length() - 1)
@@ -59,6 +64,8 @@ class Recursive:
         return total.astype(x.dtype)
 
     def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+        # A piece that is for the device d further on takes the hops 2^k of d's binary digits: in
+        # step k all pieces whose digit k is 1 travel 2^k devices (Bruck et al. 1997).
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         pieces = tiles(x, n, split)
         pieces = jnp.roll(pieces, -me, axis=0)  # entry d is for the device d further on
@@ -119,13 +126,13 @@ def _tree_pairs(n: int, root: int, distance: int) -> list[tuple[int, int]]:
     ]
 
 
-def tiles(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """[n, size / n, rest]: the tiles of `dim`, that dim in front."""
+def tiles(x: jax.Array, n: int, dim: int) -> Shaped[Array, "{n} size *rest"]:
+    """The n tiles of `dim`, that dim in front of all others."""
     front = jnp.moveaxis(x, dim, 0)
     return front.reshape(n, len(front) // n, *front.shape[1:])
 
 
-def joined(stack: jax.Array, dim: int) -> jax.Array:
+def joined(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
     """Inverse of `tiles`."""
     n, size, *rest = stack.shape
     return jnp.moveaxis(stack.reshape(n * size, *rest), 0, dim)

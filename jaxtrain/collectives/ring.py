@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.compression import flag, refuse
-from jaxtrain.collectives.vary import Axes, vary, varying_axes
+from jaxtrain.collectives.vary import Axes, Index, vary, varying_axes
 
 RIGHT, LEFT = 1, -1
 INT32_MAX = 2**31 - 1
@@ -27,6 +28,16 @@ INT32_MAX = 2**31 - 1
 
 Chain = tuple[int, int]
 """(RIGHT or LEFT, hops)."""
+
+Moving = dict[int, jax.Array]
+"""RIGHT or LEFT -> what this device sends that way next."""
+
+Placed = tuple[jax.Array, Moving]
+"""The result so far, with the tiles that have come in their places; and what moves on."""
+
+Carry = TypeVar("Carry")
+Hop = Callable[[Carry, int, Index], Carry]
+"""(carry, RIGHT or LEFT, number of the hop from 1) -> carry."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +66,15 @@ class Ring:
         right = n - 1 if self.directions == 1 else n // 2
         return [(way, hops) for way, hops in ((RIGHT, right), (LEFT, n - 1 - right)) if hops]
 
-    def travel(self, chains: list[Chain], hop: Callable[..., Any], carry: Any) -> Any:
-        """carry = hop(carry, way, hop number from 1), over all hops of all chains, the chains side
-        by side as long as each lasts."""
+    def travel(self, chains: list[Chain], hop: Hop[Carry], carry: Carry) -> Carry:
+        """The loop of every collective here: carry = hop(carry, way, number of the hop from 1),
+        over all hops of all chains. Chains of both directions go side by side, a hop of each in
+        turn, as long as each lasts."""
         done = 0
         for _, hops in sorted(chains, key=lambda chain: chain[1]):
             running = [way for way, length in chains if length > done]
 
-            def together(h: Any, carry: Any, running: list[int] = running) -> Any:
+            def together(h: Index, carry: Carry, running: list[int] = running) -> Carry:
                 for way in running:
                     carry = hop(carry, way, h)
                 return carry
@@ -80,10 +92,12 @@ class Ring:
         return carry
 
     def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        # Each device hands on what came last; what arrives with hop h from the left is the tile of
+        # device me - h, from the right that of me + h.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         chains = self.chains(n)
 
-        def hop(carry: Any, way: int, h: Any) -> Any:
+        def hop(carry: Placed, way: int, h: Index) -> Placed:
             out, moving = carry
             arrived = shift(moving[way], axes, way)
             return put(out, arrived, me - way * h, n, dim), moving | {way: arrived}
@@ -91,15 +105,18 @@ class Ring:
         return self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))[0]
 
     def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        # In one direction: device i sends the partial sum of tile i - h to its right neighbour in
+        # hop h = 1 .. n - 1, s <- arrived + tile[i - h - 1], so that tile j ends on device j with
+        # the terms of all n, after n - 1 hops of 1/n of the bytes.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         chains = self.chains(n)
         length = dict(chains)
         wide = accumulator(x.dtype)
 
-        def tile(at: Any) -> jax.Array:
+        def tile(at: Index) -> jax.Array:
             return take(x, at, n, dim).astype(wide)
 
-        def hop(sums: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+        def hop(sums: Moving, way: int, h: Index) -> Moving:
             # What started `hops` devices before its owner gathers a tile at each it passes.
             arrived = shift(sums[way], axes, way)
             return sums | {way: arrived + tile(me + way * (length[way] - h))}
@@ -109,6 +126,8 @@ class Ring:
         return sum((shift(sums[w], axes, w) for w, _ in chains), start=tile(me)).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+        # Sums scattered, then gathered: 2 (n - 1)/n of the bytes leave each device, and no
+        # algorithm sends fewer (Patarasuk & Yuan 2009).
         flat, restore = flattened(x, lax.axis_size(axes))
         return restore(self.all_gather(self.reduce_scatter(flat, axes, 0), axes, 0))
 
@@ -125,7 +144,7 @@ class Ring:
         chains = self.chains(n)
         length = dict(chains)
 
-        def hop(moving: dict[int, jax.Array], way: int, h: Any) -> dict[int, jax.Array]:
+        def hop(moving: Moving, way: int, h: Index) -> Moving:
             # The root sends the farthest tile first; after the last hop each holds its own.
             leaving = take(x, root + way * (length[way] - h + 1), n, dim)
             leaving = jnp.where(me == root, leaving, moving[way])
@@ -144,7 +163,7 @@ class Ring:
         chains = self.chains(n)
         length = dict(chains)
 
-        def hop(carry: Any, way: int, h: Any) -> Any:
+        def hop(carry: Placed, way: int, h: Index) -> Placed:
             out, moving = carry
             pairs = [(root - way * (d + 1), root - way * d) for d in range(length[way])]
             arrived = permute(moving[way], axes, pairs)
@@ -158,14 +177,15 @@ class Ring:
         chains = self.chains(n)
         out = room_for(take(x, me, n, split), axes, concat)
 
-        def direct(out: jax.Array, way: int, h: Any) -> jax.Array:
+        def direct(out: jax.Array, way: int, h: Index) -> jax.Array:
+            assert isinstance(h, int), "unrolled hops have numbers"
             arrived = shift(take(x, me + way * h, n, split), axes, way * h)
             return put(out, arrived, me - way * h, n, concat)
 
         if self.unroll:
             return self.travel(chains, direct, out)
 
-        def forwarded(carry: Any, way: int, h: Any) -> Any:
+        def forwarded(carry: Placed, way: int, h: Index) -> Placed:
             out, moving = carry
             arrived = shift(moving[way], axes, way)
             mine = lax.dynamic_index_in_dim(arrived, h - 1, 0, keepdims=False)
@@ -178,7 +198,7 @@ class Ring:
         return self.travel(chains, forwarded, (out, leaving))[0]
 
 
-def each_of(numbers: range, act: Callable[[Any, Any], Any], carry: Any) -> Any:
+def each_of(numbers: range, act: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
     """carry = act(number, carry) for each of the numbers."""
     for number in numbers:
         carry = act(number, carry)
@@ -186,12 +206,13 @@ def each_of(numbers: range, act: Callable[[Any, Any], Any], carry: Any) -> Any:
 
 
 def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
-    """What device i - by holds, on device i (numbers modulo n)."""
+    """`x` sent `by` devices to the right: device i gets what i - by holds, numbers modulo n."""
     return permute(x, axes, [(i, i + by) for i in range(lax.axis_size(axes))])
 
 
 def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
-    """`lax.ppermute` with device numbers modulo n; zeros where nothing arrives.
+    """`lax.ppermute` of (sender, receiver) pairs, device numbers modulo n; zeros where nothing
+    arrives.
 
     ppermute counts along the axes in the mesh's order, whatever order it is given; every other
     collective, and `axis_index`, in the order given.
@@ -204,16 +225,16 @@ def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array
     )
 
 
-def take(x: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
-    """Tile `at` (modulo n) of n along `dim`."""
+def take(x: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
+    """Tile number `at` (modulo n) of the n into which `dim` is cut."""
     size = x.shape[dim] // n
     if x.shape[dim] <= INT32_MAX:
         return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
     return lax.dynamic_index_in_dim(_tiles(x, n, dim), at % n, dim, keepdims=False)
 
 
-def put(out: jax.Array, tile: jax.Array, at: Any, n: int, dim: int) -> jax.Array:
-    """`out` with `tile` as its tile `at` (modulo n) of n along `dim`."""
+def put(out: jax.Array, tile: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
+    """`out` with `tile` in the place of its tile number `at` (modulo n) of n along `dim`."""
     if out.shape[dim] <= INT32_MAX:
         return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
     tiles = lax.dynamic_update_index_in_dim(_tiles(out, n, dim), tile, at % n, dim)
@@ -234,7 +255,9 @@ def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
     )
 
 
-def flattened(x: jax.Array, n: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def flattened(
+    x: jax.Array, n: int
+) -> tuple[Shaped[Array, " padded"], Callable[[jax.Array], jax.Array]]:
     """`x` as one dim, padded with zeros to a multiple of n; and the way back."""
     flat = jnp.pad(x.reshape(-1), (0, -x.size % n))
     return flat, lambda flat: flat[: x.size].reshape(x.shape)

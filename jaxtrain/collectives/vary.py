@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import Array, Integer
 
 Axes = tuple[str, ...]
+"""Mesh axes by name, major first."""
+
+Index = int | Integer[Array, ""]
+"""A whole number, which may be one that is known only when the program runs: of a device, a tile,
+a layer, a microbatch."""
 
 
-def varying_axes(*arrays: Any) -> Axes:
+def varying_axes(*arrays: jax.typing.ArrayLike) -> Axes:
     """The mesh axes over which any of them may differ, sorted; () outside shard_map and wherever
     types are not checked."""
     found = (jax.typeof(x).manual_axis_type.varying for x in arrays)
@@ -43,7 +48,7 @@ _same.def_impl(lambda x, *, axes: x)
 
 
 @_same.def_abstract_eval
-def _typed_as_same(x: Any, *, axes: Axes) -> Any:
+def _typed_as_same(x: ShapedArray, *, axes: Axes) -> ShapedArray:
     kind = x.manual_axis_type
     return x.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))
 

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float32
 
 from jaxtrain.collectives.compressed import Compressed
+from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.powersgd import PowerSGD, first_factor
+from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
@@ -59,7 +63,7 @@ class Part(NamedTuple):
         sides = (range(dims.stacked), dims.rows, dims.columns)
         return MatrixDims(*(math.prod(self.shape[d] for d in side) for side in sides))
 
-    def takes(self, codec: Any) -> bool:
+    def takes(self, codec: Codec | PowerSGD | None) -> bool:
         """Whether the codec can act: PowerSGD needs as many rows and columns as its rank."""
         if not self.whole or codec is None:
             return False
@@ -68,7 +72,7 @@ class Part(NamedTuple):
 
 
 def compressed_parts(
-    reducer: Any,
+    reducer: Reducer | None,
     small_leaf: int,
     places: Mapping[str, Leaf],
     sizes: Mapping[str, int],
@@ -96,7 +100,7 @@ def compressed_parts(
     return parts
 
 
-def no_residuals(reducer: Any, parts: Mapping[str, Part], seed: int) -> Residuals:
+def no_residuals(reducer: Reducer | None, parts: Mapping[str, Part], seed: int) -> Residuals:
     """The state before the first step."""
     if not isinstance(reducer, Compressed):
         return {}
@@ -113,7 +117,7 @@ def no_residuals(reducer: Any, parts: Mapping[str, Part], seed: int) -> Residual
     return state
 
 
-def _first_factor(part: Part, rank: int, seed: int) -> jax.Array:
+def _first_factor(part: Part, rank: int, seed: int) -> Float32[Array, "parts stack cols {rank}"]:
     sides, count = part.matrices, ways(part.split, part.sizes)
     key = named_key(jax.random.key(seed), f"powersgd.{part.leaf.path}")
     return first_factor((count, *sides), rank, key)
@@ -134,7 +138,7 @@ def trusted(residuals: Residuals) -> Residuals:
     return found
 
 
-def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> Any:
+def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> dict[str, Any]:
     """How every leaf of the residuals is split: each device has its own."""
     splits: dict[str, Any] = {"tripped": ()} if abstract else {}
     if "errors" in abstract:
@@ -144,7 +148,7 @@ def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> Any:
     return splits
 
 
-def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> Any:
+def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> dict[str, Any]:
     """The logical axes of errors; () of the others. `axes`: of the parameters."""
     found = jax.tree.map(lambda leaf: (), abstract)
     if "errors" in abstract:
@@ -152,11 +156,13 @@ def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> Any:
     return found
 
 
-def stored_splits(abstract: Residuals, splits: Any, stored: Mapping[str, tuple[int, ...]]) -> Any:
+def stored_splits(
+    abstract: Residuals, splits: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """As `residual_splits` for residuals of the shapes that were `stored` (by path below
     `residuals`), on another mesh: the devices' dim is whole where it is another."""
 
-    def fits(path: Any, leaf: Any, split: Dims) -> Dims:
+    def fits(path: KeyPath, leaf: jax.ShapeDtypeStruct, split: Dims) -> Dims:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.startswith("errors."):
             return split if stored[name][0] == leaf.shape[0] else ((), *split[1:])
@@ -183,7 +189,8 @@ def redistributed(stored: Residuals, abstract: Residuals, first: Residuals) -> R
     return out
 
 
-def _dealt(error: jax.Array, count: int) -> jax.Array:
+def _dealt(error: Float32[Array, " devices *shape"], count: int) -> Float32[Array, " count *shape"]:
+    """Equal shares of the sum of all devices' errors, for `count` devices."""
     if len(error) == count:
         return error
     share = error.sum(0, keepdims=True) / count

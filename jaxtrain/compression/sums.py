@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Key
 
+from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.compressed import Compressed, ErrorState, compressed_all_reduce
+from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
+from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.collectives.ring import put, take
-from jaxtrain.collectives.vary import same, vary, varying_axes
+from jaxtrain.collectives.vary import Axes, same, vary, varying_axes
 from jaxtrain.compression.residuals import Part, Residuals
 from jaxtrain.nn.param import named_key
 
@@ -35,7 +39,7 @@ class Choice(NamedTuple):
     measured: bool = False
 
 
-def choose(reducer: Any, step: int, tripped: int) -> Choice:
+def choose(reducer: Reducer | None, step: int, tripped: int) -> Choice:
     """The program of step `step`, counted from 0. `tripped`: the step the guard refused, or -1; the
     host knows of it two steps later, when it dispatches `tripped + 2`, and stays exact from there
     on. The same after a resume, since the step is part of the state."""
@@ -47,7 +51,7 @@ def choose(reducer: Any, step: int, tripped: int) -> Choice:
     return Choice(codec, measured)
 
 
-def program_key(batch: int, choice: Choice) -> Any:
+def program_key(batch: int, choice: Choice) -> int | tuple[int, Choice]:
     """Under which a compiled step is kept: the batch size, for exact sums alone."""
     return batch if choice == Choice() else (batch, choice)
 
@@ -61,7 +65,7 @@ class GuardReader:
     tripped: int = -1
     unread: list[Any] = field(default_factory=list)
 
-    def choose(self, reducer: Any) -> Choice:
+    def choose(self, reducer: Reducer | None) -> Choice:
         if len(self.unread) > 1:
             seen = self.unread.pop(0)
             if seen is not None and self.tripped < 0:
@@ -112,31 +116,49 @@ class CompressedSums(NamedTuple):
             out[name] = total * unit
         return out, after, exact
 
-    def _compressed(self, part: Part, mean: Any, error: Any, q: Any, key: Any) -> tuple[Any, ...]:
+    def _compressed(
+        self,
+        part: Part,
+        mean: Float32[Array, " *shape"],
+        error: Float32[Array, " *shape"] | None,
+        q: Float32[Array, "stack cols rank"] | None,
+        key: Key[Array, ""],
+    ) -> tuple[
+        Float32[Array, " *shape"],
+        Float32[Array, " *shape"] | None,
+        Float32[Array, "stack cols rank"] | None,
+    ]:
         """(sum, what it lacks, PowerSGD's next factor) of one leaf."""
         codec, by, shape = self.choice.codec, self.reducer.by, mean.shape
         if isinstance(codec, PowerSGD):
+            assert q is not None, "PowerSGD's factor is among the residuals"
             stacked = None if error is None else error.reshape(part.matrices)
             state = PowerSGDState(stacked, q)
             total, state = powersgd_all_reduce(mean.reshape(part.matrices), state, part.whole, by)
             lost = None if state.error is None else state.error.reshape(shape)
             return same(total.reshape(shape), part.whole), lost, state.q
+        assert isinstance(by, Algorithm), "Compressed lets no codec have another"
         flat = None if error is None else error.reshape(-1)
         total, lost = summed_with_one_error(mean.reshape(-1), flat, part.whole, codec, key, by)
-        lost = None if error is None else lost.reshape(shape)
+        lost = None if lost is None else lost.reshape(shape)
         return same(total.reshape(shape), part.whole), lost, q
 
 
 def summed_with_one_error(
-    x: jax.Array, error: Any, axes: tuple[str, ...], codec: Any, key: jax.Array, by: Any
-) -> tuple[jax.Array, Any]:
-    """`compressed_all_reduce` of `x` [size], whose owner's error joins the same device's own.
+    x: Float32[Array, " size"],
+    error: Float32[Array, " size"] | None,
+    axes: Axes,
+    codec: Codec,
+    key: Key[Array, ""],
+    by: Algorithm,
+) -> tuple[Float32[Array, " size"], Float32[Array, " size"] | None]:
+    """`compressed_all_reduce` of `x`, whose owner's error joins the same device's own.
 
     What the owner of a tile could not send it sends in its next numbers instead of in the next
     sum: it is encoded twice, and the state is of the leaf's shape, which any mesh can take over.
     """
     if error is None:
-        return compressed_all_reduce(x, None, axes, codec, key, by)
+        return compressed_all_reduce(x, None, axes, codec, key, by)[0], None
     tile = math.ceil(x.size / lax.axis_size(axes))
     owner = vary(jnp.zeros(tile, jnp.float32), varying_axes(x))
     total, after = compressed_all_reduce(x, ErrorState(error, owner), axes, codec, key, by)

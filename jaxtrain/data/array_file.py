@@ -21,7 +21,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], str]:
     return json.loads(header), sealed.hex()
 
 
-def _write_body(file: Any, *, kind: str, meta: dict, arrays: Mapping[str, ArraySpec]) -> None:
+def _write_body(file: BinaryIO, *, kind: str, meta: dict, arrays: Mapping[str, ArraySpec]) -> None:
     table: dict[str, dict[str, Any]] = {
         name: {"dtype": spec.dtype, "shape": list(spec.shape), "offset": 0, "sha256": "0" * 64}
         for name, spec in arrays.items()
@@ -147,7 +147,7 @@ def _write_body(file: Any, *, kind: str, meta: dict, arrays: Mapping[str, ArrayS
     file.write(hashlib.sha256(encoded).digest())
 
 
-def _write_array(file: Any, name: str, spec: ArraySpec, entry: dict[str, Any]) -> int:
+def _write_array(file: BinaryIO, name: str, spec: ArraySpec, entry: dict[str, Any]) -> int:
     """Write the chunks and note their digest in `entry`; returns the bytes written."""
     hashed, written = hashlib.sha256(), 0
     for chunk in spec.chunks:

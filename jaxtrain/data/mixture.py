@@ -50,7 +50,7 @@ class Mixture:
             raise ValueError("Mixture: " + "; ".join(problems))
 
 
-def _is_pair(part: Any) -> bool:
+def _is_pair(part: object) -> bool:
     if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], int | float):
         return False
     # Text has pieces, token files are files.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxtrain.data.source import Document, FileSource, Piece, undecodable
+
+if TYPE_CHECKING:
+    import pyarrow
 
 RANGE_BYTES = 16 << 20
 """JSON Lines files are read in ranges of this size, so that one long file is read in parallel."""
@@ -54,7 +57,7 @@ class JsonLines(FileSource):
             raise ValueError(f"{path}:{_line_number(path, offset)}: {error}") from error
 
 
-def _text_of(record: Any, name: str) -> str:
+def _text_of(record: object, name: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"a line is an object, this one is {type(record).__name__}")
     if name not in record:
@@ -131,7 +134,7 @@ class Parquet(FileSource):
         return document if self.belongs(document, split) else None
 
 
-def _check_columns(path: str, columns: list[str], schema: Any) -> None:
+def _check_columns(path: str, columns: list[str], schema: pyarrow.Schema) -> None:
     import pyarrow as pa
 
     strings = (pa.string(), pa.large_string(), pa.string_view())

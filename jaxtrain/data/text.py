@@ -121,7 +121,9 @@ class TextData:
         return self.source.parts if isinstance(self.source, Mixture) else ((1.0, self.source),)
 
 
-def _store(source: Any, split: str, vocabulary: Vocabulary, cache_dir: Path) -> TokenStore:
+def _store(
+    source: Source | TokenFiles, split: str, vocabulary: Vocabulary, cache_dir: Path
+) -> TokenStore:
     if isinstance(source, TokenFiles):
         return source.store(split, vocab=vocabulary.size, tokenizer=vocabulary.key)
     file = _cached_tokens(source, split, vocabulary, cache_dir)

@@ -22,7 +22,7 @@ def parsed(text: str | bytes) -> Any:
     return value
 
 
-def _inner(value: Any) -> list[Any]:
+def _inner(value: object) -> list[Any]:
     """The lists and objects directly in one."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [each for each in held if isinstance(each, dict | list)]

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.mesh.hardware import PLATFORMS
+
+if TYPE_CHECKING:
+    import jax
 
 QUICK_TO_COMPILE: dict[str, bool | int] = {
     "xla_backend_optimization_level": 0,
@@ -21,7 +24,7 @@ gets fewer and simpler functions. The same sums in the same precision."""
 
 
 @cache
-def quick_to_compile(device: Any) -> dict[str, bool | int]:
+def quick_to_compile(device: jax.Device) -> dict[str, bool | int]:
     """Those of QUICK_TO_COMPILE that the compiler of `device` takes: not the same ones in every
     version of jaxlib, and none off CPU."""
     if device.platform != "cpu":
@@ -30,7 +33,9 @@ def quick_to_compile(device: Any) -> dict[str, bool | int]:
     return {k: v for k, v in options if not option_violations({k: v}, device)}
 
 
-def option_violations(options: Mapping[str, bool | int | float | str], device: Any) -> list[str]:
+def option_violations(
+    options: Mapping[str, bool | int | float | str], device: jax.Device
+) -> list[str]:
     """What is wrong with each of `options` for the compiler of `device`, present or absent.
 
     A tiny program is compiled with all of them: 0.2 s, after the first one's 4 s on an absent TPU.
@@ -66,7 +71,7 @@ def option_violations(options: Mapping[str, bool | int | float | str], device: A
     return found + (refused or [f"compiler_options are refused together: {together}"])
 
 
-def _taught(name: str, value: Any, why: str, device: Any) -> str:
+def _taught(name: str, value: object, why: str, device: jax.Device) -> str:
     where = f"the compiler of this {device.device_kind}"
     if "No such compile option" in why:
         return (

@@ -334,7 +334,7 @@ def read_table(
     return kind(**found) if len(problems) == before else None
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     if get_origin(hint) is tuple:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     kinds = get_args(hint) or (hint,)
@@ -344,7 +344,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return (int in kinds or float in kinds) and isinstance(value, number) and value > 0
 
 
-def _expected(hint: Any) -> str:
+def _expected(hint: object) -> str:
     if get_origin(hint) is tuple:
         return "a list of strings"
     kinds = get_args(hint) or (hint,)
@@ -353,7 +353,7 @@ def _expected(hint: Any) -> str:
 
 
 def lookup(
-    kind: type[Table], known: Mapping[str, Table], value: Any, where: str, problems: list[str]
+    kind: type[Table], known: Mapping[str, Table], value: object, where: str, problems: list[str]
 ) -> Table | None:
     """A row of `known` by its name, or one of the user's own given as a TOML table."""
     if isinstance(value, Mapping):

@@ -262,7 +262,7 @@ def _axis_problems(axes: Axes, devices: int | None) -> list[str]:
     return problems
 
 
-def _layout_problems(chip: Chip, devices: int, per_host: int, topology: Any) -> list[str]:
+def _layout_problems(chip: Chip, devices: int, per_host: int, topology: object) -> list[str]:
     problems = []
     if chip.platform not in (known := hardware.PLATFORMS):
         problems.append(f"chip.platform = {chip.platform!r}{did_you_mean(chip.platform, known)}")

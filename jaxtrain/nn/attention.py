@@ -10,16 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.online_softmax import MASKED, AttentionMask, Scoring
 
-AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, Any, Scoring], jax.Array]
+Segments = Int[Array, "batch seq"]
+AttentionKernel = Callable[
+    [jax.Array, jax.Array, jax.Array, Segments | None, Scoring],
+    Float[Array, "batch seq heads head_dim"],
+]
 
 CPU_BLOCKS = Blockwise(query_block=64, key_block=512, chunk_bytes=2**20)
 CPU_LONG_BLOCKS = Blockwise(query_block=128, key_block=256, chunk_bytes=2**20)
@@ -30,24 +36,23 @@ GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
     *,
-    segments: jax.Array | None = None,
+    segments: Segments | None = None,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     kernel: AttentionKernel | None = None,
-) -> jax.Array:
+) -> Float[Array, "batch seq heads head_dim"]:
     """softmax(logits) v over the keys each query sees; logits = scale * q k^T, soft-capped.
 
-    q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim], kv_heads dividing
-    heads; query head h reads key head h // (heads / kv_heads). Returns [batch, seq, heads,
-    head_dim] in q's dtype; softmax and sums are fp32.
-    segments [batch, seq] int32: a query sees only keys of its own segment. 0 is padding, which
-    sees only padding: outputs and gradients are finite everywhere.
+    kv_heads divides heads; query head h reads key head h // (heads / kv_heads). Returns q's dtype;
+    softmax and sums are fp32.
+    segments: of which document each position is, int32; a query sees only keys of its own. 0 is
+    padding, which sees only padding: outputs and gradients are finite everywhere.
     window w (causal only): keys i-w+1 .. i. softcap c: c * tanh(logits / c). scale: None is
     head_dim ** -0.5. kernel: None is `choose` for the default backend; state it when compiling for
     another platform. Raises ValueError for shapes that do not fit, every violation at once.
@@ -65,7 +70,7 @@ def attention(
 def choose(
     platform: str,
     *,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     seq: int,
     head_dim: int,
     segments: bool,
@@ -97,8 +102,13 @@ class PlatformKernel:
     platform: str
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
-    ) -> jax.Array:
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        segments: Segments | None,
+        scoring: Scoring,
+    ) -> Float[Array, "batch seq heads head_dim"]:
         kernel = choose(
             self.platform,
             dtype=q.dtype,
@@ -116,8 +126,13 @@ class Reference:
     """The dense definition, seq x seq scores in fp32: the oracle of the others."""
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
-    ) -> jax.Array:
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        segments: Segments | None,
+        scoring: Scoring,
+    ) -> Float[Array, "batch seq heads head_dim"]:
         batch, seq, heads, size = q.shape
         kv_heads = k.shape[2]
         dtype = q.dtype
@@ -149,8 +164,13 @@ class Cudnn:
         return [] if fits else [f"head_dim={head_dim} is not a multiple of 8 up to 128"]
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
-    ) -> jax.Array:
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        segments: Segments | None,
+        scoring: Scoring,
+    ) -> Float[Array, "batch seq heads head_dim"]:
         problems = self.violations(q.shape[3])
         if segments is not None:
             problems.append("segments would become a dense seq x seq mask")
@@ -194,8 +214,13 @@ class Splash:
         return found
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
-    ) -> jax.Array:
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        segments: Segments | None,
+        scoring: Scoring,
+    ) -> Float[Array, "batch seq heads head_dim"]:
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         seq, heads = q.shape[1], q.shape[2]
@@ -223,13 +248,15 @@ class Splash:
         return o.swapaxes(1, 2)
 
 
-def _splash_mask(splash: Any, mask: AttentionMask, seq: int) -> Any:
+def _splash_mask(splash: ModuleType, mask: AttentionMask, seq: int) -> Any:
+    """The mask as the module `splash_attention` writes it."""
     if mask.window is not None:
         return splash.LocalMask((seq, seq), window_size=(mask.window - 1, 0), offset=0)
     return splash.CausalMask((seq, seq)) if mask.causal else splash.FullMask((seq, seq))
 
 
-def _splash_blocks(splash: Any, block: int) -> Any:
+def _splash_blocks(splash: ModuleType, block: int) -> Any:
+    """Its sizes of tiles, all the same."""
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     return splash.BlockSizes(**{f"block_{name}": block for name in names})
 
@@ -242,7 +269,9 @@ def _refuse(kernel: str, problems: list[str]) -> None:
         )
 
 
-def _check(q: Any, k: Any, v: Any, segments: Any, softcap: float | None) -> None:
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, softcap: float | None
+) -> None:
     problems = []
     if q.ndim != 4 or k.ndim != 4:
         problems.append(f"q and k are [batch, seq, heads, head_dim], found {q.shape}, {k.shape}")

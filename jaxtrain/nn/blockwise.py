@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.collectives.vary import Index, vary, varying_axes
 from jaxtrain.nn.online_softmax import Queries, Scoring
 from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
 
 Arrays = tuple[jax.Array, ...]
+Segments = Int[Array, "rows seq"]
+Heads = Float[Array, "rows seq heads head_dim"]
+Keys = Float[Array, "rows seq kv_heads head_dim"]
+Residuals = tuple[Heads, Keys, Keys, jax.Array | None, Heads, Float32[Array, "rows seq heads 1"]]
+"""q, k, v, segments, the output, and the log-sum-exp of each query's logits."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,13 @@ class Blockwise:
             raise ValueError(f"Blockwise takes sizes of 1 or more; raise {', '.join(low)}")
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, scoring: Scoring
-    ) -> jax.Array:
+        self,
+        q: Float[Array, "batch seq heads head_dim"],
+        k: Float[Array, "batch seq kv_heads head_dim"],
+        v: Float[Array, "batch seq kv_heads head_dim"],
+        segments: Int[Array, "batch seq"] | None,
+        scoring: Scoring,
+    ) -> Float[Array, "batch seq heads head_dim"]:
         # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint
         # sums its cotangent, so that inside the types of primals and cotangents are equal.
         inputs = [x for x in (q, k, v, segments) if x is not None]
@@ -56,22 +66,25 @@ class Blockwise:
         return _attend(self, scoring, q, k, v, segments)
 
 
-def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: tuple[Any, ...]) -> Tiling:
+def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: Arrays) -> Tiling:
     sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
     return Tiling(*sizes, seq, scoring, segments[0] if segments else None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    blocks: Blockwise, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
-) -> jax.Array:
+    blocks: Blockwise, scoring: Scoring, q: Heads, k: Keys, v: Keys, segments: Segments | None
+) -> Heads:
     return _attend_forward(blocks, scoring, q, k, v, segments)[0]
 
 
 def _attend_forward(
-    blocks: Blockwise, scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
-) -> tuple[jax.Array, Any]:
-    def chunk(segments: Arrays, q: Any, _: Any, k: Any, v: Any) -> Arrays:
+    blocks: Blockwise, scoring: Scoring, q: Heads, k: Keys, v: Keys, segments: Segments | None
+) -> tuple[Heads, Residuals]:
+    """The output, chunk by chunk, and what the backward pass needs: no scores, but the log-sum-exp
+    of each query, from which any tile of weights is exp(scores - lse)."""
+
+    def chunk(segments: Arrays, q: Heads, _: jax.Array, k: Keys, v: Keys) -> Arrays:
         tiling = _tiling(blocks, scoring, q.shape[1], segments)
         rows = _fold_queries(q, k.shape[2])
         o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
@@ -86,10 +99,14 @@ def _attend_forward(
     return o, (q, k, v, segments, o, lse)
 
 
-def _attend_backward(blocks: Blockwise, scoring: Scoring, saved: Any, do: jax.Array) -> Any:
+def _attend_backward(
+    blocks: Blockwise, scoring: Scoring, saved: Residuals, do: Heads
+) -> tuple[Heads, Keys, Keys, None]:
+    """Gradients of q, k and v, chunk by chunk, from q, k, v, o, lse and do alone: each tile's
+    weights are made again (`online_softmax.backward_tile` has the equations)."""
     q, k, v, segments, o, lse = saved
 
-    def chunk(ahead: Arrays, q: Any, v: Any, k: Any, o: Any, do: Any) -> Arrays:
+    def chunk(ahead: Arrays, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> Arrays:
         lse, *segments = ahead
         tiling = _tiling(blocks, scoring, q.shape[1], tuple(segments))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
@@ -123,6 +140,7 @@ def chunk_shape(
 
 
 def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is no larger than `most`."""
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= most)
 
 
@@ -134,7 +152,8 @@ def _over_chunks(
     read: Arrays,
     ahead: Arrays,
 ) -> Arrays:
-    """`chunk(ahead, *written, *read)` for every chunk, its results put over `written`.
+    """`chunk(ahead, *written, *read)` for every chunk of batch rows and heads, its results put over
+    `written`: so that a tile of scores fits into a cache, whatever the batch.
 
     Arrays are [batch, seq] or [batch, seq, heads or kv_heads, ..]; `ahead` are those that enter
     elementwise work, see `fetching_scan`.
@@ -147,7 +166,8 @@ def _over_chunks(
     if count == 1:
         return chunk(ahead, *written, *read)
 
-    def corner(x: jax.Array, i: jax.Array) -> list[Any]:
+    def corner(x: jax.Array, i: jax.Array) -> list[Index]:
+        """Where chunk `i` of x begins, in each dim."""
         head = i % across * (x.shape[2] // across) if x.ndim > 2 else 0
         return [i // across * rows, 0, head, 0][: x.ndim]
 
@@ -164,19 +184,24 @@ def _over_chunks(
     return fetching_scan(body, written, fetch, jnp.arange(count))
 
 
-def _fold_queries(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[rows, seq, heads, d] -> [rows * kv_heads, group, seq, d]; batched matmuls want it so."""
+def _fold_queries(
+    x: Shaped[Array, "rows seq heads d"], kv_heads: int
+) -> Shaped[Array, "rows*{kv_heads} heads//{kv_heads} seq d"]:
+    """Queries that read one key head side by side, in front of the sequence: batched matmuls want
+    it so."""
     rows, seq, heads, size = x.shape
     return x.swapaxes(1, 2).reshape(rows * kv_heads, heads // kv_heads, seq, size)
 
 
-def _fold_keys(x: jax.Array) -> jax.Array:
-    """[rows, seq, kv_heads, d] -> [rows * kv_heads, seq, d]."""
+def _fold_keys(
+    x: Shaped[Array, "rows seq kv_heads d"],
+) -> Shaped[Array, "rows*kv_heads seq d"]:
+    """Each head's keys, or values, as a sequence of their own."""
     rows, seq, heads, size = x.shape
     return x.swapaxes(1, 2).reshape(rows * heads, seq, size)
 
 
 def _unfold(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of both, to `shape` [rows, seq, heads, ..]."""
+    """The way back from either, to `shape` [rows, seq, heads, ..]."""
     rows, seq, heads, *rest = shape
     return x.reshape(rows, heads, seq, *rest).swapaxes(1, 2)

@@ -57,7 +57,8 @@ def bundles(split: Split, parts: Mapping[str, int], small_leaf: int) -> list[Spl
 
 
 def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
-    """Every leaf of `split` whole again; the others pass. One all-gather a group."""
+    """Every leaf of `split` gathered along its dim; the others are as they were. One all-gather for
+    all leaves of a dtype and a set of mesh axes."""
     out = dict(arrays)
     for group, names in _groups(arrays, split).items():
         if len(names) == 1:

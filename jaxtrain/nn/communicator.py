@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
+from jaxtrain.collectives.vary import Index
+
+Queries = Float[Array, "rows seq heads head_dim"]
+Keys = Float[Array, "rows seq kv_heads head_dim"]
+Segments = Int[Array, "rows seq"] | None
 Params = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
@@ -27,6 +33,7 @@ Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
 Pair = tuple[jax.Array, jax.Array]
 
 
+@runtime_checkable
 class Communicator(Protocol):
     """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
 
@@ -75,8 +82,8 @@ class Communicator(Protocol):
         """Rows `ids` [tokens] of the table [vocab, embed]."""
         ...
 
-    def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-        """kernel(q, k, v, segments) with q [rows, seq, heads, head_dim], split over heads."""
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+        """kernel(q, k, v, segments), each device with its rows and heads."""
         ...
 
     def experts(
@@ -98,7 +105,7 @@ class Communicator(Protocol):
         """Adjoint of `all_tokens` when every device holds a part of the sum."""
         ...
 
-    def vocab_offset(self, local: int) -> Any:
+    def vocab_offset(self, local: int) -> Index:
         """The first id of this device's slice of the vocabulary."""
         ...
 
@@ -167,7 +174,7 @@ class Local:
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return vectors[ids]
 
-    def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
         return kernel(q, k, v, segments)
 
     def experts(
@@ -184,7 +191,7 @@ class Local:
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
         return dx
 
-    def vocab_offset(self, local: int) -> Any:
+    def vocab_offset(self, local: int) -> Index:
         return 0
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:

@@ -7,34 +7,42 @@ same one that any other mesh would.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.param import named_key
 
 
 class DropoutKeys(NamedTuple):
-    """The step's key, and the global row and position of each local token [tokens]."""
+    """The step's key, and the global row and position of each token that is here."""
 
-    key: jax.Array
-    rows: jax.Array
-    positions: jax.Array
+    key: Key[Array, ""]
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
 
 
 def dropout(
-    x: jax.Array, rate: float, keys: DropoutKeys | None, *, name: str, layer: Any = 0
-) -> jax.Array:
-    """x [tokens, embed] with a share `rate` of its elements zeroed and the rest scaled up.
+    x: Float[Array, "tokens embed"],
+    rate: float,
+    keys: DropoutKeys | None,
+    *,
+    name: str,
+    layer: Index = 0,
+) -> Float[Array, "tokens embed"]:
+    """x with a share `rate` of its elements zeroed and the rest divided by 1 - rate.
 
-    `keys=None` (evaluation) or `rate=0` returns x.
+    name, layer: of the place in the model, each with masks of its own. `keys=None` (evaluation) or
+    `rate=0` returns x.
     """
     if keys is None or rate == 0.0:
         return x
     base = jax.random.fold_in(named_key(keys.key, name), layer)
 
-    def keep(row: jax.Array, position: jax.Array) -> jax.Array:
+    def keep(row: Int[Array, ""], position: Int[Array, ""]) -> Bool[Array, " embed"]:
         key = jax.random.fold_in(jax.random.fold_in(base, row), position)
         return jax.random.bernoulli(key, 1.0 - rate, x.shape[1:])
 

@@ -16,7 +16,7 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
@@ -75,7 +75,8 @@ class Explicit(Local):
         return grads
 
     def _gathered(self, params: Params, prefix: str) -> list[Split]:
-        """The dims of every parameter that are split at rest only."""
+        """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
+        FSDP gathers."""
         splits = {}
         for name, value in params.items():
             place = self.places[prefix + name]
@@ -131,10 +132,10 @@ class Explicit(Local):
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
         return sum_scatter("head gradients", dx, self.tensor, 0, self.collectives.tensor)
 
-    def _tensor_index(self) -> Any:
+    def _tensor_index(self) -> Index:
         return lax.axis_index(self.tensor) if self.tensor else 0
 
-    def vocab_offset(self, local: int) -> Any:
+    def vocab_offset(self, local: int) -> Index:
         return self._tensor_index() * local
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import (
@@ -19,7 +21,16 @@ from jaxtrain.mesh.sharding import (
     named_sharding,
     partition_spec,
 )
-from jaxtrain.nn.communicator import Attend, Experts, Local, Pair, Params
+from jaxtrain.nn.communicator import (
+    Attend,
+    Experts,
+    Keys,
+    Local,
+    Pair,
+    Params,
+    Queries,
+    Segments,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +72,7 @@ class Gspmd(Local):
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return _embed(self.reduce_dtype, vectors, ids)
 
-    def attend(self, kernel: Attend, q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
         """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
         sizes = dict(self.mesh.shape)
         table = self.rules.activations
@@ -139,7 +150,9 @@ def _experts(
     return comm._experts(kernel, x, router, weights)
 
 
-def _experts_backward(comm: Gspmd, kernel: Experts, saved: Any, dy: jax.Array) -> Any:
+def _experts_backward(
+    comm: Gspmd, kernel: Experts, saved: tuple[Any, ...], dy: jax.Array
+) -> tuple[Any, ...]:
     return jax.vjp(partial(comm._experts, kernel), *saved)[1](dy)
 
 
@@ -149,12 +162,14 @@ _experts.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(reduce_dtype: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul(
+    reduce_dtype: DTypeLike, x: Float[Array, "tokens n"], weight: Float[Array, "n m"]
+) -> Float[Array, "tokens m"]:
     """x [tokens, n] @ weight; the weight's gradient leaves its matmul in `reduce_dtype`."""
     return x @ weight
 
 
-def _matmul_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+def _matmul_backward(reduce_dtype: DTypeLike, saved: Pair, dy: Float[Array, "tokens m"]) -> Pair:
     x, weight = saved
     wide = jnp.promote_types(dy.dtype, reduce_dtype)
     dw = jnp.matmul(x.T, dy, preferred_element_type=wide)
@@ -165,11 +180,15 @@ _matmul.defvjp(lambda dtype, x, weight: (x @ weight, (x, weight)), _matmul_backw
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embed(reduce_dtype: Any, vectors: jax.Array, ids: jax.Array) -> jax.Array:
+def _embed(
+    reduce_dtype: DTypeLike, vectors: Float[Array, "vocab embed"], ids: Int[Array, " tokens"]
+) -> Float[Array, "tokens embed"]:
     return vectors[ids]
 
 
-def _embed_backward(reduce_dtype: Any, saved: tuple[Any, Any], dy: Any) -> tuple[Any, None]:
+def _embed_backward(
+    reduce_dtype: DTypeLike, saved: Pair, dy: Float[Array, "tokens embed"]
+) -> tuple[Float[Array, "vocab embed"], None]:
     vectors, ids = saved
     wide = jnp.promote_types(vectors.dtype, reduce_dtype)
     summed = jnp.zeros(vectors.shape, wide).at[ids].add(dy.astype(wide))

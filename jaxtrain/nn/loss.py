@@ -9,15 +9,22 @@ travel. Evaluated without a derivative, it makes no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, PyTree
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator
+
+Carry = TypeVar("Carry")
+Chunk = tuple[jax.Array, ...]
+"""Of a chunk of tokens: what enters the head, targets and weights."""
 
 MASKED = -1e30
 """The logit of a padded row of the vocabulary."""
@@ -50,6 +57,22 @@ class LossSums(NamedTuple):
     beside: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
 
 
+Sums = tuple[Float32[Array, "..."], Float32[Array, "vocab embed"] | None]
+"""Of the loss, and of the head's gradient unless it is frozen."""
+
+
+class Residuals(NamedTuple):
+    """What the forward pass leaves to the backward one: finished gradients but for one factor."""
+
+    dx: Float[Array, "tokens embed"]
+    dhead: Float32[Array, "vocab embed"] | None
+    like: Float[Array, "0 embed"]
+    """Of the head's dtype."""
+    weights: Float[Array, " all_tokens"]
+    lift: float | Float32[Array, ""]
+    """By how much dx and dhead are too large."""
+
+
 class _Static(NamedTuple):
     comm: Communicator
     config: HeadConfig
@@ -59,20 +82,20 @@ class _Static(NamedTuple):
 
 def cross_entropy(
     comm: Communicator,
-    x: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
+    x: Float[Array, "tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " all_tokens"],
+    weights: Float[Array, " all_tokens"],
     config: HeadConfig,
     *,
     rows: int,
-) -> jax.Array:
+) -> Float32[Array, ...]:
     """This device's share of sum_t weights_t * -log p(target_t); the shares add to the sum. With
     `config.accuracy` [2]: beside it the share of the weight whose target was the likeliest id.
 
-    x [tokens, embed] (the residual stream's share), head [vocab slice, embed] in the compute
-    dtype, targets and weights [all tokens]. `rows`: tokens are chunked within rows, so the chunk
-    count divides tokens / rows.
+    x: the residual stream's share, which sequence parallelism makes a part of all tokens. head:
+    this device's slice of the vocabulary, in the compute dtype. rows: of the batch, whose tokens
+    follow one another; tokens are chunked within rows, so the chunk count divides tokens / rows.
     """
     chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens)
     return _cross_entropy(_Static(comm, config, chunks, rows), x, head, targets, weights)
@@ -85,21 +108,39 @@ def chunk_count(tokens: int, rows: int, chunk_tokens: int) -> int:
     return max(1, next((n for n in range(min(wanted, seq), seq + 1) if seq % n == 0), seq))
 
 
-def logits(x: jax.Array, head: jax.Array, config: HeadConfig, offset: Any = 0) -> jax.Array:
-    """fp32 logits [tokens, vocab slice] of x [tokens, embed]; padded ids get `MASKED`."""
+def logits(
+    x: Float[Array, "tokens embed"],
+    head: Float[Array, "vocab embed"],
+    config: HeadConfig,
+    offset: Index = 0,
+) -> Float32[Array, "tokens vocab"]:
+    """fp32 logits over the slice of the vocabulary that `head` is, which begins with the id
+    `offset`; padded ids get `MASKED`."""
     out = lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     out = _shape(out, config)
     ids = offset + lax.broadcasted_iota(jnp.int32, out.shape, 1)
     return jnp.where(ids < config.vocab, out, MASKED)
 
 
-def _shape(raw: jax.Array, config: HeadConfig) -> jax.Array:
+def _shape(
+    raw: Float32[Array, "tokens vocab"], config: HeadConfig
+) -> Float32[Array, "tokens vocab"]:
+    """Scaled and soft-capped."""
     raw = raw if config.scale == 1.0 else raw * config.scale
     return raw if config.softcap is None else config.softcap * jnp.tanh(raw / config.softcap)
 
 
-def _chunk(static: _Static, x: jax.Array, head: jax.Array, targets: Any, weights: Any) -> Any:
-    """Loss sum of one chunk, and what was right of it where asked; the gradient of its logits."""
+def _chunk(
+    static: _Static,
+    x: Float[Array, "tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " tokens"],
+    weights: Float[Array, " tokens"],
+) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"]]:
+    """Loss sum of one chunk, with what was right of it where asked; the gradient of its logits."""
+    # With z_tv the logits and t' the target of token t, over the whole vocabulary:
+    #   loss = sum_t w_t (log sum_v exp(z_tv) - z_tt'),  dz_tv = w_t (softmax(z_t)_v - [v = t']).
+    # A device sees its slice of v: max, sum of exponentials and target's logit travel.
     comm, config = static.comm, static.config
     offset = comm.vocab_offset(head.shape[0])
     z = logits(x, head, config, offset)
@@ -120,11 +161,17 @@ def _chunk(static: _Static, x: jax.Array, head: jax.Array, targets: Any, weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> jax.Array:
+def _cross_entropy(
+    static: _Static,
+    x: Float[Array, "tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " all_tokens"],
+    weights: Float[Array, " all_tokens"],
+) -> Float32[Array, "..."]:
     comm, n = static.comm, static.chunks
     x = comm.all_tokens(x)
 
-    def step(total: jax.Array, at: Any) -> tuple[jax.Array, None]:
+    def step(total: jax.Array, at: Chunk) -> tuple[jax.Array, None]:
         loss, _ = _chunk(static, at[0], head, *at[1:])
         return total + loss, None
 
@@ -134,11 +181,13 @@ def _cross_entropy(static: _Static, x: Any, head: Any, targets: Any, weights: An
     return total / comm.vocab_ways()
 
 
-def _start(static: _Static, zero: jax.Array) -> jax.Array:
+def _start(static: _Static, zero: Float32[Array, ""]) -> Float32[Array, ...]:
     return jnp.stack([zero, zero]) if static.config.accuracy else zero
 
 
-def _loop(step: Any, carry: Any, parts: Any) -> Any:
+def _loop(
+    step: Callable[[Carry, Chunk], tuple[Carry, PyTree]], carry: Carry, parts: Chunk
+) -> tuple[Carry, PyTree]:
     """A scan, or its body alone when there is one chunk: XLA sees no loop then."""
     if len(parts[0]) > 1:
         return lax.scan(step, carry, parts)
@@ -146,12 +195,20 @@ def _loop(step: Any, carry: Any, parts: Any) -> Any:
     return carry, jax.tree.map(lambda o: o[None], out)
 
 
-def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
+def _forward(
+    static: _Static,
+    x: Float[Array, "tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " all_tokens"],
+    weights: Float[Array, " all_tokens"],
+) -> tuple[Float32[Array, ""], Residuals]:
+    """The loss, and its gradients with respect to x and head, `lift` times too large: in one loop
+    over chunks, while each chunk's logits are at hand."""
     comm, n, dtype = static.comm, static.chunks, head.dtype
     lift = _lift(dtype, weights, static.config)
     x = comm.all_tokens(x)
 
-    def step(carry: Any, at: Any) -> tuple[Any, jax.Array]:
+    def step(carry: Sums, at: Chunk) -> tuple[Sums, jax.Array]:
         total, dhead = carry
         x, targets, weights = at
         loss, dz = _chunk(static, x, head, targets, weights)
@@ -170,10 +227,13 @@ def _forward(static: _Static, x: Any, head: Any, targets: Any, weights: Any) -> 
     (total, dhead), dx = _loop(step, start, parts)
     dx = comm.scatter_head_gradient(comm.unchunk(dx, rows=static.rows))
     # Shape-free stand-ins carry what the cotangents of ids and weights need.
-    return total / comm.vocab_ways(), (dx, dhead, head[:0], weights, lift)
+    return total / comm.vocab_ways(), Residuals(dx, dhead, head[:0], weights, lift)
 
 
-def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
+def _backward(
+    static: _Static, residuals: Residuals, g: Float32[Array, ...]
+) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
+    """All that is left: a multiplication by g / lift, g the cotangent of the loss, a scalar."""
     dx, dhead, like, weights, lift = residuals
     g = (g[0] if static.config.accuracy else g) / lift
     if dhead is not None:
@@ -181,7 +241,9 @@ def _backward(static: _Static, residuals: Any, g: jax.Array) -> Any:
     return (dx * g).astype(dx.dtype), dhead, None, weights * 0.0
 
 
-def _lift(dtype: Any, weights: jax.Array, config: HeadConfig) -> Any:
+def _lift(
+    dtype: jax.typing.DTypeLike, weights: Float[Array, " tokens"], config: HeadConfig
+) -> float | Float32[Array, ""]:
     """Logit gradients are weights times probabilities, most of them below fp16's smallest number:
     in fp16 they are kept this much larger until the loss scale is known. 1024 where no weight
     reaches 2, less where one does, so that none overflows. A power of two: it changes no digit;

@@ -57,7 +57,7 @@ def take_apart(module: nnx.Module) -> Split:
     return Split(_Static(graph, tuple(variables)), params, rest, axes)
 
 
-def put_together(static: Any, arrays: Arrays) -> Any:
+def put_together(static: _Static, arrays: Arrays) -> Any:
     """The module with these arrays; `arrays` holds parameters and other state together."""
     flat = [
         (path, variable.replace(arrays[".".join(map(str, path))]))
@@ -72,7 +72,7 @@ def build(make: Callable[[jax.Array], nnx.Module], key: jax.Array) -> nnx.Module
         return make(key)
 
 
-def _axes(variable: Any, dims: int) -> tuple[str | None, ...]:
+def _axes(variable: nnx.Variable, dims: int) -> tuple[str | None, ...]:
     """Axis names from our metadata or either of flax's spellings; none means replicated."""
     metadata = variable.get_metadata()
     for spelling in ("axes", "out_sharding", "sharding_names", "sharding"):

@@ -15,11 +15,12 @@ the machine it multiplies every row with every expert: on CPU with 8 experts, 40
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxtrain.collectives.vary import vary, varying_axes
 
@@ -33,28 +34,28 @@ device makes 500 FLOPs a byte of memory, in 16 bits."""
 class Plan(NamedTuple):
     """Where each row lies. A slot is a token's j-th choice, number token * k + j.
 
-    slots [rows]: the slot of each row, or the number of slots where a block is padded.
-    places [tokens, k]: the row of each slot. owners [blocks]: the expert of each block.
+    slots: the slot of each row, or the number of slots where a block is padded. places: the row of
+    each slot. owners: the expert of each block.
     """
 
-    slots: jax.Array
-    places: jax.Array
-    owners: jax.Array
+    slots: Int[Array, " rows"]
+    places: Int[Array, "tokens k"]
+    owners: Int[Array, " blocks"]
 
 
 def routed(
-    x: jax.Array,
-    router: jax.Array,
-    weights: tuple[jax.Array, ...],
+    x: Float[Array, "tokens embed"],
+    router: Float[Array, "embed experts"],
+    weights: tuple[Float[Array, "experts _ _"], ...],
     *,
     k: int,
     activation: Activation,
-) -> jax.Array:
-    """The experts' outputs, weighted: [tokens, embed], in the dtype of x.
+) -> Float[Array, "tokens embed"]:
+    """The outputs of each token's k experts, weighted by its router; in the dtype of x.
 
-    x [tokens, embed]; router [embed, experts]; weights: gate, up [experts, embed, hidden] and down
-    [experts, hidden, embed], or up and down without a gate. Where these have a slice of the hidden
-    dim each, the outputs, and the gradients of x and router, are parts of sums over the slices.
+    weights: gate, up [experts, embed, mlp] and down [experts, mlp, embed], or up and down without a
+    gate. Where these have a slice of the hidden dim each, the outputs, and the gradients of x and
+    router, are parts of sums over the slices.
     """
     *into, down = weights
     shares, chosen = route(x, router, k)
@@ -67,9 +68,11 @@ def routed(
     return jnp.sum(of_choices * shares[..., None], axis=1).astype(x.dtype)
 
 
-def route(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Each token's experts: their shares [tokens, k], fp32, that sum to 1, and numbers [tokens, k],
-    the likeliest first; of equal ones that of the lower number.
+def route(
+    x: Float[Array, "tokens embed"], router: Float[Array, "embed experts"], k: int
+) -> tuple[Float32[Array, "tokens {k}"], Int[Array, "tokens {k}"]]:
+    """Each token's experts: their shares, which sum to 1, and their numbers, the likeliest first;
+    of equal ones that of the lower number.
 
     A softmax over the k largest logits is that over all, its k largest divided by their sum. Logits
     are fp32 whatever the precision of other products: it is little work, and rounding moves tokens.
@@ -93,8 +96,8 @@ def block_count(rows: int, experts: int) -> int:
     return (rows - taken) // block_rows(rows, experts) + taken
 
 
-def planned(chosen: jax.Array, experts: int) -> Plan:
-    """The rows of these choices [tokens, k], in the order of experts, and within one of tokens."""
+def planned(chosen: Int[Array, "tokens k"], experts: int) -> Plan:
+    """Rows for these choices, in the order of experts, and within one of tokens."""
     count = chosen.size
     block, blocks = block_rows(count, experts), block_count(count, experts)
     of_slot = chosen.reshape(-1)
@@ -113,28 +116,33 @@ def planned(chosen: jax.Array, experts: int) -> Plan:
 
 
 @jax.custom_vjp
-def dispatched(x: jax.Array, plan: Plan) -> jax.Array:
-    """x [tokens, n] -> [rows, n], zeros where a block is padded. Its adjoint is a look-up too, not
+def dispatched(x: Float[Array, "tokens n"], plan: Plan) -> Float[Array, "rows n"]:
+    """Each row's token, zeros where a block is padded. Its adjoint is a look-up too, not
     the scatter that a derivative would make."""
     return _taken(x, plan.slots // plan.places.shape[1])
 
 
 @jax.custom_vjp
-def collected(rows: jax.Array, plan: Plan) -> jax.Array:
-    """[rows, n] -> [tokens, k, n]: each slot's."""
+def collected(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k n"]:
+    """Each token's k rows."""
     return rows[plan.places]
 
 
-def _taken(x: jax.Array, at: jax.Array) -> jax.Array:
+def _taken(x: Float[Array, "m n"], at: Int[Array, " rows"]) -> Float[Array, "rows n"]:
+    """Rows `at` of x; zeros for those beyond its end."""
     return x.at[at].get(mode="fill", fill_value=0)
 
 
-def _dispatched_backward(plan: Plan, dy: jax.Array) -> tuple[jax.Array, None]:
+def _dispatched_backward(
+    plan: Plan, dy: Float[Array, "rows n"]
+) -> tuple[Float[Array, "tokens n"], None]:
     summed = jnp.sum(collected(dy, plan).astype(jnp.float32), axis=1)
     return summed.astype(dy.dtype), None
 
 
-def _collected_backward(plan: Plan, dy: jax.Array) -> tuple[jax.Array, None]:
+def _collected_backward(
+    plan: Plan, dy: Float[Array, "tokens k n"]
+) -> tuple[Float[Array, "rows n"], None]:
     return _taken(dy.reshape(-1, dy.shape[-1]), plan.slots), None
 
 
@@ -143,10 +151,14 @@ collected.defvjp(lambda rows, plan: (collected(rows, plan), plan), _collected_ba
 
 
 @jax.custom_vjp
-def multiplied(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
-    """Each block of `rows` [rows, n] times the matrix of its owner, `weights` [experts, n, m]."""
+def multiplied(
+    rows: Float[Array, "rows n"],
+    weights: Float[Array, "experts n m"],
+    owners: Int[Array, " blocks"],
+) -> Float[Array, "rows m"]:
+    """Each block of `rows` times the matrix of the expert that owns it."""
 
-    def step(_: Any, at: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def step(_: tuple[()], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], jax.Array]:
         block, owner = at
         return (), block @ _matrix(weights, owner)
 
@@ -154,7 +166,9 @@ def multiplied(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Ar
     return out.reshape(len(rows), weights.shape[-1])
 
 
-def _multiplied_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, Any, None]:
+def _multiplied_backward(
+    saved: tuple[jax.Array, ...], dy: Float[Array, "rows m"]
+) -> tuple[Float[Array, "rows n"], Float[Array, "experts n m"], None]:
     """The weights' gradients are summed over blocks in fp32."""
     rows, weights, owners = saved
 
@@ -175,10 +189,13 @@ multiplied.defvjp(
 )
 
 
-def _blocks(rows: jax.Array, owners: jax.Array) -> jax.Array:
+def _blocks(
+    rows: Float[Array, "rows n"], owners: Int[Array, " blocks"]
+) -> Float[Array, "blocks block n"]:
+    """The rows, block by block; all blocks are of one size."""
     block = len(rows) // max(len(owners), 1)  # without a token there is no block
     return rows.reshape(len(owners), block, rows.shape[-1])
 
 
-def _matrix(weights: jax.Array, owner: jax.Array) -> jax.Array:
+def _matrix(weights: Float[Array, "experts n m"], owner: Int[Array, ""]) -> Float[Array, "n m"]:
     return lax.dynamic_index_in_dim(weights, owner, 0, keepdims=False)

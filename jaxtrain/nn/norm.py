@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from jaxtrain.nn.param import constant
 
@@ -48,7 +48,7 @@ class Norm(nnx.Module):
         if isinstance(config, LayerNorm) and config.bias:
             self.bias = constant(0.0, (size,), (axis,))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
         dtype, config = x.dtype, self.config
         x = x.astype(jnp.float32)
         scale = self.scale[...].astype(jnp.float32)

@@ -1,19 +1,26 @@
 """Softmax attention over one tile of the scores, and the sum of tiles: what kernels are built of.
 
 Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao 2023, FlashAttention-2
-(algorithms 1 and 2). A tile's queries are [n, group * block, head_dim] and its keys and values
-[n, keys, head_dim], with n = rows * kv_heads and group = heads / kv_heads: queries that share keys
-lie in one matmul. Matmuls and softmax accumulate in fp32.
+(algorithms 1 and 2). A tile's queries are [n, queries, head_dim] and its keys and values
+[n, keys, head_dim], with n = rows * kv_heads: queries = group * block, group = heads / kv_heads, so
+that the queries which share keys lie in one matmul. Matmuls and softmax accumulate in fp32.
+
+Of logits s_j = q . k_j over some of the keys a tile knows m = max_j s_j, l = sum_j exp(s_j - m) and
+o = sum_j exp(s_j - m) v_j (`Partial`). Two sets of keys are merged by
+
+    m = max(m1, m2),  l = l1 exp(m1 - m) + l2 exp(m2 - m),  o = o1 exp(m1 - m) + o2 exp(m2 - m)
+
+and over all keys the output is o / l, and the log-sum-exp m + log l.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 MASKED = -1e30
 """Logit of a hidden key: finite, so that a wholly hidden row of a tile makes no NaN."""
@@ -36,8 +43,10 @@ class AttentionMask:
                 "set causal=True or window=None"
             )
 
-    def visible(self, queries: Any, keys: Any) -> Any:
-        """Boolean [q, k] of positions `queries` [q, 1] and `keys` [1, k]."""
+    def visible(
+        self, queries: Int[Array, "queries 1"], keys: Int[Array, "1 keys"]
+    ) -> Bool[Array, "queries keys"]:
+        """Whether each query sees each key, from their positions."""
         distance = queries - keys
         if not self.causal:
             return (distance >= 0) | (distance < 0)
@@ -45,7 +54,7 @@ class AttentionMask:
         return seen if self.window is None else seen & (distance < self.window)
 
     def tile(self, queries: range, keys: range) -> tuple[bool, bool]:
-        """(some of the tile is visible, all of it is)."""
+        """Of a tile of scores: whether any of it is visible, and whether all of it is."""
         least, most = queries[0] - keys[-1], queries[-1] - keys[0]
         if not self.causal:
             return True, True
@@ -69,30 +78,36 @@ class Scoring:
 
 
 class Partial(NamedTuple):
-    """Softmax over some of the keys: weighted sum of values, largest logit, sum of exponentials.
+    """Softmax over some of the keys: weighted sum of values, largest logit, sum of exponentials."""
 
-    [.., queries, head_dim], [.., queries, 1], [.., queries, 1], fp32.
-    """
+    o: Float32[Array, "n queries head_dim"]
+    largest: Float32[Array, "n queries 1"]
+    total: Float32[Array, "n queries 1"]
 
-    o: jax.Array
-    largest: jax.Array
-    total: jax.Array
+
+Visible = Bool[Array, "rows block keys"]
+"""Which keys each query of a tile sees; rows: those of the batch, or 1 where all see the same."""
 
 
 class Queries(NamedTuple):
-    """What the backward pass knows of each query, [.., queries, head_dim or 1]: the query, the
-    cotangent of its output, its log-sum-exp, and delta = o . do."""
+    """What the backward pass knows of each query: the query, the cotangent of its output, its
+    log-sum-exp, and delta = o . do. Of a tile [n, queries, ..], of a chunk [n, group, seq, ..]."""
 
-    q: jax.Array
-    do: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    q: Float[Array, "... head_dim"]
+    do: Float[Array, "... head_dim"]
+    lse: Float32[Array, "... 1"]
+    delta: Float32[Array, "... 1"]
 
 
 def forward_tile(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: Any, scoring: Scoring
+    q: Float[Array, "n queries head_dim"],
+    k: Float[Array, "n keys head_dim"],
+    v: Float[Array, "n keys head_dim"],
+    visible: Visible | None,
+    scoring: Scoring,
 ) -> Partial:
-    """visible: [1 or rows, block, keys], or None when the tile is seen whole."""
+    """The softmax of a tile's queries over its keys alone. `visible`: which keys each query sees,
+    None where it is all of them."""
     logits = _hide(_scores(q, k, scoring), visible)
     largest = jnp.max(logits, axis=2, keepdims=True)
     weights = jnp.exp(logits - largest)
@@ -101,26 +116,41 @@ def forward_tile(
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over both sets of keys."""
+    """The softmax over two sets of keys together, from that over each."""
     largest = jnp.maximum(a.largest, b.largest)
     # Rescale first: either part was summed against its own largest logit.
     left, right = jnp.exp(a.largest - largest), jnp.exp(b.largest - largest)
     return Partial(a.o * left + b.o * right, largest, a.total * left + b.total * right)
 
 
-def normalise(found: Partial) -> tuple[jax.Array, jax.Array]:
-    """The output, and the log-sum-exp of the logits [.., queries, 1]."""
+def normalise(
+    found: Partial,
+) -> tuple[Float32[Array, "n queries head_dim"], Float32[Array, "n queries 1"]]:
+    """The output, and the log-sum-exp of the logits."""
     return found.o / found.total, found.largest + jnp.log(found.total)
 
 
 def backward_tile(
-    rows: Queries, k: jax.Array, v: jax.Array, visible: Any, scoring: Scoring
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq [n, queries, head_dim], and dk and dv as [n, head_dim, keys], of one tile, fp32.
+    rows: Queries,
+    k: Float[Array, "n keys head_dim"],
+    v: Float[Array, "n keys head_dim"],
+    visible: Visible | None,
+    scoring: Scoring,
+) -> tuple[
+    Float32[Array, "n queries head_dim"],
+    Float32[Array, "n head_dim keys"],
+    Float32[Array, "n head_dim keys"],
+]:
+    """dq, and dk and dv transposed, of one tile: its part of sums over all tiles.
 
     The gradients of keys come out transposed: XLA:CPU runs that matmul 2.5 times as fast as the
     one whose left side is a transposed tile.
     """
+    # Dao 2023, algorithm 2: with the weights p_ij = exp(s_ij - lse_i) made again,
+    #   dv_j = sum_i p_ij do_i,  dp_ij = do_i . v_j,  ds_ij = p_ij (dp_ij - delta_i),
+    #   dq_i = scale sum_j ds_ij k_j,  dk_j = scale sum_i ds_ij q_i;
+    # delta_i = sum_j p_ij dp_ij = o_i . do_i comes of the softmax's denominator. A softcap c puts
+    # the derivative of its tanh, 1 - (s_ij / c)^2, to ds_ij.
     scores = _scores(rows.q, k, scoring)
     weights = jnp.exp(_hide(scores, visible) - rows.lse)
     dscores = weights * (_dot(rows.do, v, 2, 2) - rows.delta)
@@ -131,19 +161,26 @@ def backward_tile(
     return _dot(dscores, k, 2, 1), _dot(rows.q, dscores, 1, 1), dv
 
 
-def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
+def _dot(
+    a: Float[Array, "n _ _"], b: Float[Array, "n _ _"], dim_a: int, dim_b: int
+) -> Float32[Array, "n _ _"]:
+    """a @ b for each of n, contracted over these dims, in fp32."""
     dims = (((dim_a,), (dim_b,)), ((0,), (0,)))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-def _scores(q: jax.Array, k: jax.Array, scoring: Scoring) -> jax.Array:
+def _scores(
+    q: Float[Array, "n queries head_dim"], k: Float[Array, "n keys head_dim"], scoring: Scoring
+) -> Float32[Array, "n queries keys"]:
     scores = _dot(q, k, 2, 2) * scoring.scale
     cap = scoring.softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def _hide(scores: jax.Array, visible: Any) -> jax.Array:
-    """scores [n, group * block, keys] where visible [1 or rows, block, keys]."""
+def _hide(
+    scores: Float32[Array, "n queries keys"], visible: Visible | None
+) -> Float32[Array, "n queries keys"]:
+    """`scores` of the keys that are seen, MASKED of the others."""
     if visible is None:
         return scores
     (n, queries, keys), (rows, block, _) = scores.shape, visible.shape

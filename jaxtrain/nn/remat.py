@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax import checkpoint_policies as policies
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ATTENTION = ("attention_out", "attention_lse")
 """Names under which attention kernels keep what their backward pass needs."""
 
@@ -26,7 +28,7 @@ weights, `attention` only what the attention kernel returned (Chen et al. 2016; 
 these: elsewhere the backward pass makes them again."""
 
 
-def rematerialised(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def rematerialised(function: Callable[P, T], name: str) -> Callable[P, T]:
     """`function` under the policy of that name; raises ValueError on an unknown one."""
     if name not in REMAT:
         raise ValueError(f"remat={name!r} is unknown; the policies are {', '.join(REMAT)}")

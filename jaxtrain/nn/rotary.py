@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Float64, Int
+
+Frequencies = Float64[np.ndarray, " pairs"]
+"""Radians per position of each pair of dims."""
 
 
+@runtime_checkable
 class RopeScaling(Protocol):
     """Changes the frequencies so that a longer context is read."""
 
-    def scaled(self, frequencies: np.ndarray) -> np.ndarray: ...
+    def scaled(self, frequencies: Frequencies) -> Frequencies: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class LinearScaling:
         if self.factor < 1:
             raise ValueError(f"factor={self.factor} would shorten the context; use 1 or more")
 
-    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+    def scaled(self, frequencies: Frequencies) -> Frequencies:
         return frequencies / self.factor
 
 
@@ -60,7 +64,7 @@ class Llama3Scaling:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+    def scaled(self, frequencies: Frequencies) -> Frequencies:
         turns = self.original_seq * frequencies / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -81,8 +85,9 @@ class Rope:
         if self.theta <= 1:
             raise ValueError(f"theta={self.theta} must be above 1; RoFormer has 10000")
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position of each pair, [head_dim / 2], float64."""
+    def frequencies(self, head_dim: int) -> Frequencies:
+        """Radians per position of each of the head_dim / 2 pairs. Raises ValueError where head_dim
+        is odd."""
         if head_dim % 2:
             raise ValueError(
                 f"rotary embedding turns pairs of dims and head_dim={head_dim} is odd; "
@@ -92,8 +97,11 @@ class Rope:
         return found if self.scaling is None else self.scaling.scaled(found)
 
 
-def tables(rope: Rope, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions [batch, seq] int32: each [batch, seq, head_dim / 2], fp32.
+Table = Float32[Array, "batch seq pairs"]
+
+
+def tables(rope: Rope, positions: Int[Array, "batch seq"], head_dim: int) -> tuple[Table, Table]:
+    """(cos, sin) of the angles by which each pair is turned at each position.
 
     A batch of 1 serves all rows. Angles are fp32 products, good to position * 6e-8 radians.
     """
@@ -102,11 +110,16 @@ def tables(rope: Rope, positions: jax.Array, head_dim: int) -> tuple[jax.Array, 
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [batch, seq, heads, head_dim] turned by the tables; computed in fp32, x's dtype back.
+def rotate(
+    x: Float[Array, "batch seq heads head_dim"],
+    cos: Float32[Array, "#batch seq head_dim//2"],
+    sin: Float32[Array, "#batch seq head_dim//2"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """x turned by the tables; computed in fp32, x's dtype back.
 
     A rotation: norms are kept, and q.k depends on the difference of positions only.
     """
+    # (a, b) -> (a cos t - b sin t, b cos t + a sin t) for the pair (a, b) and t = position * freq.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     turned = (first * cos - second * sin, second * cos + first * sin)

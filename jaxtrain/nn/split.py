@@ -6,24 +6,28 @@ matrix that a layer multiplies by (`Communicator.column` and `row`), from a stas
 input x and its output's cotangent dy, as they lie on the device: what B would have gathered for
 dW, W gathers again. All other parameters have their gradients from B.
 
-dy comes from one backward pass: a zero is added to each product's output, and its cotangent is dy.
+dy comes from one backward pass: a zero t is added to each product's output, and its cotangent is
+dy. Of y = x w + t and a loss L, dL/dt = dL/dy = dy; then dx = dy w^T is B's and dw = x^T dy W's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator, Pair
 from jaxtrain.nn.remat import rematerialised
-from jaxtrain.nn.stack import Body, Layers, Saved, depth, like, packed, pinned_slice
+from jaxtrain.nn.stack import Body, Layers, Saved, Stream, depth, like, packed, pinned_slice
 
-Arrays = dict[str, Any]
+Arrays = dict[str, jax.Array]
+Carry = TypeVar("Carry")
 
 
 class Product(NamedTuple):
@@ -33,8 +37,15 @@ class Product(NamedTuple):
     weights: tuple[str, ...]
 
 
+Inputs = dict[Product, jax.Array]
+"""Product -> x."""
+
 Stash = dict[Product, tuple[jax.Array, tuple[jax.Array, ...]]]
 """Product -> (x, the dy of each weight)."""
+
+
+Taps = dict[Product, tuple[jax.Array, ...]]
+"""Product -> the zero that is added to each of its outputs."""
 
 
 class Tapped:
@@ -43,7 +54,7 @@ class Tapped:
     names: of each matrix by the identity of its array. Everything else is as `comm` does it.
     """
 
-    def __init__(self, comm: Communicator, names: dict[int, str], taps: Any = None) -> None:
+    def __init__(self, comm: Communicator, names: dict[int, str], taps: Taps | None = None) -> None:
         self._comm, self._names, self._taps = comm, names, taps
         self.inputs: dict[Product, jax.Array] = {}
         self.shapes: list[tuple[Product, tuple[Any, ...]]] = []
@@ -57,7 +68,9 @@ class Tapped:
     def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
         return self._tapped("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
 
-    def _tapped(self, way: str, x: jax.Array, weights: Any, ys: Any) -> tuple[jax.Array, ...]:
+    def _tapped(
+        self, way: str, x: Stream, weights: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         known = [i for i, w in enumerate(weights) if id(w) in self._names]
         product = Product(way, tuple(self._names[id(weights[i])] for i in known))
         if not known:
@@ -72,32 +85,34 @@ class Tapped:
 
 @dataclass(frozen=True, eq=False)
 class SplitLayers:
-    """`layers` with a split backward pass. comm: the communicator that their body asks; body_of:
-    the same body asking another. Their loop's `prefetch` says nothing here, and weights are fetched
-    again for the backward pass."""
+    """`layers` in three parts: `linearised` is F, `pulled_back` B, `weight_gradients` W.
+
+    comm: the communicator that their body asks; body_of: the same body asking another. Their loop's
+    `prefetch` says nothing here, and weights are fetched again for the backward pass.
+    """
 
     layers: Layers
     body_of: Callable[[Any], Body]
     comm: Communicator
     vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
-    """Types a zero as the values of the program are."""
+    """Gives a zero the type of the program's values: varying over all axes of the shard_map."""
 
-    def linearised(self, params: Arrays, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
-        """x [tokens, embed] after all layers, and what `pulled_back` needs beside `params` and
+    def linearised(self, params: Arrays, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
+        """x after all layers, and what `pulled_back` needs beside `params` and
         `extras`."""
 
-        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        def step(x: Stream, layer: Index) -> tuple[Stream, PyTree]:
             shards, x = pinned_slice(params, layer, x)
             return self._linearise(self.layers.fetch(shards), x, extras, layer)
 
         return self._over_layers(step, x, depth(params))
 
     def pulled_back(
-        self, saved: Any, params: Arrays, dy: jax.Array, extras: Any
-    ) -> tuple[Arrays, jax.Array, Any]:
-        """Gradients of what is no matrix, stacked; of x; and what `weight_gradients` needs."""
+        self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
+    ) -> tuple[Arrays, Stream, PyTree]:
+        """B: gradients of what is no matrix, stacked; of x; and what `weight_gradients` needs."""
 
-        def step(dx: jax.Array, layer: Any, one: tuple[Saved, Any]) -> tuple[jax.Array, Any]:
+        def step(dx: Stream, layer: Index, one: tuple[Saved, Inputs]) -> tuple[Stream, PyTree]:
             kept, inputs = one
             shards, dx = pinned_slice(params, layer, dx)
             others, dys, dx, _ = kept.unpacked((self.layers.fetch(shards), extras))(dx)
@@ -110,10 +125,10 @@ class SplitLayers:
         grads, stash = zip(*made, strict=True)
         return _stacked(grads), dx, list(stash)
 
-    def weight_gradients(self, stash: Any, params: Arrays) -> Arrays:
-        """Gradients of the matrices, stacked."""
+    def weight_gradients(self, stash: PyTree, params: Arrays) -> Arrays:
+        """W: gradients of the matrices, stacked."""
 
-        def step(carry: Any, layer: Any, one: Stash) -> tuple[Any, Arrays]:
+        def step(carry: tuple[()], layer: Index, one: Stash) -> tuple[tuple[()], Arrays]:
             grads: Arrays = {}
             for (way, names), (x, dys) in one.items():
                 made = getattr(self.comm, f"{way}_gradients")(x, *dys)
@@ -123,13 +138,15 @@ class SplitLayers:
         grads = self._over_layers(step, (), depth(params), stash)[1]
         return _stacked(grads) if self.layers.loop.unroll else grads
 
-    def _linearise(self, weights: Arrays, x: jax.Array, extras: Any, layer: Any) -> Any:
+    def _linearise(
+        self, weights: Arrays, x: Stream, extras: PyTree, layer: Index
+    ) -> tuple[Stream, tuple[Saved, Inputs]]:
         names = self._names(weights)
         taps = self._zeros(weights, x, extras)
         apart = {name for product in taps for name in product.weights} | self.layers.frozen
         others = {k: w for k, w in weights.items() if k not in apart}
 
-        def run(others: Arrays, taps: Any, x: jax.Array, extras: Any) -> Any:
+        def run(others: Arrays, taps: Taps, x: Stream, extras: PyTree) -> tuple[Stream, Inputs]:
             comm = Tapped(self.comm, names, taps)
             y = self.body_of(comm)({**weights, **others}, x, extras, layer)
             return y, comm.inputs
@@ -138,11 +155,12 @@ class SplitLayers:
         y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
         return y, (packed(vjp, (weights, extras)), inputs)
 
-    def _zeros(self, weights: Arrays, x: jax.Array, extras: Any) -> dict[Product, Any]:
-        """A zero for the output of every product of matrices that are used once."""
+    def _zeros(self, weights: Arrays, x: Stream, extras: PyTree) -> Taps:
+        """A zero for the output of every product whose matrices are used once in the layer. Of one
+        that is used twice W would know but one of the products."""
         found: list[Any] = []
 
-        def run(weights: Arrays, x: jax.Array) -> jax.Array:
+        def run(weights: Arrays, x: Stream) -> Stream:
             comm = Tapped(self.comm, self._names(weights))
             y = self.body_of(comm)(weights, x, extras, 0)
             found.extend(comm.shapes)
@@ -157,17 +175,22 @@ class SplitLayers:
         }
 
     def _names(self, weights: Arrays) -> dict[int, str]:
-        """Of the matrices that W may take."""
+        """The name of every matrix that W may take, by the identity of its array."""
         return {id(w): name for name, w in weights.items() if name not in self.layers.frozen}
 
     def _over_layers(
-        self, step: Any, carry: Any, count: int, *each: Any, reverse: bool = False
-    ) -> tuple[Any, Any]:
+        self,
+        step: Callable[..., tuple[Carry, PyTree]],
+        carry: Carry,
+        count: int,
+        *each: PyTree,
+        reverse: bool = False,
+    ) -> tuple[Carry, PyTree]:
         """`step(carry, layer, *each[layer])` over all layers. Its results, and `each`, are lists
         where the loop is unrolled, and stacked where it is not."""
         if not self.layers.loop.unroll:
 
-            def turn(carry: Any, at: Any) -> tuple[Any, Any]:
+            def turn(carry: Carry, at: tuple[PyTree, ...]) -> tuple[Carry, PyTree]:
                 return step(carry, *at)
 
             return lax.scan(turn, carry, (jnp.arange(count), *each), reverse=reverse)
@@ -177,5 +200,5 @@ class SplitLayers:
         return carry, out
 
 
-def _stacked(each: Any) -> Arrays:
+def _stacked(each: Sequence[Arrays]) -> Arrays:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)

@@ -8,7 +8,7 @@ their use, and gradients leave one layer behind, so that both hide behind a laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, Float, PyTree
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.remat import rematerialised
 
-Params = Any
-Body = Callable[[Params, jax.Array, Any, Any], jax.Array]
+Params = dict[str, jax.Array]
+Stream = Float[Array, "tokens embed"]
+"""The residual stream, or its cotangent: this device's share."""
+
+Body = Callable[[Params, Stream, PyTree, Index], Stream]
 """(parameters of one layer as used, x, extras, layer number) -> x."""
 
 
@@ -59,34 +65,34 @@ class Layers:
     loop: LayerLoop
     frozen: frozenset[str] = frozenset()
 
-    def __call__(self, params: Params, x: jax.Array, extras: Any) -> jax.Array:
+    def __call__(self, params: Params, x: Stream, extras: PyTree) -> Stream:
         """x after all layers."""
         return _run(self, params, x, extras)
 
-    def linearised(self, params: Params, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
+    def linearised(self, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
         """x after all layers, and what `pulled_back` needs beside `params` and `extras`, a tree of
         arrays."""
         y, (_, _, saved) = _forward(self, params, x, extras)
         return y, saved
 
     def pulled_back(
-        self, saved: Any, params: Params, dy: jax.Array, extras: Any
-    ) -> tuple[Params, jax.Array]:
+        self, saved: PyTree, params: Params, dy: Stream, extras: PyTree
+    ) -> tuple[Params, Stream]:
         """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
         grads, dx, _ = _backward(self, (params, extras, saved), dy)
         return grads, dx
 
 
 def depth(params: Params) -> int:
-    """Layers of stacked parameters."""
+    """How many layers are stacked: the size of dim 0 of every leaf."""
     return len(jax.tree.leaves(params)[0])
 
 
-def _slice(params: Params, layer: Any) -> Params:
+def _slice(params: Params, layer: Index) -> Params:
     return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, layer, 0, keepdims=False), params)
 
 
-def pinned_slice(params: Params, layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
+def pinned_slice(params: Params, layer: Index, x: Stream) -> tuple[Params, Stream]:
     """A layer's shards, not before `x` exists, and x: keeps XLA from merging a backward fetch with
     the forward one (which would keep every layer's weights) or hoisting it out of a loop: of
     layers, or of microbatches."""
@@ -94,10 +100,10 @@ def pinned_slice(params: Params, layer: Any, x: jax.Array) -> tuple[Params, jax.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: Layers, params: Params, x: jax.Array, extras: Any) -> jax.Array:
-    """Without a derivative: nothing is saved."""
+def _run(stack: Layers, params: Params, x: Stream, extras: PyTree) -> Stream:
+    """The loop where no derivative is asked for: nothing is saved for a backward pass."""
 
-    def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+    def step(x: Stream, layer: Index) -> tuple[Stream, None]:
         shards, x = pinned_slice(params, layer, x)
         return stack.body(stack.fetch(shards), x, extras, layer), None
 
@@ -108,21 +114,24 @@ def _run(stack: Layers, params: Params, x: jax.Array, extras: Any) -> jax.Array:
     return lax.scan(step, x, jnp.arange(depth(params)))[0]
 
 
-def _linearise(stack: Layers, weights: Params, x: jax.Array, extras: Any, layer: Any) -> Any:
+def _linearise(
+    stack: Layers, weights: Params, x: Stream, extras: PyTree, layer: Index
+) -> tuple[Stream, Saved]:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
     held = {k: weights[k] for k in stack.frozen}
     moved = {k: w for k, w in weights.items() if k not in held}
 
-    def run(moved: Params, x: jax.Array, extras: Any) -> jax.Array:
+    def run(moved: Params, x: Stream, extras: PyTree) -> Stream:
         return stack.body({**moved, **held}, x, extras, layer)
 
     y, vjp = jax.vjp(rematerialised(run, stack.loop.remat), moved, x, extras)
     return y, packed(vjp, (weights, extras))
 
 
-def packed(vjp: Any, known: Any) -> Saved:
-    """A function that `jax.vjp` has made, without the arrays of the tree `known`."""
+def packed(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
+    """A function that `jax.vjp` has made, which is a tree of its residual arrays, without those of
+    the tree `known`: weights must not be kept for the backward pass."""
     leaves, tree = jax.tree.flatten(vjp)
     number = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
     places = tuple(number.get(id(leaf), -1) for leaf in leaves)
@@ -134,36 +143,50 @@ def packed(vjp: Any, known: Any) -> Saved:
 class Saved:
     """Residual arrays of one layer (stackable), and the static form of its backward function."""
 
-    def __init__(self, kept: list[jax.Array], tree: Any, places: tuple[int, ...]) -> None:
+    def __init__(self, kept: list[Any], tree: PyTreeDef, places: tuple[int, ...]) -> None:
         self.kept, self.tree, self.places = kept, tree, places
 
-    def tree_flatten(self) -> tuple[tuple[list[jax.Array]], tuple[Any, tuple[int, ...]]]:
+    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[PyTreeDef, tuple[int, ...]]]:
         return (self.kept,), (self.tree, self.places)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> Saved:
+    def tree_unflatten(
+        cls, static: tuple[PyTreeDef, tuple[int, ...]], children: Sequence[Any]
+    ) -> Saved:
         return cls(children[0], *static)
 
-    def unpacked(self, known: Any) -> Callable[[jax.Array], Any]:
-        """The function again; `known`: arrays like those it was packed without."""
+    def unpacked(self, known: PyTree) -> Callable[[Stream], PyTree]:
+        """The vector-Jacobian product again. known: a tree like the one it was packed without, of
+        the same values (weights that were fetched again)."""
         given, kept = jax.tree.leaves(known), iter(self.kept)
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def pull_back(self, weights: Params, extras: Any, dy: jax.Array) -> tuple[Params, jax.Array]:
+    def pull_back(self, weights: Params, extras: PyTree, dy: Stream) -> tuple[Params, Stream]:
+        """Gradients of the weights and of x."""
         dw, dx, _ = self.unpacked((weights, extras))(dy)
         return dw, dx
 
 
-def _forward(stack: Layers, params: Params, x: jax.Array, extras: Any) -> tuple[jax.Array, Any]:
+Kept = tuple[Saved, Params | None]
+"""Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
+
+Residuals = tuple[Params, PyTree, PyTree]
+"""Parameters, extras, and what layers keep: `Kept` of each in a list, or stacked; with prefetch the
+last layer's is by itself."""
+
+
+def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, Residuals]:
+    """x after all layers, and what the backward pass needs: with prefetch the loop carries the
+    weights of the layer to come, fetched while this one is computed."""
     loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
-    def layer_step(x: jax.Array, weights: Params, layer: Any) -> tuple[jax.Array, Any]:
+    def layer_step(x: Stream, weights: Params, layer: Index) -> tuple[Stream, Kept]:
         y, saved = _linearise(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
-    def fetched(layer: Any, x: jax.Array) -> tuple[Params, jax.Array]:
+    def fetched(layer: Index, x: Stream) -> tuple[Params, Stream]:
         shards, x = pinned_slice(params, layer, x)
         return stack.fetch(shards), x
 
@@ -176,14 +199,14 @@ def _forward(stack: Layers, params: Params, x: jax.Array, extras: Any) -> tuple[
         return x, (params, extras, out)
     if not loop.prefetch:
 
-        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        def step(x: Stream, layer: Index) -> tuple[jax.Array, Any]:
             weights, x = fetched(layer, x)
             return layer_step(x, weights, layer)
 
         x, out = lax.scan(step, x, jnp.arange(layers))
         return x, (params, extras, out)
 
-    def ahead(carry: tuple[jax.Array, Params], layer: Any) -> tuple[Any, Any]:
+    def ahead(carry: tuple[Stream, Params], layer: Index) -> tuple[tuple[Stream, Params], Kept]:
         x, weights = carry
         following, x = fetched(layer + 1, x)
         x, saved = layer_step(x, weights, layer)
@@ -195,14 +218,17 @@ def _forward(stack: Layers, params: Params, x: jax.Array, extras: Any) -> tuple[
     return x, (params, extras, (out, saved))
 
 
-def _backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
+def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Params, Stream, None]:
+    """Gradients of the parameters (but of frozen ones), stacked, and of x; None for the extras.
+    Layers from the last to the first: weights fetched again where they were not kept, the layer
+    pulled back, its weights' gradients scattered to where the parameters rest."""
     if stack.loop.unroll:
         return _backward_unrolled(stack, residuals, dy)
     if stack.loop.prefetch:
         return _backward_prefetched(stack, residuals, dy)
     params, extras, out = residuals
 
-    def step(dx: jax.Array, at: Any) -> tuple[jax.Array, Params]:
+    def step(dx: Stream, at: tuple[Index, Kept]) -> tuple[Stream, Params]:
         layer, (saved, weights) = at
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
@@ -214,7 +240,9 @@ def _backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax
     return grads, dx, None
 
 
-def _backward_unrolled(stack: Layers, residuals: Any, dx: jax.Array) -> Any:
+def _backward_unrolled(
+    stack: Layers, residuals: Residuals, dx: Stream
+) -> tuple[Params, Stream, None]:
     params, extras, out = residuals
     grads = []
     for layer in reversed(range(depth(params))):
@@ -227,7 +255,9 @@ def _backward_unrolled(stack: Layers, residuals: Any, dx: jax.Array) -> Any:
     return jax.tree.map(lambda *g: jnp.stack(g), *reversed(grads)), dx, None
 
 
-def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
+def _backward_prefetched(
+    stack: Layers, residuals: Residuals, dy: Stream
+) -> tuple[Params, Stream, None]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)) = residuals
     layers = depth(params)
@@ -235,11 +265,13 @@ def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
-    def fetched(layer: Any, dx: jax.Array) -> tuple[Params, jax.Array]:
+    def fetched(layer: Index, dx: Stream) -> tuple[Params, Stream]:
         shards, dx = pinned_slice(params, layer, dx)
         return stack.fetch(shards), dx
 
-    def step(carry: Any, at: Any) -> tuple[Any, Params]:
+    def step(
+        carry: tuple[Stream, PyTree, Params], at: tuple[Index, Kept]
+    ) -> tuple[tuple[Stream, PyTree, Params], Params]:
         dx, weights, pending = carry
         layer, (saved, kept) = at
         done = like(stack.scatter(pending), params)
@@ -253,7 +285,7 @@ def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
     if layers == 1:
         dw, dx = saved.pull_back(weights, extras, dy)
         return jax.tree.map(lambda g: g[None], like(stack.scatter(dw), params)), dx, None
-    following: Any = ()
+    following: PyTree = ()
     if out[1] is None:
         following, dy = fetched(layers - 2, dy)
     pending, dx = saved.pull_back(weights, extras, dy)
@@ -265,11 +297,13 @@ def _backward_prefetched(stack: Layers, residuals: Any, dy: jax.Array) -> Any:
 
 
 def like(grads: Params, params: Params) -> Params:
-    """Gradients in the dtypes of their parameters."""
+    """Gradients cast to the dtypes of their parameters."""
     return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 
 
-def _run_backward(stack: Layers, residuals: Any, dy: jax.Array) -> tuple[Params, jax.Array, None]:
+def _run_backward(
+    stack: Layers, residuals: Residuals, dy: Stream
+) -> tuple[dict[str, jax.Array | None], Stream, None]:
     grads, dx, _ = _backward(stack, residuals, dy)
     return {k: grads.get(k) for k in residuals[0]}, dx, None
 

@@ -1,6 +1,7 @@
 """Attention over all visible tiles of one chunk: which tiles there are, and the loops over them.
 
-q is [n, group, seq, head_dim], k and v [n, seq, head_dim], n = rows * kv_heads. A few tiles are
+q is [n, group, seq, head_dim], k and v [n, seq, head_dim], with n = rows * kv_heads and
+group = heads / kv_heads the queries that share a key. A few tiles are
 written out, cut to the mask; many are a scan over equal tiles, ordered by query block. Either way
 tiles that the mask hides whole are not in the list, which is made when the program is traced.
 """
@@ -9,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.collectives.vary import Index, vary, varying_axes
 from jaxtrain.nn.online_softmax import (
     MASKED,
     Partial,
     Queries,
     Scoring,
+    Visible,
     backward_tile,
     forward_tile,
     merge,
@@ -32,19 +35,23 @@ UNROLLED_TILES = 8
 """Up to so many tiles are written out: more would cost compile time for no speed."""
 
 Arrays = tuple[jax.Array, ...]
+Carry = TypeVar("Carry")
+Fetched = TypeVar("Fetched")
 
 
 class Tiling(NamedTuple):
-    """Tiles of query_block x key_block over [seq, seq]; `segments` [rows, seq] or None."""
+    """Tiles of query_block x key_block over the seq x seq scores; `segments`: of which document
+    each position is, None where a row is one."""
 
     query_block: int
     key_block: int
     seq: int
     scoring: Scoring
-    segments: Any
+    segments: Int[Array, "rows seq"] | None
 
     def trimmed(self) -> list[tuple[range, list[range]]]:
-        """Query blocks, each with the runs of keys it sees, cut to the mask."""
+        """Blocks of queries, each with the runs of keys it sees: tiles cut to the mask, of unequal
+        sizes, for programs that write all of them out."""
         found, size = [], self.key_block
         for start in range(0, self.seq, self.query_block):
             queries = range(start, min(start + self.query_block, self.seq))
@@ -73,14 +80,22 @@ class Tiling(NamedTuple):
             return sum(len(queries) * len(run) for queries, run in tiles)
         return len(self.equal()) * self.query_block * self.key_block
 
-    def segments_of(self, a: Any, queries: int, b: Any, keys: int) -> tuple[jax.Array, ...]:
-        """Segments of the queries [rows, queries] and keys [rows, keys] of a tile, if any."""
+    def segments_of(
+        self, a: Index, queries: int, b: Index, keys: int
+    ) -> tuple[Int[Array, "rows _"], ...]:
+        """Segments of the queries and of the keys of a tile, which begin at `a` and `b`; () where
+        there are none."""
         if self.segments is None:
             return ()
         return _take(self.segments, a, queries), _take(self.segments, b, keys)
 
-    def visible(self, at_q: Any, at_k: Any, segments: tuple[jax.Array, ...]) -> Any:
-        """[1 or rows, queries, keys] for positions `at_q`, `at_k` and their segments."""
+    def visible(
+        self,
+        at_q: Int[Array, " queries"],
+        at_k: Int[Array, " keys"],
+        segments: tuple[Int[Array, "rows _"], ...],
+    ) -> Visible:
+        """Which keys each query sees, from their positions and segments."""
         # Padded keys lie behind all real queries; only a causal mask hides them by itself.
         seen = self.scoring.mask.visible(at_q[:, None], at_k[None]) & (at_k < self.seq)[None]
         if not segments:
@@ -88,8 +103,8 @@ class Tiling(NamedTuple):
         of_q, of_k = segments
         return seen[None] & (of_q[:, :, None] == of_k[:, None, :])
 
-    def visible_in(self, queries: range, keys: range) -> Any:
-        """The same for a tile that is written out; None when all of it is seen."""
+    def visible_in(self, queries: range, keys: range) -> Visible | None:
+        """`visible` of a tile that is written out; None where the mask hides nothing of it."""
         if self.segments is None and self.scoring.mask.tile(queries, keys)[1]:
             return None
         segments = self.segments_of(queries.start, len(queries), keys.start, len(keys))
@@ -98,7 +113,7 @@ class Tiling(NamedTuple):
         return self.visible(at_q, at_k, segments)
 
     def padded(self) -> Tiling:
-        """With segments for whole blocks of queries and of keys."""
+        """The same with `segments` lengthened to whole blocks of queries and of keys."""
         if self.segments is None:
             return self
         longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
@@ -106,9 +121,12 @@ class Tiling(NamedTuple):
 
 
 def forward(
-    tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """o [n, group, seq, head_dim] and log-sum-exp [n, group, seq, 1], fp32."""
+    tiling: Tiling,
+    q: Float[Array, "n group seq head_dim"],
+    k: Float[Array, "n seq head_dim"],
+    v: Float[Array, "n seq head_dim"],
+) -> tuple[Float32[Array, "n group seq head_dim"], Float32[Array, "n group seq 1"]]:
+    """The attention's output, and the log-sum-exp of each query's logits."""
     if not tiling.unrolled():
         return _forward_scan(tiling, q, k, v)
     outs = []
@@ -124,8 +142,17 @@ def forward(
     return o, lse
 
 
-def backward(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) -> Arrays:
-    """dq [n, group, seq, head_dim], dk and dv [n, head_dim, seq], fp32."""
+def backward(
+    tiling: Tiling,
+    rows: Queries,
+    k: Float[Array, "n seq head_dim"],
+    v: Float[Array, "n seq head_dim"],
+) -> tuple[
+    Float32[Array, "n group seq head_dim"],
+    Float32[Array, "n head_dim seq"],
+    Float32[Array, "n head_dim seq"],
+]:
+    """dq, and dk and dv transposed (`backward_tile` says why), of all tiles."""
     if not tiling.unrolled():
         return _backward_scan(tiling, rows, k, v)
     dqs, dks, dvs = [], [], []
@@ -144,8 +171,12 @@ def backward(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) -> Array
 
 
 def _forward_scan(
-    tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    tiling: Tiling,
+    q: Float[Array, "n group seq head_dim"],
+    k: Float[Array, "n seq head_dim"],
+    v: Float[Array, "n seq head_dim"],
+) -> tuple[Float32[Array, "n group seq head_dim"], Float32[Array, "n group seq 1"]]:
+    """`forward` as one loop over the visible tiles of a regular grid."""
     size_q, size_k = tiling.query_block, tiling.key_block
     tiling, q = tiling.padded(), _pad(q, size_q, 2)
     k, v = _pad(k, size_k, 1), _pad(v, size_k, 1)
@@ -156,10 +187,12 @@ def _forward_scan(
         full((*rows.shape[:2], 1), 0.0, q),
     )
 
-    def fetch(at: jax.Array) -> Any:
+    def fetch(at: Int32[Array, " 3"]) -> Arrays:
         return tiling.segments_of(at[0], size_q, at[1], size_k)
 
-    def body(carry: Any, at: jax.Array, segments: Any) -> Any:
+    def body(
+        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], segments: Arrays
+    ) -> tuple[jax.Array, jax.Array, Partial]:
         o, lse, found = carry
         a, b, first = at
         found = Partial(*(jnp.where(first == 1, x, y) for x, y in zip(empty, found, strict=True)))
@@ -176,18 +209,26 @@ def _forward_scan(
     return o[:, :, : tiling.seq], lse[:, :, : tiling.seq]
 
 
-def _backward_scan(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) -> Arrays:
+def _backward_scan(
+    tiling: Tiling,
+    rows: Queries,
+    k: Float[Array, "n seq head_dim"],
+    v: Float[Array, "n seq head_dim"],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`backward` as one loop over the visible tiles of a regular grid."""
     size_q, size_k, seq = tiling.query_block, tiling.key_block, tiling.seq
     # A padded query has an infinite sum of exponentials: no weight on any key.
     pads = (0.0, 0.0, -MASKED, 0.0)
     rows = Queries(*(_pad(x, size_q, 2, pad) for x, pad in zip(rows, pads, strict=True)))
     tiling, k, v = tiling.padded(), _pad(k, size_k, 1), _pad(v, size_k, 1)
 
-    def fetch(at: jax.Array) -> Any:
+    def fetch(at: Int32[Array, " 3"]) -> tuple[Arrays, Arrays]:
         mine = tuple(_rows(x, at[0], size_q) for x in (rows.lse, rows.delta))
         return mine, tiling.segments_of(at[0], size_q, at[1], size_k)
 
-    def body(carry: Any, at: jax.Array, ahead: Any) -> Any:
+    def body(
+        carry: tuple[jax.Array, ...], at: Int32[Array, " 3"], ahead: tuple[Arrays, Arrays]
+    ) -> tuple[jax.Array, ...]:
         dq, dk, dv, found = carry
         (a, b, first), ((lse, delta), segments) = at, ahead
         visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), segments)
@@ -206,23 +247,28 @@ def _backward_scan(tiling: Tiling, rows: Queries, k: jax.Array, v: jax.Array) ->
     return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq]
 
 
-def _turns(tiling: Tiling) -> jax.Array:
-    """[tiles, 3]: query start, key start, and 1 at the first tile of each query block."""
+def _turns(tiling: Tiling) -> Int32[Array, "tiles 3"]:
+    """Of each tile: query start, key start, and 1 at the first tile of a query block."""
     starts = np.array(tiling.equal(), np.int32)
     first = np.diff(starts[:, 0], prepend=-1) != 0
     return jnp.asarray(np.column_stack([starts, first]))
 
 
 def fetching_scan(
-    body: Callable[[Any, Any, Any], Any], carry: Any, fetch: Callable[[Any], Any], turns: jax.Array
-) -> Any:
+    body: Callable[[Carry, jax.Array, Fetched], Carry],
+    carry: Carry,
+    fetch: Callable[[jax.Array], Fetched],
+    turns: Int[Array, "turns ..."],
+) -> Carry:
     """carry = body(carry, turn, fetch(turn)) for each of `turns`; fetched one turn early.
 
     XLA:CPU fuses a slice at a computed place into the elementwise work that reads it, which then
     works out the place again for every element: 9 times slower. What a loop carries is stored.
     """
 
-    def step(both: Any, turn: Any) -> tuple[Any, None]:
+    def step(
+        both: tuple[Carry, Fetched], turn: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[Carry, Fetched], None]:
         (carry, fetched), (now, later) = both, turn
         return (body(carry, now, fetched), fetch(later)), None
 
@@ -231,30 +277,35 @@ def fetching_scan(
     return carry
 
 
-def full(shape: tuple[int, ...], value: float, like: jax.Array) -> jax.Array:
-    """fp32, varying over the mesh axes that `like` does: a constant varies over none, and a loop
-    must carry one type."""
+def full(shape: tuple[int, ...], value: float, like: jax.Array) -> Float32[Array, " ..."]:
+    """`value` everywhere, fp32, varying over the mesh axes that `like` does: a constant varies over
+    none, and a loop must carry one type."""
     return vary(jnp.full(shape, value, jnp.float32), varying_axes(like))
 
 
-def _take(x: jax.Array, start: Any, size: int, dim: int = 1) -> jax.Array:
+def _take(x: jax.Array, start: Index, size: int, dim: int = 1) -> jax.Array:
+    """`size` entries of a dim from `start` on."""
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=dim)
     return lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
-def _add(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
-    """`part` added to the keys of x [n, head_dim, keys] from `start` on."""
+def _add(
+    x: Float32[Array, "n head_dim keys"], part: Float32[Array, "n head_dim block"], start: Index
+) -> Float32[Array, "n head_dim keys"]:
+    """`part` added to the keys of x from `start` on."""
     total = _take(x, start, part.shape[2], dim=2) + part
     return lax.dynamic_update_slice_in_dim(x, total, start, axis=2)
 
 
-def _rows(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """[n, group, seq, d] -> [n, group * size, d]."""
+def _rows(x: Float[Array, "n group seq d"], start: Index, size: int) -> Float[Array, "n queries d"]:
+    """`size` positions from `start` on, those of a group in a row: group * size queries."""
     return _take(x, start, size, dim=2).reshape(x.shape[0], -1, x.shape[3])
 
 
-def _put(x: jax.Array, rows: jax.Array, start: Any) -> jax.Array:
+def _put(
+    x: Float[Array, "n group seq d"], rows: Float[Array, "n queries d"], start: Index
+) -> Float[Array, "n group seq d"]:
     """Inverse of `_rows`, into `x`."""
     rows = rows.reshape(*x.shape[:2], -1, x.shape[3])
     return lax.dynamic_update_slice_in_dim(x, rows, start, axis=2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, Float32, Int32, PyTree
 
 from jaxtrain.mesh.sharding import Axes
 from jaxtrain.optim.fields import at_least, count, fraction, positive, refuse
@@ -23,6 +24,7 @@ from jaxtrain.optim.leaves import (
     real_size,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+from jaxtrain.optim.schedule import RateFn
 from jaxtrain.optim.shards import WHOLE, LeafSum, Shards, real_means, squares_of_layers
 
 _EPS2 = 1e-3
@@ -32,13 +34,15 @@ class FactoredState(NamedTuple):
     """Second moments in fp32. A factored leaf has `rows` (its column dims gone) and `columns`
     (its row dims gone), any other has `full`; `optax.MaskedNode()` stands for what is absent."""
 
-    count: jax.Array
-    rows: Any
-    columns: Any
-    full: Any
+    count: Int32[Array, ""]
+    rows: PyTree
+    columns: PyTree
+    full: PyTree
 
 
 class _Moments(NamedTuple):
+    """Of one leaf; as in `FactoredState`."""
+
     rows: Any
     columns: Any
     full: Any
@@ -55,7 +59,10 @@ def factored(shape: tuple[int, ...], names: Axes, smallest: int) -> LeafDims | N
 def scale_by_factored_rms(
     axes: AxesTree, *, decay_rate: float, min_dim_size_to_factor: int, eps: float, shards: Shards
 ) -> optax.GradientTransformation:
-    """Divide by the root of the factored second moment (Shazeer & Stern 2018, alg. 4).
+    """Divide by the root of the factored second moment (Shazeer & Stern 2018, alg. 4):
+
+        R_t = d R + (1 - d) mean_columns(G^2 + eps),  C_t = d C + (1 - d) mean_rows(G^2 + eps),
+        U = G / sqrt(R C / mean(R)),  with the decay d = 1 - t^-decay_rate of step t = 1, 2, ...
 
     Law: equals `optax.scale_by_factored_rms` on each layer's matrix [rows, columns]. The means are
     taken over the dims in place, so a sharded leaf is never reshaped. A matrix with a side below
@@ -69,13 +76,15 @@ def scale_by_factored_rms(
             return _Moments(optax.MaskedNode(), optax.MaskedNode(), square)
         return _Moments(square.mean(dims.columns), square.mean(dims.rows), optax.MaskedNode())
 
-    def init(params: Any) -> FactoredState:
+    def init(params: PyTree) -> FactoredState:
         leaves, treedef = jax.tree.flatten(params)
         names = treedef.flatten_up_to(axes)
         moments = [zeros(leaf, n) for leaf, n in zip(leaves, names, strict=True)]
         return _pack(jnp.zeros((), jnp.int32), treedef, moments)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, FactoredState]:
         del params
         grads, treedef = jax.tree.flatten(updates)
         old = [treedef.flatten_up_to(t) for t in (state.rows, state.columns, state.full)]
@@ -114,7 +123,7 @@ def _factors(
     names: list[Axes],
     split: dict[int, LeafDims],
     moments: list[_Moments],
-    decay: jax.Array,
+    decay: Float32[Array, ""],
 ) -> dict[int, tuple[jax.Array, jax.Array]]:
     """The new (rows, columns) of each factored leaf; the dims averaged away stay, with size 1."""
     parts = [
@@ -134,12 +143,12 @@ def _factors(
     return found
 
 
-def _pack(steps: jax.Array, treedef: Any, moments: list[_Moments]) -> FactoredState:
+def _pack(steps: Int32[Array, ""], treedef: PyTreeDef, moments: list[_Moments]) -> FactoredState:
     trees = (treedef.unflatten(list(column)) for column in zip(*moments, strict=True))
     return FactoredState(steps, *trees)
 
 
-def _rms(tree: Any, axes: AxesTree, shards: Shards) -> Any:
+def _rms(tree: PyTree, axes: AxesTree, shards: Shards) -> PyTree:
     """Root mean square of each layer's tensor, dims kept, padding left out."""
     leaves, treedef = jax.tree.flatten(tree)
     names = treedef.flatten_up_to(axes)
@@ -150,7 +159,7 @@ def _rms(tree: Any, axes: AxesTree, shards: Shards) -> Any:
 def _clip_by_rms(axes: AxesTree, threshold: float, shards: Shards) -> optax.GradientTransformation:
     """Each layer's update scaled down to an RMS of `threshold` (alg. 4)."""
 
-    def clip(updates: Any, params: Any) -> Any:
+    def clip(updates: PyTree, params: PyTree) -> PyTree:
         del params
         rms = _rms(updates, axes, shards)
         return jax.tree.map(lambda u, r: u / jnp.maximum(1.0, r / threshold), updates, rms)
@@ -161,7 +170,7 @@ def _clip_by_rms(axes: AxesTree, threshold: float, shards: Shards) -> optax.Grad
 def _scale_by_param_rms(axes: AxesTree, shards: Shards) -> optax.GradientTransformation:
     """Each layer's update times max(eps2, RMS of the layer's tensor) (alg. 5)."""
 
-    def scale(updates: Any, params: Any) -> Any:
+    def scale(updates: PyTree, params: PyTree) -> PyTree:
         rms = _rms(params, axes, shards)
         return jax.tree.map(lambda u, r: u * jnp.maximum(r, _EPS2), updates, rms)
 
@@ -231,7 +240,7 @@ class Adafactor:
         parts.append(decoupled_decay(self._decay_fn(rate), self.decay, axes))
         return checked(optax.chain(*parts, optax.scale(-1.0)), axes)
 
-    def _decay_fn(self, rate: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array] | float:
+    def _decay_fn(self, rate: RateFn) -> RateFn | float:
         if self.weight_decay == 0:
             return 0.0
         return lambda step: self.weight_decay * rate(step)

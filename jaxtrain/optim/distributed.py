@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from jaxtrain.collectives.buckets import Bucket
 from jaxtrain.collectives.named import sum_over
@@ -76,7 +77,7 @@ class OnMesh:
         inner = {at + 1: axes for at, axes in enumerate(split[stacked:]) if axes}
         ways = math.prod(self.sizes[a] for axes in inner.values() for a in axes)
 
-        def on_device(local: jax.Array) -> jax.Array:
+        def on_device(local: Float[Array, " ..."]) -> Float[Array, " ..."]:
             stack = local.reshape(-1, *local.shape[stacked:])
             if len(stack) == 1:
                 return _on_gathered(function, stack, inner).reshape(local.shape)

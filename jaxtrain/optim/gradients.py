@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PyTree
+
+Tree = TypeVar("Tree")
 
 
-def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
+def clip_by_global_norm(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     """`grads` scaled to a global norm of at most `max_norm` (Pascanu et al. 2013, alg. 1).
 
     `norm` is their global norm, computed by the caller, who logs it as well. Below `max_norm` the
@@ -20,7 +23,7 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
 
-def warmed_decay(decay: float, step: jax.typing.ArrayLike) -> jax.Array:
+def warmed_decay(decay: float, step: jax.typing.ArrayLike) -> Float32[Array, ""]:
     """min(decay, (1 + step) / (10 + step)): a young average forgets its start sooner.
 
     TensorFlow's ExponentialMovingAverage with `num_updates`.
@@ -30,8 +33,8 @@ def warmed_decay(decay: float, step: jax.typing.ArrayLike) -> jax.Array:
 
 
 def ema_update(
-    ema: Any, params: Any, decay: float, step: jax.typing.ArrayLike, *, warmup: bool = False
-) -> Any:
+    ema: Tree, params: PyTree, decay: float, step: jax.typing.ArrayLike, *, warmup: bool = False
+) -> Tree:
     """decay x ema + (1 - decay) x params, in fp32 and kept in the dtype of `ema`.
 
     Polyak & Juditsky 1992 as an exponential average. `step` counts updates from 0 and matters only

@@ -6,11 +6,11 @@ A ratio is of one layer, never of a stack; heads side by side in one tensor shar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from jaxtrain.optim.fields import at_least, fraction, positive, refuse
 from jaxtrain.optim.leaves import (
@@ -33,7 +33,7 @@ def scale_by_trust_ratio(
     unchanged.
     """
 
-    def scale(updates: Any, params: Any) -> Any:
+    def scale(updates: PyTree, params: PyTree) -> PyTree:
         flat, treedef = jax.tree.flatten(updates)
         names, weights = treedef.flatten_up_to(axes), treedef.flatten_up_to(params)
         chosen = [i for i, n in enumerate(names) if where(n)]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from jaxtrain.mesh.sharding import Axes, PaddedAxis
 from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.schedule import RateFn
 
-AxesTree = Any
+AxesTree = PyTree
 """A tree like the parameters' whose leaves are tuples of logical axis names, one for each dim."""
 
 LeafMask = Callable[[Axes], bool]
@@ -86,13 +89,13 @@ def is_axes(node: object) -> bool:
     return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
 
 
-def map_axes(fn: Callable[[Axes], Any], axes: AxesTree) -> Any:
+def map_axes(fn: Callable[[Axes], object], axes: AxesTree) -> PyTree:
     """The tree with `fn` of each leaf's logical axes."""
     return jax.tree.map(fn, axes, is_leaf=is_axes)
 
 
 def decoupled_decay(
-    rate: float | Callable[[Any], Any], where: LeafMask, axes: AxesTree
+    rate: float | RateFn, where: LeafMask, axes: AxesTree
 ) -> optax.GradientTransformation:
     """Adds `rate` x parameter to the updates of the leaves chosen by `where`; nothing for 0."""
     if not callable(rate) and rate == 0:
@@ -105,10 +108,10 @@ def checked(
 ) -> optax.GradientTransformation:
     """`transform`, whose init raises ValueError unless every leaf has one name for each dim."""
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         violations = []
 
-        def check(path: Any, leaf: jax.Array, names: Axes) -> None:
+        def check(path: KeyPath, leaf: jax.Array, names: Axes) -> None:
             if not is_axes(names) or len(names) != leaf.ndim:
                 violations.append(
                     f"{jax.tree_util.keystr(path, simple=True, separator='.')} has shape "

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int32, PyTree
 
 from jaxtrain.mesh.sharding import Axes
 from jaxtrain.optim.elementwise import AdamW
@@ -28,24 +29,25 @@ from jaxtrain.optim.leaves import (
     map_axes,
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
-from jaxtrain.optim.shards import WHOLE, Shards
+from jaxtrain.optim.shards import WHOLE, ByMatrix, Shards
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan et al. 2024: the steepest at 0, singular values end in (0.7, 1.2)."""
 
 
 def newton_schulz(
-    x: jax.Array,
+    x: Float[Array, "*stack m n"],
     *,
     steps: int = 5,
     coefficients: tuple[float, float, float] = QUINTIC,
     eps: float = 1e-8,
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:
-    """Roughly U V^T of each matrix U S V^T of the stack x [..., m, n], in x's dtype.
+) -> Float[Array, "*stack m n"]:
+    """Roughly U V^T of each matrix U S V^T of the stack, in x's dtype: the nearest matrix with
+    orthonormal rows, or columns (Jordan et al. 2024).
 
-    `steps` of X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|_F (Jordan et al. 2024), in
-    `dtype`. Costs steps x (4 k^2 l + 2 k^3) FLOPs a matrix, k the shorter side and l the longer.
+    `steps` of X <- aX + (bA + cA^2)X with A = X X^T, from X / |X|_F, in `dtype`. Costs steps x
+    (4 k^2 l + 2 k^3) FLOPs a matrix, k the shorter side and l the longer.
     A function of one device's whole matrices: no collective, any number of leading dims.
     """
     a, b, c = coefficients
@@ -55,6 +57,8 @@ def newton_schulz(
     # The iteration commutes with transposing, and the Gram matrix of the shorter side is smaller.
     y = (y if wide else y.mT) / (norm + eps)
     y = y.astype(dtype)
+    # With X = U S V^T the step is U (aS + bS^3 + cS^5) V^T: it leaves U and V, and drives every
+    # singular value, in (0, 1] after the division by the norm, towards 1.
     for _ in range(steps):
         gram = y @ y.mT
         y = a * y + (b * gram + c * (gram @ gram)) @ y
@@ -62,11 +66,13 @@ def newton_schulz(
 
 
 class MuonState(NamedTuple):
-    count: jax.Array
-    momentum: Any
+    """count: steps done. momentum: a tree like the parameters."""
+
+    count: Int32[Array, ""]
+    momentum: PyTree
 
 
-def partition(axes: AxesTree) -> Any:
+def partition(axes: AxesTree) -> PyTree:
     """The tree of "muon" (matrices inside the network) and "adam" (all other leaves)."""
     return map_axes(lambda names: "muon" if hidden_matrices(names) else "adam", axes)
 
@@ -77,7 +83,7 @@ def scale_by_muon(
     momentum: float,
     nesterov: bool,
     rms: float | None,
-    orthogonalize: Callable[[jax.Array], jax.Array],
+    orthogonalize: ByMatrix,
     shards: Shards,
 ) -> optax.GradientTransformation:
     """Orthogonalised momentum, each layer's [rows, columns] a matrix of its own.
@@ -100,10 +106,10 @@ def scale_by_muon(
 
         return scale * shards.by_matrix(by_matrix, x, names)
 
-    def init(params: Any) -> MuonState:
+    def init(params: PyTree) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, MuonState]:
         del params
         steps = state.count + 1
         buffer = optax.tree.update_moment(updates, state.momentum, momentum, 1)

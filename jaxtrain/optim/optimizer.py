@@ -7,10 +7,12 @@ an unstacked list of layers whose weights are two-dim matrices.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from jaxtrain.mesh.sharding import Axes
 from jaxtrain.optim.adafactor import Adafactor
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """What a training run asks of an optimizer; a user's own need only have these, and `Optax` has
     them for a transformation of optax's. What it needs beyond each number by itself is the
@@ -70,7 +73,7 @@ SHARDED = (Adafactor, Lamb, Lars, Muon)
 """Optimizers that need more than that, and whose `build` takes the `shards` to ask for it."""
 
 
-def state_axes(state: Any, axes: AxesTree, values: Any = None) -> Any:
+def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
     """The logical axes of every array of an optimizer state, in the state's own structure.
 
     `state` may be abstract (`jax.eval_shape(transform.init, params)`). An array belongs to the
@@ -83,7 +86,7 @@ def state_axes(state: Any, axes: AxesTree, values: Any = None) -> Any:
     given = treedef.flatten_up_to(axes if values is None else values)
     by_path = {tuple(path): (names, v) for (path, names), v in zip(flat, given, strict=True)}
 
-    def of(path: tuple[Any, ...], leaf: Any) -> tuple[Any, ...]:
+    def of(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
         start = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
         names: Axes = ()
         found: tuple[Any, ...] = ()

@@ -8,21 +8,23 @@ every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from jaxtrain.optim.fields import at_least, count, positive, refuse
 
+Tree = TypeVar("Tree")
 MATMUL_PRECISIONS = ("default", "high", "highest")
 
 
 class LossScaleState(NamedTuple):
-    """scale: float32; good_steps: int32, finite steps since the scale last changed."""
+    """good_steps: finite steps since the scale last changed."""
 
-    scale: jax.Array
-    good_steps: jax.Array
+    scale: Float32[Array, ""]
+    good_steps: Int32[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class LossScale:
     def init(self) -> LossScaleState:
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
 
-    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after a step whose gradients were `finite` (bool scalar, the same on the whole
-        mesh)."""
+    def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
+        """The state after a step whose gradients were `finite` (the same on the whole mesh)."""
         good = jnp.where(finite, state.good_steps + 1, 0)
         grow = good >= self.window
         grown = jnp.minimum(state.scale * self.factor, self.maximum)
@@ -65,7 +66,7 @@ class LossScale:
         return LossScaleState(scale, jnp.where(grow, 0, good))
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: jax.typing.DTypeLike) -> bool:
     try:
         return jnp.issubdtype(dtype, jnp.floating)
     except TypeError:  # no dtype at all, such as "bf16"
@@ -123,8 +124,8 @@ fp16 = Precision(compute=jnp.float16, matmul="default", loss_scale=LossScale())
 gradients."""
 
 
-def select_if_finite(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where `finite` (bool scalar), else `old`, leaf by leaf: how a step is skipped.
+def select_if_finite(finite: Bool[Array, ""], new: Tree, old: PyTree) -> Tree:
+    """`new` where `finite`, else `old`, leaf by leaf: how a step is skipped.
 
     A `where` and not a branch, so that no collective ever stands in a branch.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxtrain.optim.fields import count, positive, refuse
 from jaxtrain.optim.schedule import Constant, RateFn, Schedule
@@ -53,7 +53,7 @@ Rate = float | Schedule | ScaledRate | RateFn
 those that were skipped, as optax's schedules are."""
 
 
-def rate_fields(value: Rate, *, name: str = "learning_rate") -> list[str]:
+def rate_fields(value: object, *, name: str = "learning_rate") -> list[str]:
     """What is wrong with the value given as a learning rate, whatever the run."""
     if isinstance(value, (Schedule, ScaledRate)):
         return []
@@ -110,7 +110,7 @@ def _unscaled(value: float | Schedule | RateFn, steps: int) -> RateFn:
     return lambda step: jnp.asarray(value(step), jnp.float32)
 
 
-def injected_rate(state: Any) -> jax.Array | None:
+def injected_rate(state: PyTree) -> jax.Array | None:
     """The one learning rate that an optax state holds as `optax.inject_hyperparams` writes it; None
     where it holds none, or several."""
     found = [
@@ -121,5 +121,5 @@ def injected_rate(state: Any) -> jax.Array | None:
     return found[0] if len(found) == 1 and jnp.ndim(found[0]) == 0 else None
 
 
-def _holds_rate(node: Any) -> bool:
+def _holds_rate(node: object) -> bool:
     return "learning_rate" in getattr(node, "hyperparams", {})

@@ -13,26 +13,27 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from jaxtrain.optim.fields import at_least, count, positive, refuse
 
-RateFn = Callable[[jax.typing.ArrayLike], jax.Array]
-"""From a step (integer scalar) to the learning rate (float32 scalar)."""
+RateFn = Callable[[jax.typing.ArrayLike], Float32[Array, ""]]
+"""From a step, a whole number, to the learning rate."""
 
 DecayShape = Callable[[jax.Array], jax.Array]
 """From progress in [0, 1] to what is left of the rate, 1 at 0 and 0 at 1."""
 
 
-def linear_decay(progress: jax.Array) -> jax.Array:
+def linear_decay(progress: Float32[Array, " ..."]) -> Float32[Array, " ..."]:
     return 1.0 - progress
 
 
-def cosine_decay(progress: jax.Array) -> jax.Array:
+def cosine_decay(progress: Float32[Array, " ..."]) -> Float32[Array, " ..."]:
     """Loshchilov & Hutter 2017 (SGDR), without restarts."""
     return 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
 
 
-def one_minus_sqrt(progress: jax.Array) -> jax.Array:
+def one_minus_sqrt(progress: Float32[Array, " ..."]) -> Float32[Array, " ..."]:
     """The cooldown that Haegele et al. 2024 found better than the linear one."""
     return 1.0 - jnp.sqrt(progress)
 
@@ -62,10 +63,11 @@ def _fits(steps: int, **spans: int) -> list[str]:
     return violations
 
 
-def _peak_fields(peak: float, warmup: int, final_fraction: float) -> list[str]:
+def _peak_fields(peak: object, warmup: object, final_fraction: object) -> list[str]:
     violations = positive("peak", peak) + count("warmup", warmup, 0)
     violations += at_least("final_fraction", final_fraction, 0)
-    if not violations and final_fraction > 1:
+    number = isinstance(final_fraction, int | float)
+    if not violations and number and final_fraction > 1:
         violations.append(
             f"final_fraction={final_fraction} is of the peak and must not exceed 1; use 0.1"
         )
@@ -77,7 +79,7 @@ def _warm_then_decay(
 ) -> RateFn:
     """Warm-up, then the peak up to step `start`, then `shape` from there to the end."""
 
-    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+    def rate(step: jax.typing.ArrayLike) -> Float32[Array, " ..."]:
         now = jnp.minimum(jnp.asarray(step, jnp.float32), steps)
         progress = jnp.maximum(now - start, 0.0) / max(steps - start, 1)
         after = final_fraction + (1.0 - final_fraction) * shape(progress)
@@ -228,7 +230,7 @@ class InverseSqrt:
     def build(self, steps: int) -> RateFn:
         refuse(self.violations(steps))
 
-        def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        def rate(step: jax.typing.ArrayLike) -> Float32[Array, " ..."]:
             now = jnp.minimum(jnp.asarray(step, jnp.float32), steps) + 1.0
             turn = self.warmup + 1.0
             return self.peak * jnp.minimum(now / turn, jnp.sqrt(turn / now))

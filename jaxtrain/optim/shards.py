@@ -7,7 +7,7 @@ by name: `Whole` leaves them to the partitioner, `distributed.OnMesh` states the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from jaxtrain.mesh.sharding import Axes, PaddedAxis
 from jaxtrain.optim.leaves import leaf_dims, real_size
 
 ByMatrix = Callable[[jax.Array], jax.Array]
-"""A function of [..., rows, columns], each matrix by itself and its shape kept; of a leaf with
-several dims that make rows or columns it gets them as they are."""
+"""A function of a stack of matrices [..., rows, columns] that treats each by itself and keeps the
+shape. Of a leaf with several dims that make rows or columns it gets them as they are."""
 
 
 class LeafSum(NamedTuple):
@@ -29,6 +29,7 @@ class LeafSum(NamedTuple):
     dims: tuple[int, ...]
 
 
+@runtime_checkable
 class Shards(Protocol):
     """Whatever an optimizer computes of more than one number at a time."""
 

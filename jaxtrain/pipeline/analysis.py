@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxtrain.pipeline.schedule import Costs, Schedule
+
+Works = Int[np.ndarray, "works stages"]
+"""A tick, or a number, for each work on each stage; work m V + c is chunk c of microbatch m."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ def bubble(schedule: Schedule, costs: Costs = Costs()) -> float:  # noqa: B008 (
     return 1 - busy / cost(schedule, costs)
 
 
-def times(table: np.ndarray, works: int) -> np.ndarray:
-    """[work, stage]: the tick of every work in a table where each stands once."""
+def times(table: Int[np.ndarray, "ticks stages"], works: int) -> Works:
+    """The tick of every work on every stage, from a table in which each stands once."""
     found = np.full((works, table.shape[1]), -1)
     tick, stage = np.nonzero(table >= 0)
     found[table[tick, stage], stage] = tick
@@ -59,13 +63,13 @@ def times(table: np.ndarray, works: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """[work, stage] of the first and the last tick in which a buffer holds something."""
+    """The first and the last tick in which a work's buffer holds something, on each stage."""
 
-    first: np.ndarray
-    last: np.ndarray
+    first: Works
+    last: Works
 
-    def live(self, ticks: int) -> np.ndarray:
-        """[ticks, stages]: how many are held in each tick."""
+    def live(self, ticks: int) -> Int[np.ndarray, "{ticks} stages"]:
+        """How many buffers a stage holds in each tick."""
         begin, end = np.zeros((2, ticks + 1, self.first.shape[1]), int)
         stages = np.broadcast_to(np.arange(self.first.shape[1]), self.first.shape)
         np.add.at(begin, (self.first, stages), 1)
@@ -74,7 +78,7 @@ class Lifetimes:
 
 
 def inputs(schedule: Schedule) -> Lifetimes:
-    """Of the inputs of F, [work, stage]: from the tick after the stage before made it (an embedding
+    """Of the inputs of F: from the tick after the stage before made it (an embedding
     in the tick of its F) to the B that needs it again."""
     works = schedule.microbatches * schedule.chunks
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
@@ -110,8 +114,8 @@ def stashes(schedule: Schedule) -> Lifetimes | None:
     return Lifetimes(times(schedule.backward, works), times(schedule.weight, works))
 
 
-def _arrival(made: np.ndarray, schedule: Schedule, way: int) -> np.ndarray:
-    """[work, stage]: the tick in which what a work needs is sent, from the stage before it (way 1)
+def _arrival(made: Works, schedule: Schedule, way: int) -> Works:
+    """The tick in which what a work needs is sent, from the stage before it (way 1)
     or behind it (-1); of the pipeline's first position, the tick before its own."""
     works, stages = made.shape
     sent = np.empty_like(made)
@@ -127,8 +131,8 @@ def _arrival(made: np.ndarray, schedule: Schedule, way: int) -> np.ndarray:
     return sent
 
 
-def in_flight(schedule: Schedule) -> np.ndarray:
-    """[stages]: the greatest number of inputs that a stage holds at once."""
+def in_flight(schedule: Schedule) -> Int[np.ndarray, " stages"]:
+    """The greatest number of inputs that a stage holds at once."""
     return inputs(schedule).live(schedule.ticks).max(0)
 
 
@@ -184,7 +188,7 @@ def _miscounted(name: str, stage: int, column: np.ndarray, works: int, chunks: i
 def _early(schedule: Schedule, works: int) -> list[str]:
     found = []
 
-    def check(name: str, due: np.ndarray, at: np.ndarray, what: str) -> None:
+    def check(name: str, due: Works, at: Works, what: str) -> None:
         for work, stage in np.argwhere(at < due):
             m, c = divmod(int(work), schedule.chunks)
             found.append(

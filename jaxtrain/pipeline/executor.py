@@ -12,12 +12,13 @@ Runs inside `jax.shard_map`; every value is typed as varying over all of its mes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
@@ -68,7 +69,7 @@ class Executor(Tables):
         stage, x = given.stage, given.x
         typed = lambda value: vary(value, self.axes)  # noqa: E731
 
-        def room(count: int, leaf: Any) -> jax.Array:
+        def room(count: int, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
             value = self.fill if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
             return typed(jnp.full((count, *leaf.shape), value, leaf.dtype))
 
@@ -79,7 +80,7 @@ class Executor(Tables):
         if not self.training:
             return empty, Trees(None, None)
 
-        def every(chunk: Arrays, x: jax.Array) -> Any:
+        def every(chunk: Arrays, x: jax.Array) -> tuple[PyTree, PyTree, Arrays]:
             y, saved = stage.linearised(chunk, x, At(0, 0))
             grads, _, stash = stage.pulled_back(saved, chunk, y, At(0, 0))
             if self.buffers.stashes:
@@ -89,7 +90,7 @@ class Executor(Tables):
         saved, stash, grads = jax.eval_shape(every, chunk_of(given.blocks, 0), zero)
         shapes = {k: (self.chunks, *g.shape) for k, g in grads.items()}
 
-        def rooms(count: int, tree: Any) -> list[jax.Array]:
+        def rooms(count: int, tree: PyTree) -> list[jax.Array]:
             return [room(count, leaf) for leaf in jax.tree.leaves(tree) if count]
 
         carry = empty._replace(

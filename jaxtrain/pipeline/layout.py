@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int, Int32, Shaped
+
+from jaxtrain.mesh.sharding import Axes
 
 CHUNKS = "chunks"
 """The logical axis of the dim V."""
@@ -45,8 +47,8 @@ class StageLayout:
         return self.positions * self.depth - self.layers
 
     @cached_property
-    def layer_of(self) -> np.ndarray:
-        """[chunks, stages * depth]: the layer of each slot, -1 of padding."""
+    def layer_of(self) -> Int32[np.ndarray, "chunks slots"]:
+        """The layer of each of the stages * depth slots of a chunk, -1 of padding."""
         each, more = divmod(self.layers, self.positions)
         counts = each + (np.arange(self.positions) < more)
         first = np.cumsum(counts) - counts
@@ -55,8 +57,8 @@ class StageLayout:
         return found.reshape(self.chunks, self.stages * self.depth).astype(np.int32)
 
     @cached_property
-    def slot_of(self) -> np.ndarray:
-        """[layers]: where each lies among the slots of all positions."""
+    def slot_of(self) -> Int[np.ndarray, " layers"]:
+        """Where each layer lies among the slots of all positions."""
         flat = self.layer_of.reshape(-1)
         return np.argsort(np.where(flat < 0, self.layers, flat), kind="stable")[: self.layers]
 
@@ -90,15 +92,15 @@ class StageLayout:
         flat = leaf.reshape(*leaf.shape[:dim], -1, *rest)
         return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
 
-    def by_chunk(self, leaf: jax.Array) -> jax.Array:
-        """A device's part of a laid leaf as [chunks, depth, ...]."""
+    def by_chunk(self, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "chunks depth ..."]:
+        """A device's part of a laid leaf, with a dim of chunks whether it has several or not."""
         return leaf if self.chunks > 1 else leaf[None]
 
-    def from_chunks(self, leaf: jax.Array) -> jax.Array:
+    def from_chunks(self, leaf: Shaped[Array, "chunks depth ..."]) -> Shaped[Array, " ..."]:
         """Inverse of `by_chunk`."""
         return leaf if self.chunks > 1 else leaf[0]
 
-    def axes(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    def axes(self, axes: Axes) -> Axes:
         """Logical axes of a laid leaf."""
         if self.chunks == 1 or "layers" not in axes:
             return axes

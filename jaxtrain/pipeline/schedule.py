@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxtrain.mesh.hardware import did_you_mean, refuse
 
@@ -101,8 +102,10 @@ def make_schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) ->
     return Schedule(kind, stages, microbatches, chunks, forward, backward, weight)
 
 
-def _table(ticks: np.ndarray, length: int) -> np.ndarray:
-    """[length, stages] from the tick [work, stage] of every work."""
+def _table(
+    ticks: Int[np.ndarray, "works stages"], length: int | np.integer
+) -> Int[np.ndarray, "length stages"]:
+    """The table of so many ticks, from the tick of every work on every stage."""
     table = np.full((length, ticks.shape[1]), -1)
     works, stages = np.indices(ticks.shape)
     table[ticks, stages] = works

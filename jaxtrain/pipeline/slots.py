@@ -11,10 +11,12 @@ import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxtrain.pipeline.analysis import (
     Lifetimes,
     Span,
+    Works,
     cotangents,
     head_waits,
     inputs,
@@ -23,6 +25,8 @@ from jaxtrain.pipeline.analysis import (
     times,
 )
 from jaxtrain.pipeline.schedule import Schedule
+
+Table = Int[np.ndarray, "ticks stages"]
 
 
 class Rows(NamedTuple):
@@ -68,8 +72,9 @@ class Buffers(NamedTuple):
     late_head: bool = False
 
 
-def numbered(life: Lifetimes) -> np.ndarray:
-    """[work, stage]: the buffer of each work."""
+def numbered(life: Lifetimes) -> Works:
+    """The number of the buffer that each work is given on each stage: the lowest that is free all
+    its life (intervals in order of their beginning, so no more numbers than lives at once)."""
     found = np.empty_like(life.first)
     for stage in range(found.shape[1]):
         free: list[int] = []
@@ -137,7 +142,8 @@ def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
     return Rows(*(table[:last].astype(np.int32) for table in rows)), count
 
 
-def _forward_rows(schedule: Schedule, input_of: np.ndarray, kept: np.ndarray) -> Rows:
+def _forward_rows(schedule: Schedule, input_of: Works, kept: Works) -> Rows:
+    """The tables of F alone, from the buffers of each work's input and of what it keeps for B."""
     none, of_all = np.full_like(schedule.forward, -1), schedule.forward[:, 0] * 0 - 1
     last = schedule.chunks - 1
     return Rows(
@@ -160,19 +166,21 @@ def _forward_rows(schedule: Schedule, input_of: np.ndarray, kept: np.ndarray) ->
     )
 
 
-def _at(table: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """[ticks, stages]: the number of the work that stands there."""
+def _at(table: Table, number: Works) -> Table:
+    """The number of the work that stands there, -1 where none does."""
     stages = np.arange(table.shape[1])
     return np.where(table >= 0, number[np.maximum(table, 0), stages], -1)
 
 
-def _microbatches(column: np.ndarray, chunks: int, chunk: int) -> np.ndarray:
-    """[ticks]: the microbatch of a stage's work where its chunk is `chunk`."""
+def _microbatches(
+    column: Int[np.ndarray, " ticks"], chunks: int, chunk: int
+) -> Int[np.ndarray, " ticks"]:
+    """The microbatch of a stage's work in the ticks in which its chunk is `chunk`, -1 in others."""
     return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
 
 
-def _received(table: np.ndarray, number: np.ndarray, chunks: int, way: int) -> np.ndarray:
-    """[ticks, stages]: the buffer for what the neighbour sends at a tick's end: of the stage before
+def _received(table: Table, number: Works, chunks: int, way: int) -> Table:
+    """The buffer for what the neighbour sends at a tick's end: of the stage before
     (way 1), or behind (-1). From the last stage to the first it goes on to the next chunk."""
     sent = np.roll(table, way, axis=1)
     edge = 0 if way > 0 else table.shape[1] - 1

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import PyTreeDef
+from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.order import after
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.slots import Buffers, Rows
 
 Arrays = dict[str, jax.Array]
+Stream = Float[Array, "tokens embed"]
+"""The residual stream of a microbatch, or its cotangent: this device's share."""
+
+Tree = TypeVar("Tree")
 
 
+@runtime_checkable
 class Stage(Protocol):
     """What a stage can do, on this device's part of everything; `at` is a chunk and a microbatch.
 
-    Activations x and y are [tokens share, embed], gradients by the names of their parameters.
+    Gradients are by the names of their parameters.
     """
 
-    def enter(self, outside: Arrays, microbatch: Any) -> jax.Array:
+    def enter(self, outside: Arrays, microbatch: Index) -> Stream:
         """The first chunk's input, on every stage. Differentiable: its cotangent is 0 on all stages
         but the first."""
         ...
 
-    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> LossSums:
+    def leave(self, outside: Arrays, y: Stream, microbatch: Index) -> LossSums:
         """This device's shares of loss, count and what is summed beside them; y is 0 on all stages
         but the last. Differentiable."""
         ...
 
-    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array: ...
+    def forward(self, chunk: Arrays, x: Stream, at: At) -> Stream:
+        """The chunk's layers."""
+        ...
 
-    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def linearised(self, chunk: Arrays, x: Stream, at: At) -> tuple[Stream, PyTree]:
         """`forward`, and what `pulled_back` needs beside the chunk: arrays, no weights."""
         ...
 
     def pulled_back(
-        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
-    ) -> tuple[Arrays, jax.Array, Any]:
+        self, saved: PyTree, chunk: Arrays, dy: Stream, at: At
+    ) -> tuple[Arrays, Stream, PyTree]:
         """Gradients of the chunk, as they are accumulated, and of x; and what `weight_gradients`
         needs for those that are left to it, a tree of arrays."""
         ...
 
-    def weight_gradients(self, stash: Any, chunk: Arrays, at: At) -> Arrays:
+    def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
         """The gradients that `pulled_back` left, of a schedule that has W."""
         ...
 
@@ -55,8 +65,8 @@ class Stage(Protocol):
 class At(NamedTuple):
     """A work: which chunk of which microbatch."""
 
-    chunk: Any
-    microbatch: Any
+    chunk: Index
+    microbatch: Index
 
 
 class OnDevice(NamedTuple):
@@ -89,7 +99,7 @@ class Carry(NamedTuple):
     """A scalar, made after all that was sent so far: what is sent next reads it (`_in_turn`). Made
     of what came or was added, not of the buffers it went to: XLA would copy those."""
 
-    def sent(self, what: Any, **changes: Any) -> Carry:
+    def sent(self, what: PyTree, **changes: Any) -> Carry:
         """With these fields, `what` having been sent for them."""
         return self._replace(turn=after(self.turn, what), **changes)
 
@@ -97,8 +107,8 @@ class Carry(NamedTuple):
 class Trees(NamedTuple):
     """What the leaves of `Carry.kept` and `Carry.stash` are of."""
 
-    kept: Any
-    stash: Any
+    kept: PyTreeDef | None
+    stash: PyTreeDef | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +212,7 @@ class Tick:
         names = [k for k in self.run.leaving if k not in self.run.frozen]
         mine = {k: carry.outside[k] for k in names}
 
-        def leave(m: Any, before: Any) -> Any:
+        def leave(m: Index, before: tuple[jax.Array, Arrays, Stream]) -> PyTree:
             total, sums, _ = before
 
             def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -274,7 +284,7 @@ class Tick:
         if not names:
             return carry
 
-        def backward(m: Any, sums: Arrays) -> Arrays:
+        def backward(m: Index, sums: Arrays) -> Arrays:
             def entered(used: Arrays) -> jax.Array:
                 return self.given.stage.enter({**self.given.outside, **used}, m)
 
@@ -284,7 +294,9 @@ class Tick:
         sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)
         return carry.sent(sums, outside={**carry.outside, **sums})
 
-    def _sometimes(self, name: str, work: Any, before: Any, row: Rows) -> Any:
+    def _sometimes(
+        self, name: str, work: Callable[[Index, Tree], Tree], before: Tree, row: Rows
+    ) -> Tree:
         """work(microbatch, before) in the ticks that have one, in others `before`. Nothing is
         decided at run time where all ticks or none of the scan have."""
         column, m = getattr(self.rows, name), getattr(row, name)
@@ -292,7 +304,7 @@ class Tick:
             return before
         axes = self.run.axes
 
-        def typed(m: Any, before: Any) -> Any:
+        def typed(m: Index, before: Tree) -> Tree:
             return jax.tree.map(lambda leaf: vary(leaf, axes), work(m, before))
 
         with jax.named_scope(name):
@@ -316,33 +328,34 @@ class Tick:
         return row[lax.axis_index(self.run.stage)]
 
 
-def _in_turn(carry: Carry, tree: Any) -> Any:
+def _in_turn(carry: Carry, tree: Tree) -> Tree:
     """`tree`, to be read after all that was sent so far, in this tick and before it."""
     return after(tree, carry.turn)
 
 
-def chunk_of(blocks: Arrays, chunk: Any) -> Arrays:
+def chunk_of(blocks: Arrays, chunk: Index) -> Arrays:
+    """The leaves of one chunk."""
     return {k: _take(leaf, chunk) for k, leaf in blocks.items()}
 
 
-def _take(buffer: jax.Array, slot: Any) -> jax.Array:
+def _take(buffer: jax.Array, slot: Index) -> jax.Array:
     """buffer[slot]; of slot -1 anything."""
     if len(buffer) == 1:
         return buffer[0]
     return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
 
 
-def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+def _put(buffer: jax.Array, slot: Index, value: jax.Array) -> jax.Array:
     """`buffer` with `value` at `slot`; with slot -1 as it was."""
     kept = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
     return lax.dynamic_update_index_in_dim(buffer, kept, jnp.maximum(slot, 0), 0)
 
 
-def _take_all(buffers: list[jax.Array], slot: Any, tree: Any) -> Any:
+def _take_all(buffers: list[jax.Array], slot: Index, tree: PyTreeDef | None) -> PyTree:
     return jax.tree.unflatten(tree, [_take(buffer, slot) for buffer in buffers])
 
 
-def _put_all(buffers: list[jax.Array], slot: jax.Array, tree: Any) -> list[jax.Array]:
+def _put_all(buffers: list[jax.Array], slot: Index, tree: PyTree) -> list[jax.Array]:
     leaves = jax.tree.leaves(tree)
     return [_put(b, slot, leaf) for b, leaf in zip(buffers, leaves, strict=True)]
 

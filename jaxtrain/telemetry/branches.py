@@ -8,21 +8,26 @@ differ, so the law is checked before anything is compiled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 _AXES = ("axes", "axis_name")
 
 
-def branch_violations(jaxpr: Any) -> list[str]:
+def branch_violations(jaxpr: ClosedJaxpr | Jaxpr) -> list[str]:
     """Each collective of a traced step (`jax.make_jaxpr`) that stands in a `cond` or a `while`
     whose predicate varies over one of its own mesh axes.
 
     The types are those of `check_vma=True`; a shard_map without them tells nothing.
     """
-    return list(_in(getattr(jaxpr, "jaxpr", jaxpr)))
+    # ClosedJaxpr is Jaxpr itself from jax 0.11 on.
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return list(_in(inner))
 
 
-def _in(jaxpr: Any) -> Iterator[str]:
+def _in(jaxpr: Jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = list(_inner(eqn))
@@ -35,7 +40,7 @@ def _in(jaxpr: Any) -> Iterator[str]:
             yield from _in(each)
 
 
-def _crossing(what: str, varying: frozenset[str], inner: list[Any]) -> Iterator[str]:
+def _crossing(what: str, varying: frozenset[str], inner: list[Jaxpr]) -> Iterator[str]:
     for name, axes in (found for each in inner for found in _collectives(each)):
         if shared := sorted(varying & set(axes)):
             yield (
@@ -46,7 +51,7 @@ def _crossing(what: str, varying: frozenset[str], inner: list[Any]) -> Iterator[
             )
 
 
-def _collectives(jaxpr: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _collectives(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, mesh axes) of every collective, at whatever depth. `axis_index` moves nothing."""
     for eqn in jaxpr.eqns:
         named = next((eqn.params[key] for key in _AXES if eqn.params.get(key) is not None), None)
@@ -57,7 +62,7 @@ def _collectives(jaxpr: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield from _collectives(each)
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs an equation holds: bodies, branches, called functions."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
@@ -66,10 +71,10 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield each
 
 
-def _varying(variable: Any) -> frozenset[str]:
+def _varying(variable: Var | Literal) -> frozenset[str]:
     kind = getattr(variable.aval, "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def _tuple(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -199,7 +198,7 @@ def _groups(module: Module, kind: str, attributes: dict[str, str]) -> Groups:
     return groups
 
 
-def peak_memory(compiled: Any) -> dict[str, int | None]:
+def peak_memory(compiled: jax.stages.Compiled) -> dict[str, int | None]:
     """Bytes per device of a compiled program: argument, output, alias, temp, host_temp, peak.
 
     `peak_bytes` is the compiler's own peak. CPU reports one without temporaries, so there it is
@@ -219,7 +218,7 @@ def peak_memory(compiled: Any) -> dict[str, int | None]:
     return {**found, "peak_bytes": reported if reported and not _on_cpu(compiled) else bound}
 
 
-def _on_cpu(compiled: Any) -> bool:
+def _on_cpu(compiled: jax.stages.Compiled) -> bool:
     # The program may be compiled for a machine that is not here: ask it, not the process.
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return any(device.platform == "cpu" for each in shardings[:1] for device in each.device_set)

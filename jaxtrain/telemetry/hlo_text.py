@@ -11,7 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -167,13 +170,15 @@ def parse(text: str) -> Module:
     return Module(computations, entry, replicas, partitions)
 
 
-def program_text(compiled: Any) -> str:
+def program_text(compiled: jax.stages.Compiled) -> str:
     """The text of a compiled program. One with a `conditional` is printed with all of its
     constants, among them the tables that its loops go by; `compiled.as_text()` leaves them out."""
     text = compiled.as_text()
+    assert text is not None, "XLA's backends print their programs"
     if " conditional(" not in text:
         return text
-    modules = compiled.runtime_executable().hlo_modules()
+    program: Any = compiled.runtime_executable()
+    modules = program.hlo_modules()
     options = sys.modules[type(modules[0]).__module__].HloPrintOptions()
     options.print_large_constants = True
     return "\n\n".join(module.to_string(options) for module in modules)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,12 +17,16 @@ from jaxtrain.telemetry.hlo import SENT, Collective
 from jaxtrain.telemetry.hlo_groups import Groups, connected, replica_groups
 from jaxtrain.telemetry.hlo_text import Shape
 
+if TYPE_CHECKING:
+    import jax
+    from jaxlib.mlir import ir
+
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
 _DTYPES = {"i1": "pred", "i": "s", "ui": "u"}
 """MLIR's names of integers -> HLO's; floats have one name in both."""
 
 
-def lowered_collectives(lowered: Any) -> list[Collective]:
+def lowered_collectives(lowered: jax.stages.Lowered) -> list[Collective]:
     """Every collective of what `jax.jit(...).lower(...)` has made, in program order.
 
     Nothing is left out that XLA will find unused, and of a conditional all branches are counted as
@@ -30,7 +34,8 @@ def lowered_collectives(lowered: Any) -> list[Collective]:
 
     Raises `ValueError` when one stands in a loop without a static trip count.
     """
-    module = lowered.compiler_ir("stablehlo").operation
+    text: Any = lowered.compiler_ir("stablehlo")
+    module = text.operation
     named = {_text(op.attributes["sym_name"]): op for op in _operations(module)}
     done: dict[str, list[Collective]] = {}
 
@@ -39,7 +44,7 @@ def lowered_collectives(lowered: Any) -> list[Collective]:
             done[name] = [each for op in _operations(named[name]) for each in found(op)]
         return done[name]
 
-    def found(op: Any) -> list[Collective]:
+    def found(op: ir.Operation) -> list[Collective]:
         if op.name == "func.call":
             return called(_text(op.attributes["callee"]).lstrip("@"))
         if op.name.removeprefix("stablehlo.").replace("_", "-") in SENT:
@@ -55,14 +60,14 @@ def lowered_collectives(lowered: Any) -> list[Collective]:
     return called("main")
 
 
-def _operations(op: Any) -> Iterator[Any]:
+def _operations(op: ir.Operation) -> Iterator[ir.Operation]:
     """Those directly within an operation."""
     for region in op.regions:
         for block in region.blocks:
             yield from (each.operation for each in block.operations)
 
 
-def _collectives(op: Any, named: Mapping[str, Any]) -> Iterator[Collective]:
+def _collectives(op: ir.Operation, named: Mapping[str, ir.Operation]) -> Iterator[Collective]:
     kind = op.name.removeprefix("stablehlo.").replace("_", "-")
     groups = _groups(op, kind, named)
     size = max(map(len, groups), default=1)
@@ -84,7 +89,7 @@ def _collectives(op: Any, named: Mapping[str, Any]) -> Iterator[Collective]:
         )
 
 
-def _groups(op: Any, kind: str, named: Mapping[str, Any]) -> Groups:
+def _groups(op: ir.Operation, kind: str, named: Mapping[str, ir.Operation]) -> Groups:
     if kind == "collective-permute":
         pairs = np.asarray(op.attributes["source_target_pairs"]).tolist()
         return connected([(source, target) for source, target in pairs])
@@ -110,7 +115,7 @@ def _axes(text: str) -> str:
     return ",".join(f"'{a}'" + (f":({before}){size}" if size else "") for a, before, size in found)
 
 
-def _shape(value: Any) -> Shape:
+def _shape(value: ir.Value) -> Shape:
     found = _TENSOR.fullmatch(str(value.type))
     assert found is not None, f"a collective moves arrays, and this is a {value.type}"
     dims, dtype = found.groups()
@@ -119,10 +124,10 @@ def _shape(value: Any) -> Shape:
     return Shape(dtype.lower(), tuple(map(int, dims.split("x")[:-1])))
 
 
-def _turns(loop: Any) -> int:
+def _turns(loop: ir.Operation) -> int:
     """Of a `while` whose counter goes by constant steps from a constant to below another."""
     condition, body = (region.blocks[0] for region in loop.regions)
-    test = _returned(condition)[0].owner
+    test: Any = _returned(condition)[0].owner  # an operation, or the block that is given it
     if getattr(test, "name", "") == "stablehlo.compare":
         counter, bound = test.operands
         numbers = [i for i, value in enumerate(condition.arguments) if value == counter]
@@ -138,25 +143,26 @@ def _turns(loop: Any) -> int:
     )
 
 
-def _returned(block: Any) -> list[Any]:
+def _returned(block: ir.Block) -> list[ir.Value]:
     *_, last = block.operations
     return list(last.operation.operands)
 
 
-def _added(value: Any, counter: Any) -> int | None:
+def _added(value: ir.Value, counter: ir.Value) -> int | None:
     """The constant in `counter + constant`, where `value` is that."""
-    made = value.owner
+    made: Any = value.owner
     if getattr(made, "name", "") != "stablehlo.add" or made.operands[0] != counter:
         return None
     return _constant(made.operands[1])
 
 
-def _constant(value: Any) -> int | None:
-    made = value.owner
+def _constant(value: ir.Value) -> int | None:
+    made: Any = value.owner
     if getattr(made, "name", "") != "stablehlo.constant":
         return None
     return int(np.asarray(made.attributes["value"]).item())
 
 
-def _text(attribute: Any) -> str:
-    return attribute.value
+def _text(attribute: ir.Attribute) -> str:
+    named: Any = attribute  # of a string, or a symbol
+    return named.value

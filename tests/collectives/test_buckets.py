@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,11 +10,11 @@ from jaxtrain.collectives.buckets import buckets
 
 AXES = {"a": ("data",), "b": ("data", "fsdp"), "c": ("data",), "d": (), "e": ("data",)}
 LEAVES = {
-    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "b": np.arange(4, dtype=np.float32),
-    "c": np.float32(7).reshape(()),
-    "d": np.arange(3, dtype=np.float32),
-    "e": np.arange(5, dtype=np.int32),
+    "a": jnp.arange(6.0).reshape(2, 3),
+    "b": jnp.arange(4.0),
+    "c": jnp.float32(7),
+    "d": jnp.arange(3.0),
+    "e": jnp.arange(5),
 }
 
 
@@ -44,6 +45,6 @@ def test_parted_is_the_inverse_of_joined():
 
 @pytest.mark.parametrize("count", [1, 10, 100])
 def test_the_number_of_buckets_does_not_grow_with_the_leaves(count):
-    leaves = {f"{i}": np.ones(i + 1, np.float32) for i in range(count)}
+    leaves = {f"{i}": jnp.ones(i + 1) for i in range(count)}
     axes = dict.fromkeys(leaves, ("data",))
     assert [len(b.names) for b in buckets(leaves, axes, 200)] == [count]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from typecheck import unchecked
 
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
@@ -152,8 +154,8 @@ def test_factors_are_summed_in_levels_too():
 @pytest.mark.parametrize("shape", [(7,), (2, 40), (40, 2), (9, 40, 2)], ids=str)
 def test_shapes_too_small_for_the_rank_are_refused(shape):
     with pytest.raises(ValueError, match="rank=3 needs matrices of that many rows and columns"):
-        state = PowerSGDState(None, np.zeros((2, 3), np.float32))
-        powersgd_all_reduce(np.zeros(shape, np.float32), state, (), Lax())
+        state = PowerSGDState(None, jnp.zeros((2, 3)))
+        unchecked(powersgd_all_reduce)(jnp.zeros(shape), state, (), Lax())
 
 
 def test_wrong_ranks_are_refused():

@@ -89,7 +89,7 @@ def test_nothing_of_a_matrix_size_is_kept_for_the_backward_pass(remat: str, unro
     inside = ("query", "key", "value", "out")
     names = [f"period.0.attention.{n}" for n in inside]
     names += [f"period.0.mlp.{n}" for n in ("gate", "up", "down")]
-    tokens = np.zeros((5, 8), np.int32)
+    tokens = jnp.zeros((5, 8), jnp.int32)
     sizes = {(16, 16), (16, 8), (16, 24), (24, 16)}
 
     def kept(adapters: Adapters | None) -> list[tuple[int, ...]]:

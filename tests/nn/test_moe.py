@@ -210,8 +210,12 @@ def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_a
     """4096 rows of ones to one expert, in blocks: in bf16 the sum of blocks would be off."""
     rows, owners = np.full((4096, 2), 1.0078125, jnp.bfloat16), np.zeros(64, np.int32)
     weights = np.ones((2, 2, 1), jnp.bfloat16)
-    dw = jax.jit(jax.grad(lambda w: multiplied(rows, w, owners).astype(jnp.float32).sum()))
-    np.testing.assert_array_equal(np.asarray(dw(weights)[0], np.float32), 4128.0)
+
+    def total(weights: jax.Array, rows: jax.Array, owners: jax.Array) -> jax.Array:
+        return multiplied(rows, weights, owners).astype(jnp.float32).sum()
+
+    dw = jax.jit(jax.grad(total))(weights, rows, owners)
+    np.testing.assert_array_equal(np.asarray(dw[0], np.float32), 4128.0)
     router = jnp.ones((3, 4))
     used = Local(jnp.bfloat16).fetch({"mlp.router": router, "mlp.up": router}, "")
     assert used["mlp.router"].dtype == jnp.float32 and used["mlp.up"].dtype == jnp.bfloat16
