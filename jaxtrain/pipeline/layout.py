@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxtrain.mesh.sharding import Axes
 
+AnyArray = jax.Array | np.ndarray
 CHUNKS = "chunks"
 """The logical axis of the dim V."""
 
@@ -72,7 +73,7 @@ class StageLayout:
         lead = self.layer_of.shape if self.chunks > 1 else self.layer_of.shape[1:]
         return (*shape[:dim], *lead, *shape[dim + 1 :])
 
-    def laid(self, leaf: jax.Array, dim: int = 0) -> jax.Array:
+    def laid(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
         """A natural leaf in its slots."""
         if self.natural:
             return leaf
@@ -84,7 +85,7 @@ class StageLayout:
         shape = (*leaf.shape[:dim], self.layers, *leaf.shape[dim + 1 :])
         return leaf.reshape(self.shape(shape, dim))
 
-    def ordered(self, leaf: jax.Array, dim: int = 0) -> jax.Array:
+    def ordered(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
         """Inverse of `laid`."""
         if self.natural:
             return leaf
