@@ -63,7 +63,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _exit_code(options: Any) -> int:
+def _exit_code(options: argparse.Namespace) -> int:
     try:
         return options.run(options)
     except ValueError as error:
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: Any) -> int:
+def _check(options: argparse.Namespace) -> int:
     from jaxtrain.planner.overhead import overhead
     from jaxtrain.run.check import check
 
@@ -158,7 +158,7 @@ def _check(options: Any) -> int:
     return answer(options, report, *texts, pipeline_work=work.as_json())
 
 
-def _certify(options: Any) -> int:
+def _certify(options: argparse.Namespace) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
     # A count below 1 makes no mesh; `certify` refuses it.
@@ -177,7 +177,7 @@ def _certify(options: Any) -> int:
     return FAILED if certificate.failed else 0
 
 
-def _compile(options: Any) -> int:
+def _compile(options: argparse.Namespace) -> int:
     spec = mesh_of(options)
     if spec.simulated or spec.chip.platform == "cpu":
         set_simulation_flags(options, spec)
@@ -209,7 +209,7 @@ def _compiler_log() -> Iterator[Callable[[], str]]:
             sys.stderr.write(text)
 
 
-def _tokenize(options: Any) -> int:
+def _tokenize(options: argparse.Namespace) -> int:
     from jaxtrain.data import Mixture, TextData, TokenFiles, progress_bar, tokenize
     from jaxtrain.experiment import load_experiment
     from jaxtrain.run.session import CACHE_DIR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +58,14 @@ def add_bench(commands: Any) -> None:
         sub.add_argument("--json", action="store_true", help=JSON)
 
 
-def _bench_step(options: Any) -> int:
+def _bench_step(options: argparse.Namespace) -> int:
     from jaxtrain.bench.step import bench_step
 
     found = bench_step(options.experiment, mesh_of(options), steps=options.steps)
     return answer(options, found, found.table())
 
 
-def _bench_collectives(options: Any) -> int:
+def _bench_collectives(options: argparse.Namespace) -> int:
     from jaxtrain.bench import collectives as bench
 
     readers: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
@@ -87,7 +88,7 @@ def _bench_collectives(options: Any) -> int:
     return answer(options, found, found.summary())
 
 
-def _bench_pipeline(options: Any) -> int:
+def _bench_pipeline(options: argparse.Namespace) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
     # A count below 1 makes no mesh; `bench_pipeline` refuses it.
@@ -108,7 +109,7 @@ def _bench_pipeline(options: Any) -> int:
     return answer(options, found, found.table())
 
 
-def _bench_checkpoint(options: Any) -> int:
+def _bench_checkpoint(options: argparse.Namespace) -> int:
     from jaxtrain.mesh.mesh import mesh_from_axes
 
     set_simulation_flags(options, mesh_from_axes(fsdp=8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from jaxtrain.cli.shared import JSON, told
 from jaxtrain.files.stores import local_path
@@ -30,7 +29,7 @@ def add_options(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument("--json", action="store_true", help=JSON)
 
 
-def draw(options: Any) -> int:
+def draw(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jaxtrain.pipeline.picture import as_json, figures, grid, svg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -21,20 +22,20 @@ SETTING = (
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 
-def mesh_of(options: Any) -> Any:
+def mesh_of(options: argparse.Namespace) -> Any:
     from jaxtrain.mesh.mesh import load_mesh
 
     spec = load_mesh(options.mesh)
     return spec.simulate() if options.simulate else spec
 
 
-def experiment_of(options: Any) -> Any:
+def experiment_of(options: argparse.Namespace) -> Any:
     from jaxtrain.experiment import load_experiment, with_fields
 
     return with_fields(load_experiment(options.experiment), options.settings)
 
 
-def set_simulation_flags(options: Any, spec: Any) -> None:
+def set_simulation_flags(options: argparse.Namespace, spec: Any) -> None:
     """Tells JAX of fake devices before it starts. The C library reads its variable only when a
     process starts: the command starts again, once, as the same process."""
     from jaxtrain.mesh.simulation import simulation_flags
@@ -64,17 +65,17 @@ def settle_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def told(options: Any) -> TextIO:
+def told(options: argparse.Namespace) -> TextIO:
     """Where people are told: with --json the standard output is for a program."""
     return sys.stderr if options.json else sys.stdout
 
 
-def progress(options: Any) -> Callable[[str], None]:
+def progress(options: argparse.Namespace) -> Callable[[str], None]:
     """Tells people a line at once."""
     return lambda text: print(text, flush=True, file=told(options))
 
 
-def answer(options: Any, report: Any, *texts: str, **more: Any) -> int:
+def answer(options: argparse.Namespace, report: Any, *texts: str, **more: Any) -> int:
     """What a command has found: `texts` for people, with --json the report for a program, and
     `more` beside it."""
     print(*texts, sep="\n", file=told(options))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from jaxtrain.cli.shared import FAILED, JSON, told
 
@@ -14,7 +13,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--json", action="store_true", help=JSON)
 
 
-def verified(options: Any) -> int:
+def verified(options: argparse.Namespace) -> int:
     from jaxtrain.checkpoint.verify import verify
 
     verdicts, out = verify(options.run_dir), told(options)

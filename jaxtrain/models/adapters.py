@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.models.description import ADAPTER_A as INTO
 from jaxtrain.models.description import ADAPTER_B as OUT_OF
 from jaxtrain.models.description import ModelDescription, products
@@ -48,7 +49,7 @@ def add_adapters(
         *stack, rows, columns = weight[...].shape
         *stacked, into, out = weight.get_metadata()["axes"]
 
-        def drawn(layer: Any, name: str = name, rows: int = rows) -> jax.Array:
+        def drawn(layer: Index, name: str = name, rows: int = rows) -> jax.Array:
             own = named_key(named_key(layer_key(key, layer), "adapters"), name)
             normal = jax.random.normal(named_key(own, "a"), (rows, adapters.rank), jnp.float32)
             return normal * rows**-0.5

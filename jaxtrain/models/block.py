@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.models.adapters import column, row
 from jaxtrain.models.description import (
     AttentionCall,
@@ -205,6 +206,7 @@ class Attention(nnx.Module):
                 lambda q, k, v, s: kernel(q, k, v, segments=s), q, k, v, context.segments
             )
         else:
+            assert context.index is not None, "a cache is read at an index"
             cache = _extended(cache, k, v, context.index)
             o = _attend_cache(q, cache, context, config)
         out = row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
@@ -229,7 +231,7 @@ class Attention(nnx.Module):
         return [q, k, v]
 
 
-def _extended(cache: Cache, k: jax.Array, v: jax.Array, index: Any) -> Cache:
+def _extended(cache: Cache, k: jax.Array, v: jax.Array, index: Index) -> Cache:
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
     return Cache(write(cache.keys, k), write(cache.values, v))
 
@@ -322,7 +324,7 @@ class Block(nnx.Module):
         context: Context,
         comm: Communicator,
         *,
-        layer: Any,
+        layer: Index,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """x [tokens share, embed]; `layer` is the layer's number in natural order (dropout)."""

@@ -9,11 +9,16 @@ from flax import nnx
 
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
+from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.module import Split, build, take_apart
 
 
 def build_model(
-    model: Any, key: jax.Array, *, kernel: Any = None, adapters: Adapters | None = None
+    model: Any,
+    key: jax.Array,
+    *,
+    kernel: AttentionKernel | None = None,
+    adapters: Adapters | None = None,
 ) -> nnx.Module:
     """The module with its initial parameters, a function of `key`. kernel: of attention; adapters:
     put beside its matrices; both only of a model that describes itself. A user's own is
@@ -31,7 +36,9 @@ def build_model(
     return build(made, key)
 
 
-def abstract_model(model: Any, *, adapters: Adapters | None = None, kernel: Any = None) -> Split:
+def abstract_model(
+    model: Any, *, adapters: Adapters | None = None, kernel: AttentionKernel | None = None
+) -> Split:
     """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
 
     def make() -> nnx.Module:

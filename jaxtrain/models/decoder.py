@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.models.block import (
     Activation,
     Block,
@@ -36,6 +38,7 @@ from jaxtrain.models.layered import (
 )
 from jaxtrain.models.small import shrunk, varied
 from jaxtrain.models.validate import violations
+from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy, logits
@@ -114,13 +117,15 @@ class DecoderConfig(DecoderFields):
         options: Any = dict(activation=activation, periods=periods, every_expert=every_expert)
         return replace(self, **varied(self, dropout=dropout, **options))
 
-    def build(self, key: jax.Array, *, kernel: Any = None) -> Decoder:
+    def build(self, key: jax.Array, *, kernel: AttentionKernel | None = None) -> Decoder:
         """The module; `kernel` is the attention kernel, None lets the platform choose."""
         return Decoder(self, key=key, kernel=kernel)
 
 
 class Decoder(LayeredModel):
-    def __init__(self, config: DecoderConfig, *, key: jax.Array, kernel: Any = None) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, key: jax.Array, kernel: AttentionKernel | None = None
+    ) -> None:
         self.config = config
         init, embed = config.init, config.embed
         place = Place(embed, config.layers, init, config.ropes, kernel)
@@ -152,7 +157,7 @@ class Decoder(LayeredModel):
         return HeadConfig(c.vocab, c.logit_scale, c.logit_softcap, c.chunk_tokens)
 
     def run_block(
-        self, block: Any, x: jax.Array, context: Any, comm: Communicator, *, layer: Any
+        self, block: Any, x: jax.Array, context: PyTree, comm: Communicator, *, layer: Index
     ) -> jax.Array:
         return block(x, context, comm, layer=layer)[0]
 

@@ -15,9 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
+from jaxtrain.collectives.vary import Index
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.description import STACK, ModelDescription
+from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import STACKED, put_together, take_apart
@@ -38,7 +41,7 @@ class ModelConfig(Protocol):
     laptop, and `varied(...)`, as `DecoderConfig` has them.
     """
 
-    def build(self, key: jax.Array, *, kernel: Any = None) -> Model:
+    def build(self, key: jax.Array, *, kernel: AttentionKernel | None = None) -> Model:
         """The module with its first parameters, the same for the same key. kernel: of attention,
         None lets the platform choose."""
         ...
@@ -55,7 +58,7 @@ class Model(Protocol):
         ...
 
     def enter(
-        self, tables: Tables, batch: Batch, context: Any, comm: Communicator, loop: LayerLoop
+        self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
         """What the stack begins with, [tokens share, embed]. tables: as `gather_lookups` gives
         them."""
@@ -66,7 +69,7 @@ class Model(Protocol):
         tables: Tables,
         x: jax.Array,
         batch: Batch,
-        context: Any,
+        context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
     ) -> LossSums:
@@ -90,7 +93,7 @@ class Model(Protocol):
         ...
 
 
-def description_of(model: Any) -> ModelDescription | None:
+def description_of(model: object) -> ModelDescription | None:
     """What a model says of itself; None of a model that does not."""
     return model.describe() if isinstance(model, ModelConfig) else None
 
@@ -111,7 +114,7 @@ class LayeredModel(nnx.Module):
         raise NotImplementedError
 
     def enter(
-        self, tables: Tables, batch: Batch, context: Any, comm: Communicator, loop: LayerLoop
+        self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
         raise NotImplementedError
 
@@ -120,14 +123,14 @@ class LayeredModel(nnx.Module):
         tables: Tables,
         x: jax.Array,
         batch: Batch,
-        context: Any,
+        context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
     ) -> LossSums:
         raise NotImplementedError
 
     def run_block(
-        self, block: Any, x: jax.Array, context: Any, comm: Communicator, *, layer: Any
+        self, block: Any, x: jax.Array, context: PyTree, comm: Communicator, *, layer: Index
     ) -> jax.Array:
         """One layer, x [tokens share, embed]; `layer` is its number in natural order."""
         return block(x, context, comm, layer=layer)
@@ -162,7 +165,7 @@ class LayeredModel(nnx.Module):
         return whole[name], after
 
     def run_period(
-        self, x: jax.Array, context: Any, comm: Communicator, loop: LayerLoop
+        self, x: jax.Array, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
         """All layers of the stack."""
         stacked, body = self.stack(comm)
@@ -181,7 +184,7 @@ class LayeredModel(nnx.Module):
         first, n = self.first_layer, len(parts)
         stacked = {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.params.items()}
 
-        def body(params: Any, x: jax.Array, context: Any, number: Any) -> jax.Array:
+        def body(params: Any, x: jax.Array, context: PyTree, number: Index) -> jax.Array:
             for i, part in enumerate(parts):
                 mine = {k: params[f"{i}.{k}"] for k in part.params}
                 block = put_together(part.static, mine)
@@ -195,7 +198,7 @@ class LayeredModel(nnx.Module):
         block: nnx.Module,
         path: str,
         x: jax.Array,
-        context: Any,
+        context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
         *,
@@ -205,7 +208,7 @@ class LayeredModel(nnx.Module):
         policy."""
         part = take_apart(block)
 
-        def run(params: Any, x: jax.Array, context: Any) -> jax.Array:
+        def run(params: Any, x: jax.Array, context: PyTree) -> jax.Array:
             params, x = comm.gather(params, path, x)
             used = put_together(part.static, params)
             return self.run_block(used, x, context, comm, layer=layer)
@@ -213,7 +216,7 @@ class LayeredModel(nnx.Module):
         return rematerialised(run, loop.remat)(part.params, x, context)
 
 
-def layer_key(key: jax.Array, layer: Any) -> jax.Array:
+def layer_key(key: jax.Array, layer: Index) -> jax.Array:
     """The key of a layer, by its number in natural order."""
     return jax.random.fold_in(named_key(key, "layer"), layer)
 

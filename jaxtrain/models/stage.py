@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
-from jaxtrain.collectives.vary import vary
+from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.description import STACK
 from jaxtrain.models.layered import Model
@@ -53,14 +54,14 @@ class ModelStage:
     loop: LayerLoop
     settle: Callable[[Arrays], Arrays]
 
-    def enter(self, outside: Arrays, microbatch: Any) -> jax.Array:
+    def enter(self, outside: Arrays, microbatch: Index) -> jax.Array:
         model, batch = self._model(outside), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
         by = self.inner.collectives.tensor
         return gather_tokens("pipeline input gradients", (STAGE,), by, x)
 
-    def leave(self, outside: Arrays, y: jax.Array, microbatch: Any) -> LossSums:
+    def leave(self, outside: Arrays, y: jax.Array, microbatch: Index) -> LossSums:
         model, batch = self._model(outside), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         y = scatter_tokens("pipeline output", (STAGE,), self.inner.collectives.tensor, y)
@@ -75,7 +76,7 @@ class ModelStage:
         return layers.linearised(chunk, x, self._extras(at))
 
     def pulled_back(
-        self, saved: Any, chunk: Arrays, dy: jax.Array, at: At
+        self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
     ) -> tuple[Arrays, jax.Array, Any]:
         if self._split is not None:
             grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
@@ -83,7 +84,7 @@ class ModelStage:
         grads, dx = self._layers.pulled_back(saved, chunk, dy, self._extras(at))
         return self._settled(grads, at), dx, ()
 
-    def weight_gradients(self, stash: Any, chunk: Arrays, at: At) -> Arrays:
+    def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
         assert self._split is not None, "a schedule without W asks for none"
         return self._settled(self._split.weight_gradients(stash, chunk), at)
 
@@ -120,7 +121,7 @@ class ModelStage:
     def _body(self, comm: Communicator) -> Body:
         """One turn of the period, asking `comm`."""
 
-        def body(params: Arrays, x: jax.Array, extras: Any, slot: Any) -> jax.Array:
+        def body(params: Arrays, x: jax.Array, extras: PyTree, slot: Index) -> jax.Array:
             context, layers = extras
             turn = self._model({}).stack(comm)[1]
             if not self.layout.padding:
@@ -149,9 +150,9 @@ class ModelStage:
     def _tables(self, outside: Arrays) -> Arrays:
         return {name: outside.get(name, self.params[name]) for name in self.lookups}
 
-    def _batch(self, microbatch: Any) -> Arrays:
+    def _batch(self, microbatch: Index) -> Arrays:
         take = lax.dynamic_index_in_dim
         return {k: take(v, microbatch, 0, keepdims=False) for k, v in self.batch.items()}
 
-    def _key(self, microbatch: Any) -> Any:
+    def _key(self, microbatch: Index) -> Any:
         return None if self.key is None else jax.random.fold_in(self.key, microbatch)

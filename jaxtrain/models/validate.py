@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxtrain.models.block import BlockConfig, MoeConfig
 from jaxtrain.models.decoder_fields import DecoderFields
@@ -129,7 +129,7 @@ def _beyond_any(config: DecoderFields) -> list[str]:
     )
 
 
-def too_many(name: str, value: Any, most: int) -> list[str]:
+def too_many(name: str, value: object, most: int) -> list[str]:
     """That a count is beyond any model's; of what is no count nothing is said."""
     if not isinstance(value, int) or value <= most:
         return []
@@ -152,22 +152,22 @@ def _scale_violations(config: DecoderFields) -> list[str]:
     ]
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: object) -> bool:
     """Whether it counts something: a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> TypeGuard[float]:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value)
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> bool:
     return _finite(value) and value > 0
 
 
 NEEDED = {_whole: "a whole number of at least 1", _positive: "a positive number"}
 
 
-def _share(value: Any) -> bool:
+def _share(value: object) -> bool:
     return _finite(value) and 0.0 <= value < 1.0

@@ -167,7 +167,7 @@ def _cross_entropy(
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
     weights: Float[Array, " all_tokens"],
-) -> Float32[Array, "..."]:
+) -> Float32[Array, ...]:
     comm, n = static.comm, static.chunks
     x = comm.all_tokens(x)
 
@@ -201,7 +201,7 @@ def _forward(
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
     weights: Float[Array, " all_tokens"],
-) -> tuple[Float32[Array, ""], Residuals]:
+) -> tuple[Float32[Array, ...], Residuals]:
     """The loss, and its gradients with respect to x and head, `lift` times too large: in one loop
     over chunks, while each chunk's logits are at hand."""
     comm, n, dtype = static.comm, static.chunks, head.dtype

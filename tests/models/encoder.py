@@ -136,7 +136,7 @@ class Encoder(LayeredModel):
         self, tables: Any, x: jax.Array, batch: Any, places: Any, comm: Any, loop: Any
     ) -> LossSums:
         targets, weights = batch["original"].reshape(-1), batch["hidden"].reshape(-1)
-        frozen = bool(comm.frozen_of({"words": None}, ""))
+        frozen = bool(comm.frozen_of({"words": tables["words"]}, ""))
         config = HeadConfig(self.config.vocab, chunk_tokens=32, frozen=frozen, accuracy=True)
         rows = len(places)
         sums = cross_entropy(comm, x, tables["words"], targets, weights, config, rows=rows)

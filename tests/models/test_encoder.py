@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from encoder import Cloze, EncoderConfig, Rows
@@ -23,10 +24,14 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.mesh.sharding import fsdp, tensor
 from jaxtrain.models.build import abstract_model, build_model
+from jaxtrain.nn.attention import Reference
+from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
+from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.telemetry.hlo_text import program_text
 
 TESTS = Path(__file__).parents[1]
 sys.path.append(str(TESTS / "planner"))
@@ -96,8 +101,9 @@ def test_it_computes_its_equations() -> None:
     batch["hidden"] = np.where(batch["hidden"] > 0, 1.0, 0.25).astype(np.float32)
     module: Any = build_model(config, jax.random.key(1))
     with jax.default_matmul_precision("highest"):
-        sums = module.loss(batch, loop=LayerLoop(unroll=False, remat="full"))
-    from jaxtrain.nn.module import take_apart
+        sums = module.loss(
+            jax.tree.map(jnp.asarray, batch), loop=LayerLoop(unroll=False, remat="full")
+        )
 
     params = {k: np.asarray(v, np.float64) for k, v in take_apart(module).params.items()}
     lost, count, found = dense(params, batch, config.heads)
@@ -197,10 +203,6 @@ def test_adapters_alone_are_trained_beside_its_matrices(tmp_path: Path) -> None:
 
 
 def test_the_flops_of_a_step_are_those_of_its_description() -> None:
-    from jaxtrain.nn.attention import Reference
-    from jaxtrain.telemetry.hlo import dot_flops
-    from jaxtrain.telemetry.hlo_text import program_text
-
     e = arranged(shrink(EXPERIMENT, devices=8), Layout((("tensor", 2),)))
     e = replace(e, execution=replace(e.execution, attention=Reference()))
     fields = fields_of(e.data.open("train", seed=0, cache_dir=Path()), e.data)

@@ -184,7 +184,7 @@ IMAGES = ("image", "targets")
 LACKING: dict[str, tuple[str, Fields, str]] = {
     "a decoder's targets": (
         "decoder", Fields(("tokens", "weights"), TOKENS),
-        "train rows of Fields have tokens, weights and no targets; a decoder reads",
+        "train rows of Fields have tokens, weights and no targets; a DecoderConfig reads",
     ),
     "a decoder's tokens, held out": (
         "decoder", Fields(TOKENS, ("targets",)), "held_out rows of Fields have targets and no tok",
