@@ -37,7 +37,7 @@ from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import LocalSumsOf, compile_step
 
@@ -145,7 +145,7 @@ class _Machine:
     def _batch(self, assembly: Assembly) -> Arrays:
         e = assembly.experiment
         placed = PlacedRows(self.dataset, assembly.batch_shardings(self.mesh), e.microbatches)
-        return placed.rows(numbered(e.batch)(0))
+        return placed.rows(row_numbers(e.batch)(0))
 
 
 @dataclass(frozen=True)

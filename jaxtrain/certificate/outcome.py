@@ -19,8 +19,8 @@ from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
-from jaxtrain.step.layer_order import in_order, ordered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
 
@@ -67,7 +67,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     step = lowered.compile(compiler_options=options)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     evaluate.compile(where, options)
-    placed, rows = PlacedRows(dataset, by_shape, e.microbatches), numbered(e.batch)
+    placed, rows = PlacedRows(dataset, by_shape, e.microbatches), row_numbers(e.batch)
 
     def run() -> Outcome:
         state = initialise({})
@@ -110,12 +110,14 @@ def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     names = state_axes_of(assembly.abstract, assembly.places)
     # On the host first: an array that is split would be put in order by a program of its own.
     return jax.tree.map(
-        lambda leaf, axes: np.asarray(ordered(assembly, np.asarray(leaf), axes)), state, names
+        lambda leaf, axes: np.asarray(to_natural_order(assembly, np.asarray(leaf), axes)),
+        state,
+        names,
     )
 
 
 def _ordered(assembly: Assembly, params: Arrays) -> Arrays:
-    return jax.tree.map(np.asarray, in_order(assembly, params))
+    return jax.tree.map(np.asarray, params_in_natural_order(assembly, params))
 
 
 def _by_path(tree: Any) -> Arrays:

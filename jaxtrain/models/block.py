@@ -28,7 +28,7 @@ from jaxtrain.models.description import Block as BlockDescription
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
-from jaxtrain.nn.moe import routed
+from jaxtrain.nn.moe import moe_layer
 from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, constant, named_key, normal
 from jaxtrain.nn.rotary import Rope, rotate
@@ -302,7 +302,7 @@ class Moe(nnx.Module):
         """x [tokens share, embed] -> same shape."""
         config = self.config
         names = ("gate", "up", "down") if config.gated else ("up", "down")
-        kernel = partial(routed, k=config.experts_per_token, activation=config.activation)
+        kernel = partial(moe_layer, k=config.experts_per_token, activation=config.activation)
         weights = tuple(getattr(self, name)[...] for name in names)
         return comm.experts(kernel, x, self.router[...], weights)
 

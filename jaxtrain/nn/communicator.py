@@ -27,7 +27,7 @@ Segments = Int[Array, "rows seq"] | None
 Params = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
-"""`moe.routed` of (x, router, weights)."""
+"""`moe.moe_layer` of (x, router, weights)."""
 
 
 Pair = tuple[jax.Array, jax.Array]

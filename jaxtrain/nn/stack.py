@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.remat import rematerialised
+from jaxtrain.nn.remat import remat
 
 Params = dict[str, jax.Array]
 Stream = Float[Array, "tokens embed"]
@@ -69,13 +69,15 @@ class Layers:
         """x after all layers."""
         return _run(self, params, x, extras)
 
-    def linearised(self, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
-        """x after all layers, and what `pulled_back` needs beside `params` and `extras`, a tree of
+    def forward_with_residuals(
+        self, params: Params, x: Stream, extras: PyTree
+    ) -> tuple[Stream, PyTree]:
+        """x after all layers, and what `backward` needs beside `params` and `extras`, a tree of
         arrays."""
         y, (_, _, saved) = _forward(self, params, x, extras)
         return y, saved
 
-    def pulled_back(
+    def backward(
         self, saved: PyTree, params: Params, dy: Stream, extras: PyTree
     ) -> tuple[Params, Stream]:
         """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
@@ -114,7 +116,7 @@ def _run(stack: Layers, params: Params, x: Stream, extras: PyTree) -> Stream:
     return lax.scan(step, x, jnp.arange(depth(params)))[0]
 
 
-def _linearise(
+def _forward_with_residuals(
     stack: Layers, weights: Params, x: Stream, extras: PyTree, layer: Index
 ) -> tuple[Stream, Saved]:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
@@ -125,11 +127,11 @@ def _linearise(
     def run(moved: Params, x: Stream, extras: PyTree) -> Stream:
         return stack.body({**moved, **held}, x, extras, layer)
 
-    y, vjp = jax.vjp(rematerialised(run, stack.loop.remat), moved, x, extras)
-    return y, packed(vjp, (weights, extras))
+    y, vjp = jax.vjp(remat(run, stack.loop.remat), moved, x, extras)
+    return y, pack_residuals(vjp, (weights, extras))
 
 
-def packed(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
+def pack_residuals(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
     """A function that `jax.vjp` has made, which is a tree of its residual arrays, without those of
     the tree `known`: weights must not be kept for the backward pass."""
     leaves, tree = jax.tree.flatten(vjp)
@@ -155,7 +157,7 @@ class Saved:
     ) -> Saved:
         return cls(children[0], *static)
 
-    def unpacked(self, known: PyTree) -> Callable[[Stream], PyTree]:
+    def unpack(self, known: PyTree) -> Callable[[Stream], PyTree]:
         """The vector-Jacobian product again. known: a tree like the one it was packed without, of
         the same values (weights that were fetched again)."""
         given, kept = jax.tree.leaves(known), iter(self.kept)
@@ -164,7 +166,7 @@ class Saved:
 
     def pull_back(self, weights: Params, extras: PyTree, dy: Stream) -> tuple[Params, Stream]:
         """Gradients of the weights and of x."""
-        dw, dx, _ = self.unpacked((weights, extras))(dy)
+        dw, dx, _ = self.unpack((weights, extras))(dy)
         return dw, dx
 
 
@@ -183,7 +185,7 @@ def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[
     keep = not loop.reshard_after_forward
 
     def layer_step(x: Stream, weights: Params, layer: Index) -> tuple[Stream, Kept]:
-        y, saved = _linearise(stack, weights, x, extras, layer)
+        y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
     def fetched(layer: Index, x: Stream) -> tuple[Params, Stream]:

@@ -15,7 +15,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.compression.residuals import Part
+from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
@@ -173,11 +173,11 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
     )
 
 
-def _tile_bytes(part: Part, codec: Any) -> int:
+def _tile_bytes(part: CompressedLeaf, codec: Any) -> int:
     return codec.payload_bytes(math.ceil(math.prod(part.shape) / ways(part.whole, part.sizes)))
 
 
-def _factor_sizes(part: Part, codec: PowerSGD) -> tuple[int, int]:
+def _factor_sizes(part: CompressedLeaf, codec: PowerSGD) -> tuple[int, int]:
     stack, rows, cols = part.matrices
     return stack * rows * codec.rank, stack * cols * codec.rank
 

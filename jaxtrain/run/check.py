@@ -22,12 +22,12 @@ from jaxtrain.run.memory import argument_bytes, memory_violations
 from jaxtrain.run.notes import notes
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR
-from jaxtrain.step.assembly import Assembly, examined
+from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.step.pipeline import activation_share
 from jaxtrain.step.train_step import trace_loss
-from jaxtrain.step.violations import listed
+from jaxtrain.step.violations import format_violations
 from jaxtrain.weights.start import settled_start
 
 MUCH = 0.4
@@ -176,11 +176,13 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
     spec, strange = load_mesh(mesh), _of_other_kinds(experiment)
     try:
         fields, absent = _looked_at(experiment, data_here=data_here)
-        assembly, found = examined(experiment, spec, fields)
+        assembly, found = try_assemble(experiment, spec, fields)
     except Exception:
         if not strange:
             raise
-        raise ValueError(listed(strange, spec)) from None  # what else reads those values may fail
+        raise ValueError(
+            format_violations(strange, spec)
+        ) from None  # what else reads those values may fail
     found += absent
     found = [each for each in strange if not _told(each, found)] + found
     if assembly is not None:
@@ -192,7 +194,7 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
                 raise
             found.append(str(error))
     if assembly is None or found:
-        raise ValueError(listed(found, spec))
+        raise ValueError(format_violations(found, spec))
     if assembly.description is None:
         trace_loss(assembly)
     weights = argument_bytes(assembly)

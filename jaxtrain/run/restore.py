@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.compression.residuals import no_residuals, redistributed, stored_splits
+from jaxtrain.compression.residuals import no_residuals, redistribute, stored_splits
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.step.layer_order import AtRest, natural_shapes, placed
 from jaxtrain.step.state import TrainState
@@ -51,7 +51,7 @@ def restored(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState
 def _dealt(stored: Any, at_rest: AtRest) -> Any:
     e, parts = at_rest.assembly.experiment, at_rest.assembly.parts
     first = no_residuals(e.execution.reducer, parts, e.seed)
-    return redistributed(stored, at_rest.assembly.abstract.residuals, first)
+    return redistribute(stored, at_rest.assembly.abstract.residuals, first)
 
 
 def _name(path: Any) -> str:

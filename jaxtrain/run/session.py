@@ -25,7 +25,7 @@ from jaxtrain.run.rates import DocumentsOf, counts_flops
 from jaxtrain.run.restore import restored
 from jaxtrain.run.rows import Documents, open_split
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.model_violations import vocab_of
@@ -150,7 +150,7 @@ def open_session(
         counted = Documents(dataset, experiment.batch, start)
     read = dataset if counted is None else counted
     placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
-    loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
+    loader = Loader(placed, row_numbers(experiment.batch), lambda batch: batch, start=start)
     where = at_rest.shardings
     session = Session(
         assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s

@@ -15,7 +15,7 @@ import optax
 
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.compression.residuals import Part, compressed_parts
+from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
@@ -48,7 +48,7 @@ from jaxtrain.step.violations import (
     batch_sizes,
     chosen_mode,
     field_violations,
-    listed,
+    format_violations,
     mesh_violations,
     unused_reducer,
 )
@@ -77,7 +77,7 @@ class Assembly:
     loop: LayerLoop
     split: Split
     places: Mapping[str, Leaf]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, CompressedLeaf]
     """The leaves whose gradients are summed compressed."""
     transform: optax.GradientTransformation
     abstract: TrainState
@@ -232,13 +232,13 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
 
     `fields`: what a batch of the opened data holds; None takes `TextData`'s.
     """
-    assembly, violations = examined(experiment, spec, fields)
+    assembly, violations = try_assemble(experiment, spec, fields)
     if assembly is None or violations:
-        raise ValueError(listed(violations, spec))
+        raise ValueError(format_violations(violations, spec))
     return assembly
 
 
-def examined(
+def try_assemble(
     experiment: Experiment, spec: MeshSpec, fields: Any = None
 ) -> tuple[Assembly | None, list[str]]:
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
@@ -262,7 +262,7 @@ def examined(
     pipeline, unpiped = _on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:
-        split = _laid(split, pipeline.layout)
+        split = _split_in_slots(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     trained, untrained = trained_leaves(experiment, split.params, sizes)
     places, violations = with_trained(places, trained), violations + untrained
@@ -274,7 +274,7 @@ def examined(
     parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     try:
-        made = _made(
+        made = _build(
             fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
             places=places, parts=parts, pipeline=pipeline,
         )  # fmt: skip
@@ -285,8 +285,8 @@ def examined(
         return None, violations
 
 
-def _made(fields: Any, **found: Any) -> Assembly:
-    """The assembly of the fields that were examined."""
+def _build(fields: Any, **found: Any) -> Assembly:
+    """The assembly of these fields."""
     e, places, parts = found["experiment"], found["places"], found["parts"]
     axes = _trained_axes(found["split"].axes, places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
@@ -330,11 +330,11 @@ def _on_stages(
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 
-def _laid(split: Split, layout: StageLayout) -> Split:
+def _split_in_slots(split: Split, layout: StageLayout) -> Split:
     """The stacked parameters and their axes as they rest on stages."""
     stacked = {k for k, axes in split.axes.items() if "layers" in axes}
     params = {
-        k: jax.eval_shape(layout.laid, leaf) if k in stacked else leaf
+        k: jax.eval_shape(layout.to_slots, leaf) if k in stacked else leaf
         for k, leaf in split.params.items()
     }
     axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}

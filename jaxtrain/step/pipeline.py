@@ -47,7 +47,9 @@ def pipeline_sums(
         rest = found.outside
         if reduction.sharded:
             scattered = wide.scatter(rest, "")
-            rest = reduction.settle({k: g.astype(params[k].dtype) for k, g in scattered.items()})
+            rest = reduction.reduce_microbatch(
+                {k: g.astype(params[k].dtype) for k, g in scattered.items()}
+            )
         return Gradients(found.sums, {**grads, **rest}, {})
 
     return sums
@@ -71,7 +73,7 @@ def on_device(
             loop = replace(loop, reshard_after_forward=True)
         if not reduction.sharded:
             inner, blocks = comm.whole(), comm.fetch(blocks, "")
-    settle = (lambda g: g) if reduction is None else reduction.settle
+    reduce_microbatch = (lambda g: g) if reduction is None else reduction.reduce_microbatch
     # Of the rows that are here: a batch ramp has more than one number of them.
     shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
     layout = assembly.on_stages.layout
@@ -82,7 +84,7 @@ def on_device(
         assembly.on_stages.schedule.weight is not None,
         inner,
         wide.whole(),
-        *(params, batch, key, loop, settle),
+        *(params, batch, key, loop, reduce_microbatch),
     )
     return OnDevice(
         stage,

@@ -21,8 +21,8 @@ from jaxtrain.nn.param import named_key
 from jaxtrain.optim.fields import at_least, count, refuse
 from jaxtrain.optim.precision import Precision
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.layer_order import in_order
-from jaxtrain.step.state import TrainState, averaged
+from jaxtrain.step.layer_order import params_in_natural_order
+from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.weights.loading import load, static_of
 
 
@@ -57,7 +57,7 @@ def generate(
     begun = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,
-        averaged(session.state),
+        averaged_params(session.state),
         begun,
         tokens=tokens,
         temperature=temperature,
@@ -92,7 +92,7 @@ def generate_ids(
         tokens=tokens,
         temperature=temperature,
         seed=seed,
-        order=partial(in_order, assembly),
+        order=partial(params_in_natural_order, assembly),
     )
 
 

@@ -23,7 +23,7 @@ from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.essence import differences, essence
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
-from jaxtrain.step.tuning import matched
+from jaxtrain.step.tuning import match_patterns
 from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
 
 PARAMS, AVERAGES = "params.", "ema."
@@ -88,7 +88,7 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
 def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:
     """Adapters that are taken at another scale are other adapters."""
     _, manifest = manifest_of(start.run_dir, start.step)
-    chosen = wanted if start.leaves is None else matched(start.leaves, wanted, "leaves")[0]
+    chosen = wanted if start.leaves is None else match_patterns(start.leaves, wanted, "leaves")[0]
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
     ours = getattr(experiment.fine_tuning, "lora", None)
@@ -148,7 +148,7 @@ def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) ->
     held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
     chosen, problems = list(wanted), []
     if start.leaves is not None:
-        found, problems = matched(start.leaves, wanted, "leaves")
+        found, problems = match_patterns(start.leaves, wanted, "leaves")
         chosen = list(found)
     elif not any(map(is_adapter, held)):  # adapters begin with the run that asks for them
         chosen = [name for name in wanted if not is_adapter(name)]

@@ -118,12 +118,12 @@ MISTAKES: dict[str, tuple[Mistake, str, set[str]]] = {
     "none": (lambda patch, e: e, "own", set()),
     "no weight decay": (lambda patch, e: without_decay(e), "own", {"state_rel"}),
     "averages frozen": (
-        patched("jaxtrain.step.train_step.averages", lambda state, params, decay: state.ema),
+        patched("jaxtrain.step.train_step.update_averages", lambda state, params, decay: state.ema),
         "SGD, averages",
         {"state_rel", "eval_rel"},
     ),
     "evaluation without averages": (
-        patched("jaxtrain.run.evaluate.averaged", lambda state: state.params),
+        patched("jaxtrain.run.evaluate.averaged_params", lambda state: state.params),
         "SGD, averages",
         {"eval_rel"},
     ),

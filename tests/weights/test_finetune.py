@@ -25,7 +25,7 @@ from jaxtrain.planner.assembled import unpredicted
 from jaxtrain.planner.contract import contract
 from jaxtrain.run.session import _first_state
 from jaxtrain.step.assembly import active_mesh, assemble
-from jaxtrain.step.layer_order import AtRest, in_order
+from jaxtrain.step.layer_order import AtRest, params_in_natural_order
 from jaxtrain.step.state import TrainState, shardings
 from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.hlo import collectives
@@ -142,7 +142,10 @@ def test_a_start_from_a_run_is_that_run_to_the_bit_on_every_mesh(
     ):
         for axes in meshes:
             order, state = first_state(of(decoder, FineTuning(start), ema_decay=0.9), **axes)
-            assert bits(in_order(order.assembly, state.params)) == bits(expected), (start, axes)
+            assert bits(params_in_natural_order(order.assembly, state.params)) == bits(expected), (
+                start,
+                axes,
+            )
             assert bits(state.ema) == bits(state.params) and int(state.step) == 0
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
 
@@ -161,7 +164,7 @@ def test_a_start_from_a_folder_is_what_was_written_on_every_mesh(
         precision = jaxtrain.Precision(params=jnp.bfloat16) if axes == CUBE else jaxtrain.fp32
         given = of(decoder, start, model=wider, precision=precision)
         order, state = first_state(given, **axes)
-        found = in_order(order.assembly, state.params)
+        found = params_in_natural_order(order.assembly, state.params)
         assert found.keys() - source.params.keys() == ADAPTERS
         for name, leaf in source.params.items():
             rows = slice(len(leaf)) if name in ("embedding", "head") else slice(None)
@@ -520,7 +523,7 @@ def test_a_run_begins_from_another_with_adapters_beside_it(
     tuning = FineTuning(FromRun(tmp_path / "source"), lora=QUERIES, trainable=("norm.scale",))
     order, state = first_state(of(decoder, tuning), **STAGES)
     assert order.assembly.places.keys() - order.assembly.frozen == ADAPTERS | {"norm.scale"}
-    found = in_order(order.assembly, state.params)
+    found = params_in_natural_order(order.assembly, state.params)
     assert bits({k: found[k] for k in source.params}) == bits(source.params)
     a = np.asarray(found["period.0.mlp.down_lora_a"])
     other = first_state(of(decoder, tuning, seed=9))[1].params["period.0.mlp.down_lora_a"]
