@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
@@ -50,7 +50,7 @@ Program = Callable[[], Outcome]
 def program(experiment: Experiment, layout: Layout) -> Program:
     """STEPS steps of the experiment on the layout, and an evaluation: compiled, not yet run. Raises
     what assembling, tracing and compiling raise."""
-    e = arranged(experiment, layout)
+    e = experiment_on(experiment, layout)
     cache_dir = CACHE_DIR.expanduser()
     dataset = open_split(e, "train", cache_dir)
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint.chunks import Chunk, Part, digest
-from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
+from jaxtrain.checkpoint.exchange import Held, Peers, all_gather_text, share_oserror
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.manifest import (
     MALFORMED,
@@ -38,7 +38,7 @@ from jaxtrain.checkpoint.manifest import (
 from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_text
 
 FINISHED = 2
@@ -61,8 +61,8 @@ class LocalSteps:
         process, processes = jax.process_index(), jax.process_count()
         self.root = Path(tier.directory.format(process=process)).absolute() / run
         self.directory = self.root / str(process)
-        agreed(lambda: self.directory.mkdir(parents=True, exist_ok=True))
-        self.start = gathered(secrets.token_hex(8))[0]
+        share_oserror(lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        self.start = all_gather_text(secrets.token_hex(8))[0]
         self.neighbour = (process + max(1, processes // 2)) % processes
         self.peers = Peers(self.root, self.directory) if processes > 1 else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local tier")
@@ -160,7 +160,7 @@ class LocalSteps:
         """The steps of which all parts are somewhere, the same on every process. All call it."""
         mine = {held: body for held, body in self._readable()}
         own = [[*held, body["processes"]] for held, body in mine.items()]
-        offers = [json.loads(text) for text in gathered(json.dumps(own))]
+        offers = [json.loads(text) for text in all_gather_text(json.dumps(own))]
         holders: dict[tuple[int, str], dict[str, list[int]]] = {}
         counts: dict[tuple[int, str], int] = {}
         for process, offer in enumerate(offers):
@@ -173,7 +173,7 @@ class LocalSteps:
         # Every process needs all records of these to read, so they travel whole.
         give = [[*h, body] for h, body in mine.items() if (h.step, h.start) in whole]
         bodies: dict[tuple[int, str], dict[int, Any]] = {}
-        for text in gathered(json.dumps(give)):
+        for text in all_gather_text(json.dumps(give)):
             for step, process, start, body in json.loads(text):
                 bodies.setdefault((step, start), {})[process] = body
         found = {}
@@ -257,7 +257,7 @@ def _record(path: Path) -> Any:
     found, _, text = read_text(path).partition("\n")
     if found != text_digest(text.encode()):
         return None
-    body = parsed(text)
+    body = parse_json(text)
     records_from_json(body["leaves"])
     if not isinstance(body["processes"], int) or not isinstance(body["metadata"], dict):
         raise ValueError("it does not say of how many processes it is, or has no metadata")

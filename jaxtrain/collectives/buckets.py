@@ -26,14 +26,14 @@ class Bucket(NamedTuple):
     axes: Axes
     names: tuple[str, ...]
 
-    def joined(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
+    def concatenate(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
         """All their elements, the leaves one after another."""
         return jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
 
-    def parted(
+    def split(
         self, flat: Shaped[Array, " elements"], like: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """The leaves again, out of `joined`; `like`: leaves of their shapes."""
+        """The leaves again, out of `concatenate`; `like`: leaves of their shapes."""
         out, start = {}, 0
         for name in self.names:
             size = math.prod(like[name].shape)

@@ -147,14 +147,14 @@ def compressed_all_reduce(
     x = vary(x, axes)
     mine = x if error is None else x + error.worker
     rows = jnp.pad(mine, (0, n * tile - size)).reshape(n, tile)
-    payload, lost = encoded(rows, codec, key, me)
+    payload, lost = encode_with_error(rows, codec, key, me)
     arrived = all_to_all(payload, axes, 0, 0, by)
 
     total = codec.decode(arrived, tile, key).sum(0) + (0 if error is None else error.owner)
     # Padding that is not zero would enter the scales of the numbers beside it, and grow.
     inside = me * tile + jnp.arange(tile) < size
     total = jnp.where(inside, total, 0)
-    payload, lost_sum = encoded(total[None], codec, key, n + me)
+    payload, lost_sum = encode_with_error(total[None], codec, key, n + me)
     gathered = all_gather(payload, axes, 0, by)
     result = codec.decode(gathered, tile, key).reshape(-1)[:size]
     if error is None:
@@ -162,7 +162,7 @@ def compressed_all_reduce(
     return result, ErrorState(lost.reshape(-1)[:size], jnp.where(inside, lost_sum[0], 0))
 
 
-def encoded(
+def encode_with_error(
     rows: Float32[Array, "rows size"],
     codec: Codec,
     key: Key[Array, ""],

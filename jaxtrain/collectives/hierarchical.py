@@ -19,7 +19,7 @@ from jaxtrain.collectives.choice import Exact, algorithm
 from jaxtrain.collectives.compression import refuse
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, link_sum, sum_scatter
-from jaxtrain.collectives.ring import flattened
+from jaxtrain.collectives.ring import flatten_padded
 from jaxtrain.collectives.vary import Axes
 
 
@@ -47,7 +47,7 @@ class Hierarchical:
         """The sum of `x`, of any shape, over the devices of `axes`, with equal bits on all of
         them. Padded to a multiple of the fast axes' devices."""
         slowest, *fast = axes
-        flat, restore = flattened(x, math.prod(lax.axis_size(axis) for axis in fast))
+        flat, restore = flatten_padded(x, math.prod(lax.axis_size(axis) for axis in fast))
         flat = flat.astype(accumulator(x.dtype))
         for axis in reversed(fast):
             flat = sum_scatter("fast links", flat, (axis,), 0, self.fast)

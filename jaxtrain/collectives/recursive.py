@@ -32,7 +32,7 @@ class Recursive:
         held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
         while len(held) < n:
             held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
-        return joined(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+        return join_tiles(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
 
     def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         # all_gather run backwards: what was received is sent back, and added to what it came from.
@@ -75,7 +75,7 @@ class Recursive:
         # Entry d came from the device d before: in order of the senders, from 0.
         pieces = jnp.roll(jnp.flip(pieces, 0), me + 1, axis=0)
         pieces = jnp.moveaxis(pieces, 1, split + 1)
-        return joined(jnp.moveaxis(pieces, concat + 1, 1), concat)
+        return join_tiles(jnp.moveaxis(pieces, concat + 1, 1), concat)
 
     def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
         n = lax.axis_size(axes)
@@ -111,7 +111,7 @@ class Recursive:
         for distance in _powers(n):
             pairs = [(b, a) for a, b in _tree_pairs(n, root, distance)]
             held = jnp.concatenate([held, permute(held, axes, pairs)])
-        return only_on(root, joined(jnp.roll(held[:n], root, axis=0), dim), axes)
+        return only_on(root, join_tiles(jnp.roll(held[:n], root, axis=0), dim), axes)
 
 
 def _powers(n: int) -> list[int]:
@@ -132,7 +132,7 @@ def tiles(x: jax.Array, n: int, dim: int) -> Shaped[Array, "{n} size *rest"]:
     return front.reshape(n, len(front) // n, *front.shape[1:])
 
 
-def joined(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
+def join_tiles(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
     """Inverse of `tiles`."""
     n, size, *rest = stack.shape
     return jnp.moveaxis(stack.reshape(n * size, *rest), 0, dim)

@@ -128,15 +128,15 @@ class Ring:
     def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
         # Sums scattered, then gathered: 2 (n - 1)/n of the bytes leave each device, and no
         # algorithm sends fewer (Patarasuk & Yuan 2009).
-        flat, restore = flattened(x, lax.axis_size(axes))
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.all_gather(self.reduce_scatter(flat, axes, 0), axes, 0))
 
     def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        flat, restore = flattened(x, lax.axis_size(axes))
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.all_gather(self.scatter(flat, axes, 0, root), axes, 0))
 
     def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        flat, restore = flattened(x, lax.axis_size(axes))
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.gather(self.reduce_scatter(flat, axes, 0), axes, 0, root))
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
@@ -255,7 +255,7 @@ def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
     )
 
 
-def flattened(
+def flatten_padded(
     x: jax.Array, n: int
 ) -> tuple[Shaped[Array, " padded"], Callable[[jax.Array], jax.Array]]:
     """`x` as one dim, padded with zeros to a multiple of n; and the way back."""

@@ -24,7 +24,7 @@ def permutation(n: int, *key: int | str) -> np.ndarray:
     return np.argsort(random_bits(n, *key), kind="stable")
 
 
-def shuffled(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
+def shuffle(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
     """[...] int64: where a permutation of 0 .. n-1, a function of (n, key), takes `indices`.
 
     Nothing of size n is made: a Feistel network on the next even power of two, applied again while

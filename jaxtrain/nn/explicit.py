@@ -61,7 +61,7 @@ class Explicit(Local):
         whole = {k: cast(k, v) for k, v in params.items()}
         if not self.gather_weights:
             return whole
-        for split in self._gather(params, prefix):
+        for split in self._bundles(params, prefix):
             whole = gather_bundle(whole, split, self.collectives.fsdp)
         return whole
 
@@ -70,11 +70,11 @@ class Explicit(Local):
         if not self.gather_weights:
             return grads
         grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
-        for split in reversed(self._gather(grads, prefix)):
+        for split in reversed(self._bundles(grads, prefix)):
             grads = scatter_bundle(grads, split, self.collectives.fsdp)
         return grads
 
-    def _gather(self, params: Params, prefix: str) -> list[Split]:
+    def _bundles(self, params: Params, prefix: str) -> list[Split]:
         """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
         FSDP gathers."""
         splits = {}

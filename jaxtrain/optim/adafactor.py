@@ -17,7 +17,7 @@ from jaxtrain.optim.leaves import (
     AxesTree,
     LeafDims,
     LeafMask,
-    checked,
+    check_axes,
     decoupled_decay,
     leaf_dims,
     matrices,
@@ -238,7 +238,7 @@ class Adafactor:
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.float32))
         parts.append(decoupled_decay(self._decay_fn(rate), self.decay, axes))
-        return checked(optax.chain(*parts, optax.scale(-1.0)), axes)
+        return check_axes(optax.chain(*parts, optax.scale(-1.0)), axes)
 
     def _decay_fn(self, rate: RateFn) -> RateFn | float:
         if self.weight_decay == 0:

@@ -52,8 +52,8 @@ class OnMesh:
             pairs = enumerate(zip(arrays, parts, strict=True))
             found = {str(i): x.sum(p.dims, keepdims=True) for i, (x, p) in pairs}
             for bucket in buckets:
-                total = sum_over("optimizer", bucket.joined(found), bucket.axes)
-                found |= bucket.parted(total, found)
+                total = sum_over("optimizer", bucket.concatenate(found), bucket.axes)
+                found |= bucket.split(total, found)
             return list(found.values())
 
         run = jax.shard_map(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import optax
 
 from jaxtrain.optim.fields import at_least, fraction, positive, refuse
-from jaxtrain.optim.leaves import AxesTree, LeafMask, checked, decoupled_decay, matrices
+from jaxtrain.optim.leaves import AxesTree, LeafMask, check_axes, decoupled_decay, matrices
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
 
 
@@ -48,7 +48,7 @@ class AdamW:
             decoupled_decay(self.weight_decay, self.decay, axes),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SGD:
             trace if self.momentum else optax.identity(),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -127,4 +127,4 @@ class Lion:
             decoupled_decay(self.weight_decay, self.decay, axes),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)

@@ -16,7 +16,7 @@ from jaxtrain.optim.fields import at_least, fraction, positive, refuse
 from jaxtrain.optim.leaves import (
     AxesTree,
     LeafMask,
-    checked,
+    check_axes,
     decoupled_decay,
     matrices,
 )
@@ -86,7 +86,7 @@ class Lamb:
             scale_by_trust_ratio(axes, where=self.adapt, coefficient=1.0, shards=shards),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -129,4 +129,4 @@ class Lars:
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
             optax.trace(decay=self.momentum, nesterov=self.nesterov),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)

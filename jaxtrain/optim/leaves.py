@@ -103,7 +103,7 @@ def decoupled_decay(
     return optax.add_decayed_weights(rate, mask=map_axes(where, axes))
 
 
-def checked(
+def check_axes(
     transform: optax.GradientTransformation, axes: AxesTree
 ) -> optax.GradientTransformation:
     """`transform`, whose init raises ValueError unless every leaf has one name for each dim."""

@@ -21,7 +21,7 @@ from jaxtrain.optim.elementwise import AdamW
 from jaxtrain.optim.fields import at_least, count, fraction, positive, refuse
 from jaxtrain.optim.leaves import (
     AxesTree,
-    checked,
+    check_axes,
     decoupled_decay,
     everything,
     hidden_matrices,
@@ -199,7 +199,7 @@ class Muon:
             "muon": muon,
             "adam": adam.build(groups.adam, steps=steps, batch=batch),
         }
-        return checked(optax.partition(transforms, partition(axes)), axes)
+        return check_axes(optax.partition(transforms, partition(axes)), axes)
 
 
 class _Groups(NamedTuple):

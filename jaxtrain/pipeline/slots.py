@@ -72,7 +72,7 @@ class Buffers(NamedTuple):
     late_head: bool = False
 
 
-def numbered(life: Lifetimes) -> Works:
+def number_buffers(life: Lifetimes) -> Works:
     """The number of the buffer that each work is given on each stage: the lowest that is free all
     its life (intervals in order of their beginning, so no more numbers than lives at once)."""
     found = np.empty_like(life.first)
@@ -96,14 +96,14 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
     held = inputs(schedule)
     kept = np.zeros_like(forward)
     if keep_residuals:
-        kept = numbered(Lifetimes(forward, backward))
+        kept = number_buffers(Lifetimes(forward, backward))
         held = Lifetimes(held.first, forward)
     stashed, weight = stashes(schedule), schedule.weight
-    stash = np.zeros_like(forward) if stashed is None else numbered(stashed)
+    stash = np.zeros_like(forward) if stashed is None else number_buffers(stashed)
     if weight is None:
         weight = np.full_like(schedule.forward, -1)
-    input_of = numbered(held)
-    cotangent_of = numbered(cotangents(schedule, keep_residuals=keep_residuals))
+    input_of = number_buffers(held)
+    cotangent_of = number_buffers(cotangents(schedule, keep_residuals=keep_residuals))
     rows = _forward_rows(schedule, input_of, kept)
     head = schedule.forward
     if head_waits(schedule) and not keep_residuals:
@@ -136,7 +136,7 @@ def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
     works = schedule.microbatches * schedule.chunks
     last = int(np.nonzero((schedule.forward >= 0).any(1))[0][-1]) + 1
     forward = times(schedule.forward, works)
-    input_of = numbered(Lifetimes(inputs(schedule).first, forward))
+    input_of = number_buffers(Lifetimes(inputs(schedule).first, forward))
     rows = _forward_rows(schedule, input_of, np.zeros_like(forward))
     count = Buffers(int(input_of.max()) + 1, 0, 0, 0)
     return Rows(*(table[:last].astype(np.int32) for table in rows)), count

@@ -44,7 +44,7 @@ def steady(assembly: Assembly) -> Choice:
     return Choice(reducer.at(e.steps - 1)) if isinstance(reducer, Compressed) else Choice()
 
 
-def unpredicted(assembly: Assembly) -> str | None:
+def why_not_predicted(assembly: Assembly) -> str | None:
     """Why an assembly's collectives are not predicted; None where they are."""
     if not assembly.explicit or assembly.description is None:
         return (
@@ -117,14 +117,14 @@ def _split(assembly: Assembly) -> bool:
     return assembly.pipeline is not None and assembly.pipeline.schedule.weight is not None
 
 
-def followed(assembly: Assembly) -> tuple[Rows, list[Span]]:
+def pipeline_tables(assembly: Assembly) -> tuple[Rows, list[Span]]:
     """The tables that the step of a pipeline follows, and the loops it makes of them."""
     rows, _ = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
     return rows, rows.spans
 
 
 def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
-    rows, loops = followed(assembly)
+    rows, loops = pipeline_tables(assembly)
     _, buffers = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
 
     def ticks(kind: str, received: np.ndarray | None = None) -> int:

@@ -20,10 +20,10 @@ from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
-from jaxtrain.planner.assembled import steady, unpredicted
-from jaxtrain.planner.contract import Contract, Key, contract, seen
+from jaxtrain.planner.assembled import steady, why_not_predicted
+from jaxtrain.planner.contract import Contract, Key, collective_totals, contract
 from jaxtrain.planner.overhead import Overhead, overhead
-from jaxtrain.run.check import CheckReport, weighed
+from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
@@ -120,7 +120,7 @@ class CompileReport:
             for kind, each in sorted(self.overlap.items())
             if each.asynchronous
         ]
-        if why := unpredicted(self.checked.assembly):
+        if why := why_not_predicted(self.checked.assembly):
             lines.append(f"no contract: {why}")
         if codec := steady(self.checked.assembly).codec:
             lines.append(f"gradients are summed as in the last step, by {codec}")
@@ -183,7 +183,7 @@ def compile_experiment(
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    checked = weighed(experiment, mesh)
+    checked = check_anywhere(experiment, mesh)
     assembly = checked.assembly
     spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
@@ -197,7 +197,7 @@ def compile_experiment(
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - began, program_text(compiled)
     found, memory = collectives(text), peak_memory(compiled)
-    stated = unpredicted(assembly) is None
+    stated = why_not_predicted(assembly) is None
     held = contract(assembly, lowered_collectives(lowered), found) if stated else None
     peak, squeezed = memory["peak_bytes"], _squeezed(log())
     flops, asked = dot_flops(text), asked_flops(assembly)
@@ -210,7 +210,7 @@ def compile_experiment(
         flops=flops,
         asked_flops=asked,
         opaque=opaque_kernels(text),
-        sent=seen(found, assembly.sizes),
+        sent=collective_totals(found, assembly.sizes),
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from jaxtrain.planner.facts import LeafSumFacts, StepFacts
-from jaxtrain.planner.sent import Sent, local_elements, moved
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements
 
 
 def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
@@ -18,7 +18,9 @@ def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
             over, kept, elements = _summed(facts, part)
             together[over, kept] += elements
         for (over, _), elements in together.items():
-            yield from moved(facts, why, "all_reduce", "lax", over, "float32", elements)
+            yield from collective_traffic(
+                facts, why, "all_reduce", "lax", over, "float32", elements
+            )
     for name, stacked in facts.optimizer.matrices.items():
         yield from _made_whole(facts, name, stacked)
 
@@ -46,11 +48,13 @@ def _made_whole(facts: StepFacts, name: str, stacked: int) -> Iterator[Sent]:
     if stack == 1:
         for axes in inner:
             held *= math.prod(facts.sizes[a] for a in axes)
-            yield from moved(facts, f"{name} whole", "all_gather", "lax", axes, "float32", held)
+            yield from collective_traffic(
+                facts, f"{name} whole", "all_gather", "lax", axes, "float32", held
+            )
         return
     ways = math.prod(facts.sizes[a] for axes in inner for a in axes)
     padded = held // stack * (stack + -stack % ways)
     for way in ("whole", "split again"):
         for axes in inner:
             why = f"{name} {way}"
-            yield from moved(facts, why, "all_to_all", "lax", axes, "float32", padded)
+            yield from collective_traffic(facts, why, "all_to_all", "lax", axes, "float32", padded)

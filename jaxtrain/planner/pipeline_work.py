@@ -49,7 +49,7 @@ class Work(NamedTuple):
     def over_needed(self) -> float:
         return sum(self) / self.needed if self.needed else 1.0
 
-    def told(self, what: str) -> str:
+    def summary(self, what: str) -> str:
         """In words; shares that round to nothing are left out."""
         words = {"idle": "idle ticks", "again": "F again in B", "remat": "remat"}
         words["padding"] = "padding"

@@ -39,7 +39,7 @@ def times(some: Iterable[Sent], n: int) -> Iterator[Sent]:
     yield from (replace(each, count=each.count * n) for each in some if n)
 
 
-def moved(
+def collective_traffic(
     facts: StepFacts,
     why: str,
     collective: str,

@@ -17,15 +17,20 @@ from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline_traffic import pipeline_traffic
-from jaxtrain.planner.sent import Sent, local_elements, moved, times
-from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, times
+from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated_param_gathers
 
 Axes = tuple[str, ...]
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
     """Everything that one training step sends, optimizer included."""
-    once = [*_summed(facts), *_norms(facts), *optimizer_traffic(facts), *updated(facts)]
+    once = [
+        *_summed(facts),
+        *_norms(facts),
+        *optimizer_traffic(facts),
+        *updated_param_gathers(facts),
+    ]
     if facts.pipeline is not None:
         return [*pipeline_traffic(facts, facts.pipeline), *once]
     micro = [*_activations(facts), *tokens.head(facts, facts.tensor)]
@@ -61,8 +66,8 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
 def _activations(facts: StepFacts) -> Iterator[Sent]:
     """Embedding and blocks, over `tensor`."""
     axes = facts.tensor
-    yield from tokens.looked_up(facts, axes)
-    yield from tokens.looked_up_backward(facts, axes)
+    yield from tokens.embedding_lookup(facts, axes)
+    yield from tokens.embedding_lookup_backward(facts, axes)
     yield from tokens.forward(facts, axes, facts.model.layers)
     for work, turns in (each for several in works(facts).values() for each in several):
         yield from times(tokens.backward(facts, axes, work), turns)
@@ -111,8 +116,12 @@ def _compressed(facts: StepFacts, name: str, axes: Axes, elements: int) -> Itera
     by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
     if name in facts.sums.encoded:
         size = n * facts.sums.encoded[name]
-        yield from moved(facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size)
-        yield from moved(facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size)
+        yield from collective_traffic(
+            facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size
+        )
+        yield from collective_traffic(
+            facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size
+        )
         return
     for each in facts.sums.factors.get(name, (elements,)):
         yield from _all_reduced(facts, why, axes, each)
@@ -122,16 +131,16 @@ def _all_reduced(facts: StepFacts, why: str, axes: Axes, elements: int) -> Itera
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:
-        yield from moved(facts, why, "all_reduce", slow, axes, "float32", elements)
+        yield from collective_traffic(facts, why, "all_reduce", slow, axes, "float32", elements)
         return
     slowest, *others = axes
     within = math.prod(facts.sizes[a] for a in others)
     held = -(-elements // within) * within
     for axis in reversed(others):
         for collective in ("reduce_scatter", "all_gather"):
-            yield from moved(facts, why, collective, fast, (axis,), "float32", held)
+            yield from collective_traffic(facts, why, collective, fast, (axis,), "float32", held)
         held //= facts.sizes[axis]
-    yield from moved(facts, why, "all_reduce", slow, (slowest,), "float32", held)
+    yield from collective_traffic(facts, why, "all_reduce", slow, (slowest,), "float32", held)
 
 
 def _norms(facts: StepFacts) -> Iterator[Sent]:
@@ -140,4 +149,4 @@ def _norms(facts: StepFacts) -> Iterator[Sent]:
         f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
     }
     for why, count in numbers.items():
-        yield from moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
+        yield from collective_traffic(facts, why, "all_reduce", "lax", everywhere, "float32", count)

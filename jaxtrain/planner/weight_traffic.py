@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-from jaxtrain.planner.sent import Sent, local_elements, moved, ways
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, ways
 
 Axes = tuple[str, ...]
 Leaves = Mapping[str, LeafFacts]
@@ -21,7 +21,9 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 
     found = []
     for axes, name, elements in _grouped(facts, leaves, dtype):
-        found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers)
+        found += collective_traffic(
+            facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers
+        )
     return found
 
 
@@ -30,7 +32,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     found = []
     for axes, name, elements in _grouped(facts, _trained(leaves), lambda leaf: facts.reduce):
         size = elements // layers
-        found += moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
+        found += collective_traffic(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
     return found
 
 
@@ -47,7 +49,7 @@ def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterato
         held |= {k: held[k] // ways(facts, axes) for k, axes in turn.items()}
 
 
-def updated(facts: StepFacts) -> Iterator[Sent]:
+def updated_param_gathers(facts: StepFacts) -> Iterator[Sent]:
     """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
     trained = _trained(facts.leaves)
     held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in trained.items()}
@@ -97,7 +99,7 @@ def _together(
             small[axes, dtype] += elements
             continue
         line = f"{why}: {name}"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
     for (axes, dtype), elements in small.items():
         line = f"{why}: small leaves"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)

@@ -161,21 +161,21 @@ def check(
     for. Raises ValueError with every violation at once: of the two files, of the data, of what the
     run begins with, and a state that the chip has no room for.
     """
-    return _reported(experiment, mesh, data_here=data_here, held_to_memory=True)
+    return _report(experiment, mesh, data_here=data_here, held_to_memory=True)
 
 
-def weighed(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
+def check_anywhere(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
     """`check` wherever the data is, whatever the chip has room for. Raises ValueError with every
     other violation."""
-    return _reported(experiment, mesh, data_here=False, held_to_memory=False)
+    return _report(experiment, mesh, data_here=False, held_to_memory=False)
 
 
-def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
+def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     spec, strange = load_mesh(mesh), _of_other_kinds(experiment)
     try:
-        fields, absent = _looked_at(experiment, data_here=data_here)
+        fields, absent = _look_at(experiment, data_here=data_here)
         assembly, found = try_assemble(experiment, spec, fields)
     except Exception:
         if not strange:
@@ -221,7 +221,7 @@ def _told(strange: str, found: list[str]) -> bool:
     return any(each.startswith(f"{field}=") for each in found)
 
 
-def _looked_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
+def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
     """The fields of a batch, None for those of text; and what of the data is not here. Only data of
     one's own is opened: there is no other way to know what it gives."""
     data = experiment.data

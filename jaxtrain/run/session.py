@@ -22,7 +22,7 @@ from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rates import DocumentsOf, counts_flops
-from jaxtrain.run.restore import restored
+from jaxtrain.run.restore import restore_state
 from jaxtrain.run.rows import Documents, open_split
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
@@ -186,7 +186,7 @@ def _first_state(
     sharded: initialised under jit, each device making its part, or reading it."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
-            return restored(at_rest, checkpoints, start), start
+            return restore_state(at_rest, checkpoints, start), start
     given = starting_params(at_rest, begins)
     return initialise(at_rest.assembly, at_rest.shardings, given), 0
 

@@ -197,8 +197,8 @@ class Reduction(NamedTuple):
             if k not in bucketed
         }
         for bucket in together:
-            flat = gradient_sum(small, bucket.joined(grads), bucket.axes, self.reducer)
-            out |= bucket.parted(flat, grads)
+            flat = gradient_sum(small, bucket.concatenate(grads), bucket.axes, self.reducer)
+            out |= bucket.split(flat, grads)
         return out
 
 

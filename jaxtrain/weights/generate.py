@@ -83,7 +83,7 @@ def generate_ids(
     there are learned positions.
     """
     e = assembly.experiment
-    return continued(
+    return sample_ids(
         assembly.split.static,
         e.model,
         e.precision,
@@ -124,7 +124,7 @@ def generate_text(
     begun = kept.vocabulary.encode(prompt)
     given = [*([] if kept.bos is None else [kept.bos]), *begun]
     refuse(_violations(found.config, given, tokens, temperature))
-    ids = continued(
+    ids = sample_ids(
         static_of(found.config),
         found.config,
         found.precision,
@@ -176,7 +176,7 @@ def following(
     return whole[len(before) :] if whole.startswith(before) else decode(ids)
 
 
-def continued(
+def sample_ids(
     static: Any,
     config: ModelConfig,
     precision: Precision,

@@ -20,7 +20,7 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.hardware import refuse
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
-from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merged
+from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merge_adapters
 from jaxtrain.models.build import abstract_model
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.module import Split
@@ -186,7 +186,7 @@ def _merged(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
     for name in (k.removesuffix(INTO) for k in params if k.endswith(INTO)):
         mine = {k: params[k] for k in (name, name + INTO, name + OUT_OF)}
         with jax.default_matmul_precision("highest"):
-            run = jax.jit(partial(merged, scale=scale), out_shardings=_places(mine))
+            run = jax.jit(partial(merge_adapters, scale=scale), out_shardings=_places(mine))
             out[name] = jax.block_until_ready(run(mine))[name]
     return out
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.exchange import gathered, together
+from jaxtrain.checkpoint.exchange import all_gather_text, share_failure
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
@@ -55,12 +55,12 @@ def settled_start(assembly: Assembly) -> Start | None:
     start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
         folder, model = start.folder, assembly.experiment.model
-        together(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
+        share_failure(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
     elif isinstance(start, FromRun):
         run = start
-        step, _ = together(lambda: manifest_of(run.run_dir, run.step))
-        start = settled = replace(run, step=int(gathered(str(step))[0]))
-        together(lambda: _refuse_unfit_run(settled, assembly))
+        step, _ = share_failure(lambda: manifest_of(run.run_dir, run.step))
+        start = settled = replace(run, step=int(all_gather_text(str(step))[0]))
+        share_failure(lambda: _refuse_unfit_run(settled, assembly))
     return start
 
 
@@ -114,11 +114,11 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
         base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
-        return together(
+        return share_failure(
             lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
         )
     shapes = natural_shapes(at_rest.assembly).params
-    stored = together(lambda: stored_params(start, shapes))
+    stored = share_failure(lambda: stored_params(start, shapes))
     return _cast(read_stored(stored, wanted, slots), wanted)
 
 
@@ -229,7 +229,7 @@ def read_stored(
         arrays = read_arrays(stored.manifest, request, slots=laid)
     except Damaged as error:
         damages = error.damages
-    if any(gathered("damaged" if damages else "")):
+    if any(all_gather_text("damaged" if damages else "")):
         raise DamagedCheckpoint(
             damages or ["what another process read"],
             step=stored.step,

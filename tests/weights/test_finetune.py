@@ -17,11 +17,11 @@ import pytest
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.certificate.certify import difference
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.planner.assembled import unpredicted
+from jaxtrain.planner.assembled import why_not_predicted
 from jaxtrain.planner.contract import contract
 from jaxtrain.run.session import _first_state
 from jaxtrain.step.assembly import active_mesh, assemble
@@ -31,7 +31,7 @@ from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
-from jaxtrain.weights.generate import continued
+from jaxtrain.weights.generate import sample_ids
 from jaxtrain.weights.huggingface import write_folder
 from jaxtrain.weights.loading import load, static_of
 from jaxtrain.weights.start import settled_start
@@ -406,13 +406,13 @@ def test_what_a_step_with_frozen_leaves_sends_is_predicted(
         vocab=16, embed=16, layers=6, period=(BLOCK,), prefix=ends, suffix=ends, vocab_multiple=32
     )
     data = jaxtrain.BigramChain(16, 8, isolate_documents=True)
-    given = arranged(of(decoder, SENT[name], model=model, data=data, batch=16), layout)
+    given = experiment_on(of(decoder, SENT[name], model=model, data=data, batch=16), layout)
     try:
         assembly = assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes)))
     except ValueError as error:
         assert ends == () and ("names none" in str(error) or "behind the pipeline" in str(error))
         return
-    assert unpredicted(assembly) is None
+    assert why_not_predicted(assembly) is None
     mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     lowered = trace_step(assembly, mesh, where).lower()
@@ -502,7 +502,7 @@ def test_adapters_alone_are_trained_and_merge_into_their_matrices(
         (static_of(out.config), out.params),
     ):
         options = dict(tokens=8, temperature=0.0)
-        said.append(continued(form, out.config, jaxtrain.fp32, params, [3, 1, 4], **options))
+        said.append(sample_ids(form, out.config, jaxtrain.fp32, params, [3, 1, 4], **options))
     assert said[0] == said[1]
     found = out.params
     assert found.keys() == source.params.keys()

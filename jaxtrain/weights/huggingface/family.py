@@ -78,7 +78,7 @@ def activation_name(activation: Activation) -> str:
 Blocks = tuple[BlockConfig, ...]
 
 
-def folded(blocks: Blocks) -> tuple[Blocks, Blocks]:
+def find_period(blocks: Blocks) -> tuple[Blocks, Blocks]:
     """`prefix` and `period` of a DecoderConfig with these layers, as few blocks as will do."""
     layers = len(blocks)
     for built in range(1, layers + 1):
