@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
@@ -254,7 +254,7 @@ def bench_pipeline(
     ]
     found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
     found += _experiment_violations(experiment) if experiment is not None else []
-    refuse("bench pipeline", found)
+    raise_problems("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
 

@@ -25,7 +25,7 @@ from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
 
 STEPS = 5
-Arrays = dict[str, np.ndarray]
+HostArrays = dict[str, np.ndarray]
 
 
 class Outcome(NamedTuple):
@@ -34,13 +34,13 @@ class Outcome(NamedTuple):
     else of the first alone, but for leaves where that is zero (A of an adapter: its B begins so) of
     the second. The others are of the last step, but for `init`."""
 
-    init: Arrays
+    init: HostArrays
     losses: np.ndarray
     norms: np.ndarray
-    grads: list[Arrays]
-    params: Arrays
-    averages: Arrays
-    optimizer: Arrays
+    grads: list[HostArrays]
+    params: HostArrays
+    averages: HostArrays
+    optimizer: HostArrays
     eval_loss: float
 
 
@@ -90,7 +90,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     return run
 
 
-def _compared(grads: list[Arrays], experiment: Experiment) -> list[Arrays]:
+def _compared(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
     """Those that are held to a bound."""
     if isinstance(experiment.optimizer, SGD) and experiment.precision.compute == jnp.float32:
         return grads
@@ -116,10 +116,10 @@ def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     )
 
 
-def _ordered(assembly: Assembly, params: Arrays) -> Arrays:
+def _ordered(assembly: Assembly, params: HostArrays) -> HostArrays:
     return jax.tree.map(np.asarray, params_in_natural_order(assembly, params))
 
 
-def _by_path(tree: Any) -> Arrays:
+def _by_path(tree: Any) -> HostArrays:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

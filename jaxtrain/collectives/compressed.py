@@ -18,11 +18,11 @@ from jax import lax
 from jaxtyping import Array, Float32, Integer, Key, UInt8
 
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
-from jaxtrain.collectives.compression import Codec, count, flag, is_number, refuse
+from jaxtrain.collectives.compression import Codec, count, flag, is_number, raise_violations
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import MeshAxes, vary
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Guard:
             violations.append(f"max_error={error!r} must be a positive number; use for example 2.0")
         if cosine is not None and not (is_number(cosine) and -1 <= cosine <= 1):
             violations.append(f"min_cosine={cosine!r} must be a number in [-1, 1]; use 0.1")
-        refuse(violations)
+        raise_violations(violations)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Compressed:
         violations += count("warmup_steps", self.warmup_steps, 0) + self._by_violations()
         if self.guard is not None and not isinstance(self.guard, Guard):
             violations.append(f"guard={self.guard!r} is no guard; use Guard(), or None for none")
-        refuse(violations)
+        raise_violations(violations)
 
     def _by_violations(self) -> list[str]:
         by, others = self.by, "Lax(), Ring() or Recursive()"
@@ -124,7 +124,7 @@ def no_errors(size: int, n: int) -> ErrorState:
 def compressed_all_reduce(
     x: Float32[Array, " size"],
     error: ErrorState | None,
-    axes: Axes,
+    axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
     by: Algorithm,
@@ -189,4 +189,4 @@ def check_operands(x: jax.Array, error: ErrorState | None, n: int) -> None:
             f"the errors of {x.size} numbers on {n} devices have shapes {wanted} and these "
             f"{(error.worker.shape, error.owner.shape)}; begin with no_errors({x.size}, {n})"
         )
-    refuse(violations)
+    raise_violations(violations)

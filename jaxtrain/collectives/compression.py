@@ -62,7 +62,7 @@ class Int8:
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block) + flag("stochastic", self.stochastic))
+        raise_violations(count("block", self.block) + flag("stochastic", self.stochastic))
 
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
@@ -99,7 +99,7 @@ class Fp8:
     block: int = 256
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block))
+        raise_violations(count("block", self.block))
 
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
@@ -130,7 +130,7 @@ class Sign:
     block: int = 2048
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block))
+        raise_violations(count("block", self.block))
 
     def payload_bytes(self, size: int) -> int:
         return math.ceil(size / 8) + 4 * math.ceil(size / self.block)
@@ -175,7 +175,7 @@ class TopK:
     ramp: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        refuse(fraction("density", self.density) + _ramp_violations(self.ramp))
+        raise_violations(fraction("density", self.density) + _ramp_violations(self.ramp))
 
     def kept(self, size: int) -> int:
         """How many numbers of a row of `size` are sent: at least one."""
@@ -245,7 +245,7 @@ class RandomK:
                 f"density={self.density!r} must be one in a whole number; "
                 f"use {1 / self.stretch!r}, one in {self.stretch}"
             )
-        refuse(violations)
+        raise_violations(violations)
 
     @property
     def stretch(self) -> int:
@@ -341,7 +341,7 @@ def flag(name: str, value: object) -> list[str]:
     return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
 
 
-def refuse(violations: list[str]) -> None:
+def raise_violations(violations: list[str]) -> None:
     """Raises one ValueError that names all violations."""
     if violations:
         raise ValueError("; ".join(violations))

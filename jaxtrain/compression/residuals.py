@@ -20,7 +20,7 @@ from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.powersgd import PowerSGD, first_factor
 from jaxtrain.collectives.reducer import Reducer
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
 from jaxtrain.pipeline.layout import StageLayout
@@ -152,7 +152,7 @@ def residual_splits(abstract: Residuals, parts: Mapping[str, CompressedLeaf]) ->
     return splits
 
 
-def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> dict[str, Any]:
+def residual_axes(abstract: Residuals, axes: Mapping[str, LogicalAxes]) -> dict[str, Any]:
     """The logical axes of errors; () of the others. `axes`: of the parameters."""
     found = jax.tree.map(lambda leaf: (), abstract)
     if "errors" in abstract:

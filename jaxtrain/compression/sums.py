@@ -23,7 +23,7 @@ from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
 from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.collectives.ring import put, take
-from jaxtrain.collectives.vary import Axes, same, vary, varying_axes
+from jaxtrain.collectives.vary import MeshAxes, same, vary, varying_axes
 from jaxtrain.compression.residuals import CompressedLeaf, Residuals
 from jaxtrain.nn.param import named_key
 
@@ -147,7 +147,7 @@ class CompressedSums(NamedTuple):
 def all_reduce_with_one_error(
     x: Float32[Array, " size"],
     error: Float32[Array, " size"] | None,
-    axes: Axes,
+    axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
     by: Algorithm,

@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.experiment.fine_tuning import as_modules, module_violations
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS, Slot, slots_of
-from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.fields import raise_violations
 
 Made = Callable[[], Any]
 """Builds what was checked."""
@@ -43,7 +43,7 @@ class Reader:
     no module. anybody: look at values only, whatever module their classes are of."""
 
     def __init__(self, trust: Trust = (), *, anybody: bool = False) -> None:
-        refuse(module_violations("trust", trust))
+        raise_violations(module_violations("trust", trust))
         self.trust, self.anybody = as_modules(trust), anybody
         self.violations: list[str] = []
         self.foreign: list[str] = []

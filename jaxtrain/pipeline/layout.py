@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 
 AnyArray = jax.Array | np.ndarray
 CHUNKS = "chunks"
@@ -102,7 +102,7 @@ class StageLayout:
         """Inverse of `by_chunk`."""
         return leaf if self.chunks > 1 else leaf[0]
 
-    def axes(self, axes: Axes) -> Axes:
+    def axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of a leaf in slots."""
         if self.chunks == 1 or "layers" not in axes:
             return axes

@@ -21,7 +21,7 @@ from statistics import median_low
 import numpy as np
 
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.pipeline.analysis import violations
 from jaxtrain.pipeline.schedule import Schedule
 
@@ -42,7 +42,7 @@ def read_schedule(path: str | Path) -> Schedule:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     schedule, problems = _parsed(path.stem, rows)
-    refuse(str(path), problems or violations(schedule))
+    raise_problems(str(path), problems or violations(schedule))
     return schedule
 
 

@@ -16,7 +16,7 @@ import jax
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
@@ -187,7 +187,9 @@ def compile_experiment(
     assembly = checked.assembly
     spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
-    refuse(spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0]))
+    raise_problems(
+        spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0])
+    )
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from jaxtrain.collectives.steps import Permute, itemsize_of, schedule
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 
+MeshAxes = tuple[str, ...]
+
 KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -28,7 +30,7 @@ class Sent:
 
     why: str
     kind: str
-    axes: tuple[str, ...]
+    axes: MeshAxes
     dtype: str
     buffer_bytes: int
     count: int
@@ -44,7 +46,7 @@ def collective_traffic(
     why: str,
     collective: str,
     by: str,
-    axes: tuple[str, ...],
+    axes: MeshAxes,
     dtype: str,
     elements: int,
 ) -> list[Sent]:
@@ -64,7 +66,7 @@ def collective_traffic(
     ]
 
 
-def _crossed(sizes: Mapping[str, int], axes: tuple[str, ...], permute: Permute) -> tuple[str, ...]:
+def _crossed(sizes: Mapping[str, int], axes: MeshAxes, permute: Permute) -> MeshAxes:
     """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
     product of axes may be a neighbour along one of them."""
     found, n = set(), math.prod(sizes[a] for a in axes)

@@ -13,23 +13,21 @@ from collections.abc import Iterable, Iterator
 from jaxtrain.models.description import Block
 from jaxtrain.planner.backward_work import Work, count_values
 from jaxtrain.planner.facts import StepFacts
-from jaxtrain.planner.sent import Sent, collective_traffic, times
-
-Axes = tuple[str, ...]
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times
 
 
-def token_gathers(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Sent]:
+def token_gathers(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
     """A microbatch's residual stream on a device, gathered over `axes` so often."""
     yield from _token_collectives(facts, why, "all_gather", axes, count)
 
 
-def token_scatters(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Sent]:
+def token_scatters(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
     """The same, summed and scattered."""
     yield from _token_collectives(facts, why, "reduce_scatter", axes, count)
 
 
 def _token_collectives(
-    facts: StepFacts, why: str, collective: str, axes: Axes, count: int
+    facts: StepFacts, why: str, collective: str, axes: MeshAxes, count: int
 ) -> Iterator[Sent]:
     size = facts.tokens * facts.model.embed
     by = facts.tensor_by if axes == facts.tensor else "lax"
@@ -37,18 +35,18 @@ def _token_collectives(
     return times(one, count)
 
 
-def embedding_lookup(facts: StepFacts, axes: Axes, why: str = "embedding") -> Iterator[Sent]:
+def embedding_lookup(facts: StepFacts, axes: MeshAxes, why: str = "embedding") -> Iterator[Sent]:
     """Tokens by the tables that are split over the vocabulary."""
     yield from token_scatters(facts, why, axes, len(facts.model.lookups))
 
 
-def embedding_lookup_backward(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
+def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
     """The gradients of those tables that are trained."""
     trained = sum(facts.trains(name) for name in facts.model.lookups)
     yield from token_gathers(facts, "embedding, backward", axes, trained)
 
 
-def forward(facts: StepFacts, axes: Axes, blocks: Iterable[Block]) -> Iterator[Sent]:
+def forward(facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block]) -> Iterator[Sent]:
     """The forward pass of these blocks."""
     blocks = list(blocks)
     gathers, scatters = (
@@ -58,7 +56,7 @@ def forward(facts: StepFacts, axes: Axes, blocks: Iterable[Block]) -> Iterator[S
     yield from token_scatters(facts, "rows", axes, scatters)
 
 
-def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
+def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:
     """The backward pass of one turn of the remat policy's body."""
     yield from token_gathers(facts, "rows, backward", axes, work.rows)
     yield from token_scatters(facts, "columns, backward", axes, work.columns)
@@ -66,7 +64,7 @@ def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
     yield from token_scatters(facts, "rows, again", axes, work.rows_again)
 
 
-def head(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
+def head(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
     """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
     yield from token_gathers(facts, "head", axes, 1)
     alone = () if facts.model.tied else (facts.model.head.leaf,)

@@ -17,10 +17,8 @@ from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline_traffic import pipeline_traffic
-from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, times
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
 from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated_param_gathers
-
-Axes = tuple[str, ...]
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
@@ -92,7 +90,7 @@ def _by_layer(facts: StepFacts, name: str) -> bool:
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
     """All-reduces of leaves, or of one layer in `layers` of each; small ones in a bucket."""
-    buckets: dict[Axes, int] = defaultdict(int)
+    buckets: dict[MeshAxes, int] = defaultdict(int)
     found = []
     for name in sorted(names):
         leaf = facts.leaves[name]
@@ -110,7 +108,7 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
     return found
 
 
-def _compressed(facts: StepFacts, name: str, axes: Axes, elements: int) -> Iterator[Sent]:
+def _compressed(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
     thin factors of it; or, where the codec cannot act, all of it."""
     by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
@@ -127,7 +125,7 @@ def _compressed(facts: StepFacts, name: str, axes: Axes, elements: int) -> Itera
         yield from _all_reduced(facts, why, axes, each)
 
 
-def _all_reduced(facts: StepFacts, why: str, axes: Axes, elements: int) -> Iterator[Sent]:
+def _all_reduced(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:

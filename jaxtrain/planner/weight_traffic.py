@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, ways
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
 
-Axes = tuple[str, ...]
 Leaves = Mapping[str, LeafFacts]
 
 
@@ -65,19 +64,19 @@ def _trained(leaves: Leaves) -> Leaves:
 
 def _grouped(
     facts: StepFacts, leaves: Leaves, dtype: Callable[[LeafFacts], str]
-) -> Iterator[tuple[Axes, str, int]]:
+) -> Iterator[tuple[MeshAxes, str, int]]:
     """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
     are gathered together. A leaf with several such dims takes a turn for each."""
     held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
     for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
-        found: dict[tuple[Axes, str], int] = defaultdict(int)
+        found: dict[tuple[MeshAxes, str], int] = defaultdict(int)
         for name, axes in turn.items():
             held[name] *= ways(facts, axes)
             found[axes, dtype(leaves[name])] += held[name]
         yield from ((*key, elements) for key, elements in found.items())
 
 
-def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
+def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, MeshAxes]]:
     """The mesh axes that lie between two splits of each leaf, (fewer ways, more ways): a dim of
     each leaf a round."""
     between = {
@@ -89,11 +88,11 @@ def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
 
 
 def _together(
-    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[Axes, str, int]]
+    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[MeshAxes, str, int]]
 ) -> Iterator[Sent]:
     """A reduce-scatter or all-gather of leaves (mesh axes, dtype, elements of the whole); those of
     which a device's part is small in one for each dtype and set of axes."""
-    small: dict[tuple[Axes, str], int] = defaultdict(int)
+    small: dict[tuple[MeshAxes, str], int] = defaultdict(int)
     for name, (axes, dtype, elements) in leaves.items():
         if elements // ways(facts, axes) <= facts.sums.small_leaf:
             small[axes, dtype] += elements

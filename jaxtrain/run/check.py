@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, PaddedAxis, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
@@ -258,6 +258,6 @@ def _shape(leaf: Leaf) -> str:
     return "[" + ", ".join(f"{axis or '-'} {size}" for axis, size in named) + "]"
 
 
-def _split(axes: Axes, split: Dims) -> str:
+def _split(axes: LogicalAxes, split: Dims) -> str:
     parts = [f"{axis}: {'*'.join(d)}" for axis, d in zip(axes, split, strict=True) if d]
     return ", ".join(parts) or "whole"

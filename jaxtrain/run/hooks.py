@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
-from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.fields import raise_violations
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.run.rates import Rates
 from jaxtrain.telemetry.metrics import MetricsWriter
@@ -25,7 +25,7 @@ from jaxtrain.telemetry.progress import Progress
 def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:
     """The experiment's callbacks and those given to `train`, made where functions make them.
     Raises ValueError for what is none."""
-    refuse(callback_violations("callbacks", tuple(given)))
+    raise_violations(callback_violations("callbacks", tuple(given)))
     made = []
     for each in (*experiment.logging.callbacks, *given):
         found = each if isinstance(each, Callback) else each()

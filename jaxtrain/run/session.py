@@ -18,7 +18,7 @@ from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rates import DocumentsOf, counts_flops
@@ -120,7 +120,7 @@ def open_session(
     """
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
-    refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
+    raise_problems(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
     dataset = open_split(experiment, "train", cache_dir)

@@ -20,9 +20,9 @@ from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
     STAGE,
-    Axes,
     Dims,
     Leaf,
+    LogicalAxes,
     activation_dims,
     dims,
     named_sharding,
@@ -33,7 +33,7 @@ from jaxtrain.models.build import abstract_model
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.attention import PlatformKernel
-from jaxtrain.nn.module import Split
+from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
@@ -75,7 +75,7 @@ class Assembly:
     sizes: Mapping[str, int]
     mode: str
     loop: LayerLoop
-    split: Split
+    split: ModuleSplit
     places: Mapping[str, Leaf]
     parts: Mapping[str, CompressedLeaf]
     """The leaves whose gradients are summed compressed."""
@@ -205,7 +205,7 @@ class Assembly:
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
 
-        def split_of(names: Axes) -> Dims:
+        def split_of(names: LogicalAxes) -> Dims:
             table = e.sharding.of(names, self.sizes).optimizer_table
             return dims(names, table, sizes=self.sizes)
 
@@ -302,7 +302,9 @@ def _build(fields: Any, **found: Any) -> Assembly:
     )
 
 
-def _trained_axes(axes: Mapping[str, Axes], places: Mapping[str, Leaf]) -> dict[str, Axes]:
+def _trained_axes(
+    axes: Mapping[str, LogicalAxes], places: Mapping[str, Leaf]
+) -> dict[str, LogicalAxes]:
     return {k: names for k, names in axes.items() if places[k].trained}
 
 
@@ -330,7 +332,7 @@ def _on_stages(
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 
-def _split_in_slots(split: Split, layout: StageLayout) -> Split:
+def _split_in_slots(split: ModuleSplit, layout: StageLayout) -> ModuleSplit:
     """The stacked parameters and their axes as they rest on stages."""
     stacked = {k for k, axes in split.axes.items() if "layers" in axes}
     params = {

@@ -16,7 +16,7 @@ import jax
 
 from jaxtrain.checkpoint.leaves import named_leaves
 from jaxtrain.checkpoint.slots import AllSlots, Slots
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
@@ -37,7 +37,7 @@ def slots_of(assembly: Assembly) -> dict[str, Slots]:
     }
 
 
-def _first_dim(layout: StageLayout, axes: Axes) -> int:
+def _first_dim(layout: StageLayout, axes: LogicalAxes) -> int:
     """That of slots in a leaf in slots; that of chunks, if there is one, stands before it."""
     return axes.index("layers") - (layout.chunks > 1)
 
@@ -60,7 +60,7 @@ def params_in_natural_order(assembly: Assembly, params: dict[str, Any]) -> dict[
     }
 
 
-def to_natural_order(assembly: Assembly, leaf: Any, axes: Axes) -> Any:
+def to_natural_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
     """A leaf of the state in natural layer order; `axes` are its logical axes as it rests."""
     if assembly.pipeline is None or "layers" not in axes:
         return leaf
