@@ -307,14 +307,14 @@ def _rows(spec: MeshSpec, processes: int, told: Sequence[Mapping[str, Any]]) -> 
             seconds=seconds[each],
             lax_seconds=seconds["lax"],
             sent_bytes=traffic(twin, each, spec.devices, nbytes).device_bytes,
-            predicted_ratio=_predicted(spec, name, each, nbytes) if processes == 1 else None,
+            predicted_ratio=_predict(spec, name, each, nbytes) if processes == 1 else None,
         )
         for each in seconds
         if each != "lax"
     ]
 
 
-def _predicted(spec: MeshSpec, name: str, algorithm: str, nbytes: int) -> float | None:
+def _predict(spec: MeshSpec, name: str, algorithm: str, nbytes: int) -> float | None:
     if not spec.links or name in MATMULS:
         return None
     link = spec.links[-1][1]  # outermost: what is between all devices passes it

@@ -106,7 +106,7 @@ class _Machine:
         self.fields = fields_of(self.dataset, e.data)
         self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
 
-    def assembled(self, pipeline: Pipeline, microbatches: int) -> Assembly:
+    def assemble(self, pipeline: Pipeline, microbatches: int) -> Assembly:
         e = self.experiment
         execution = replace(e.execution, pipeline=pipeline)
         assert isinstance(e.batch, int), "the rows of one microbatch do not change"
@@ -261,17 +261,17 @@ def bench_pipeline(
     def told(text: str) -> None:
         progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
 
-    steps = {(p, m): machine.assembled(p, m) for m in microbatches for p in PIPELINES}
-    at = {p: machine.assembled(p, measured_at) for p in PIPELINES}
+    steps = {(p, m): machine.assemble(p, m) for m in microbatches for p in PIPELINES}
+    at = {p: machine.assemble(p, measured_at) for p in PIPELINES}
     of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
     works = {
         **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
         **{"backward": (of_split, "B"), "weight": (of_split, "W")},
     }
-    programs = _compiled(machine, steps, at, works, told)
+    programs = _compile_programs(machine, steps, at, works, told)
     seconds = take_turns(programs, rounds, window, told)
     return report_of(
-        _described(e, rounds, window),
+        _describe(e, rounds, window),
         {
             name: runs_of(assembly.on_stages.schedule, kind)
             for name, (assembly, kind) in works.items()
@@ -291,7 +291,7 @@ def _experiment_violations(e: Experiment) -> list[str]:
     return found
 
 
-def _compiled(
+def _compile_programs(
     machine: _Machine,
     steps: Mapping[Key, Assembly],
     at: Mapping[Pipeline, Assembly],
@@ -313,7 +313,7 @@ def _compiled(
     return programs
 
 
-def _described(e: Experiment, rounds: int, window: float) -> str:
+def _describe(e: Experiment, rounds: int, window: float) -> str:
     model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
         f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "

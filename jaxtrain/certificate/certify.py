@@ -167,7 +167,7 @@ def certify(
             reference = layout.reference()
             if reference not in references:
                 references[reference] = next(programs).result()()
-            difference = _compared(layout, next(programs), references[reference])
+            difference = _compare(layout, next(programs), references[reference])
             left[reference] -= 1
             if not left[reference]:
                 del references[reference]
@@ -201,7 +201,7 @@ def _programs(
                 each.cancel()
 
 
-def _compared(
+def _compare(
     layout: Layout,
     compiled: Future[Program],
     reference: Outcome,

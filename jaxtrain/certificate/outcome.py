@@ -80,7 +80,9 @@ def program(experiment: Experiment, layout: Layout) -> Program:
             init=first.params,
             losses=np.array([m["loss"] for m in metrics]),
             norms=np.array([m["grad_norm"] for m in metrics]),
-            grads=_compared([_ordered(assembly, m["gradients"]) for m in metrics], e),
+            grads=_bounded_gradients(
+                [_natural_order(assembly, m["gradients"]) for m in metrics], e
+            ),
             params=last.params,
             averages=last.ema,
             optimizer=_by_path(last.optimizer),
@@ -90,7 +92,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     return run
 
 
-def _compared(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
+def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
     """Those that are held to a bound."""
     if isinstance(experiment.optimizer, SGD) and experiment.precision.compute == jnp.float32:
         return grads
@@ -116,7 +118,7 @@ def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     )
 
 
-def _ordered(assembly: Assembly, params: HostArrays) -> HostArrays:
+def _natural_order(assembly: Assembly, params: HostArrays) -> HostArrays:
     return jax.tree.map(np.asarray, params_in_natural_order(assembly, params))
 
 

@@ -179,7 +179,7 @@ class LocalSteps:
         found = {}
         for save in sorted(whole):
             try:
-                found[save[0]] = LocalStep(_merged(save[0], bodies[save]), whole[save])
+                found[save[0]] = LocalStep(_merge(save[0], bodies[save]), whole[save])
             except MALFORMED as error:  # the same on every process
                 self.problems.append(f"step {save[0]}: {error}")
         return found
@@ -211,11 +211,11 @@ class LocalSteps:
             yield self._read_here if process == own else partial(self._read_there, process)
 
     def _read_here(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-        return read_chunk(_held(chunk.pack).found(self.root), chunk, dtype)
+        return read_chunk(_parse_held(chunk.pack).found(self.root), chunk, dtype)
 
     def _read_there(self, process: int, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
         assert self.peers is not None, "a part is held by a process that looked"
-        data = self.peers.read(_held(chunk.pack), chunk.offset, chunk.size, process)
+        data = self.peers.read(_parse_held(chunk.pack), chunk.offset, chunk.size, process)
         if len(data) != chunk.size:
             raise ValueError(f"{chunk.pack} is cut short")
         elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
@@ -239,8 +239,8 @@ class LocalSteps:
                 told = _record(path)
                 if told is None:
                     continue
-                held = _held(f"{path.parent.name}/{path.name}")
-                other = _told(told) - {held}
+                held = _parse_held(f"{path.parent.name}/{path.name}")
+                other = _parts_held(told) - {held}
             except (OSError, *MALFORMED) as error:  # on one process alone: the others go on
                 self.problems.append(f"{path} is no record of a part: {error!r}")
                 continue
@@ -264,19 +264,19 @@ def _record(path: Path) -> Any:
     return body
 
 
-def _held(name: str) -> Held:
+def _parse_held(name: str) -> Held:
     step, file = name.split("/")
     process, start, _ = file.split(".")
     return Held(int(step), int(process), start)
 
 
-def _told(body: Mapping[str, Any]) -> set[Held]:
+def _parts_held(body: Mapping[str, Any]) -> set[Held]:
     """Which part of which step a record and its chunks say they are."""
-    told = {_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
+    told = {_parse_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
     return told | ({Held(*body["held"])} if "held" in body else set())
 
 
-def _merged(step: int, bodies: dict[int, Any]) -> Manifest:
+def _merge(step: int, bodies: dict[int, Any]) -> Manifest:
     """The manifest of a step out of its parts' records. Raises ValueError where they are not of it,
     or not all of it."""
     first = bodies[min(bodies)]

@@ -166,17 +166,17 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Ask, after a step, what became of the saves in flight; returns at once."""
-        self._settled(LocalSteps.poll)
+        self._settle(LocalSteps.poll)
         self.durable.poll()
 
     def wait(self) -> None:
         """Return when the saves in flight are there."""
-        self._settled(LocalSteps.wait)
+        self._settle(LocalSteps.wait)
         self.durable.wait()
 
     def close(self) -> None:
         """Wait for the saves in flight and release threads and connections."""
-        self._settled(LocalSteps.close)
+        self._settle(LocalSteps.close)
         self._steps = None
         self.durable.close()
 
@@ -189,7 +189,7 @@ class Checkpoints:
             found += [f"local tier: {problem}; it is passed over" for problem in problems]
         return found
 
-    def _settled(self, act: Callable[[LocalSteps], None]) -> None:
+    def _settle(self, act: Callable[[LocalSteps], None]) -> None:
         steps = self._steps
         if steps is not None:
             self._locally(lambda: act(steps), steps.step)

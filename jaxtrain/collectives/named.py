@@ -35,7 +35,7 @@ def _sum(x: jax.Array, axes: MeshAxes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _reduced(x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
+def _all_reduce(x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
     # Of the compiler's own sum types know that it is equal everywhere: they need not be told.
     return _sum(x, axes) if isinstance(by, Lax) else same(by.all_reduce(x, axes), axes)
 
@@ -50,9 +50,9 @@ SUMS: dict[str, Callable[[jax.Array, MeshAxes], jax.Array]] = {
 vocabulary; sums that an optimizer makes of a leaf."""
 
 GRADIENT_SUMS: dict[str, Callable[[jax.Array, MeshAxes, AllReduce], jax.Array]] = {
-    "gradients": _reduced,
-    "small gradients": _reduced,
-    "layer gradients": _reduced,
+    "gradients": _all_reduce,
+    "small gradients": _all_reduce,
+    "layer gradients": _all_reduce,
 }
 """All-reduces by the experiment's reducer, of gradients over the axes a leaf is whole on: leaf by
 leaf; small leaves in buckets; either of them within the backward pass of their layer."""

@@ -87,7 +87,8 @@ class CompressedSums(NamedTuple):
     def sum(
         self, grads: Arrays, residuals: Residuals, unit: jax.Array, key: jax.Array
     ) -> tuple[Arrays, Residuals, Arrays]:
-        """Inside shard_map: (sums over `Part.whole`, residuals after, exact sums where measured).
+        """Inside shard_map: (sums over `CompressedLeaf.whole`, residuals after, exact sums where
+        measured).
 
         unit: what makes sums means. Residuals are means, so that a loss scale or a batch of
         another size leaves them right. The key of each part of each leaf is its own.

@@ -207,7 +207,7 @@ class Attention(nnx.Module):
             )
         else:
             assert context.index is not None, "a cache is read at an index"
-            cache = _extended(cache, k, v, context.index)
+            cache = _extend(cache, k, v, context.index)
             o = _attend_cache(q, cache, context, config)
         out = row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
         if config.out_bias:
@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         return [q, k, v]
 
 
-def _extended(cache: Cache, k: jax.Array, v: jax.Array, index: Index) -> Cache:
+def _extend(cache: Cache, k: jax.Array, v: jax.Array, index: Index) -> Cache:
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
     return Cache(write(cache.keys, k), write(cache.values, v))
 

@@ -63,12 +63,12 @@ class Tapped:
         return getattr(self._comm, name)
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        return self._tapped("column", x, weights, self._comm.column(x, *weights))
+        return self._tap("column", x, weights, self._comm.column(x, *weights))
 
     def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        return self._tapped("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
+        return self._tap("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
 
-    def _tapped(
+    def _tap(
         self, way: str, x: Stream, weights: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         known = [i for i, w in enumerate(weights) if id(w) in self._names]

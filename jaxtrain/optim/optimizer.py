@@ -92,7 +92,7 @@ def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
         found: tuple[Any, ...] = ()
         if start is not None:
             names, found = by_path[path[start:]]
-            kept = _kept(names, getattr(path[start - 1], "name", ""))
+            kept = _remaining_dims(names, getattr(path[start - 1], "name", ""))
             names, found = (tuple(each[dim] for dim in kept) for each in (names, found))
         if len(names) != leaf.ndim:
             where = jax.tree_util.keystr(path)
@@ -106,7 +106,7 @@ def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def _kept(names: LogicalAxes, field: str) -> list[int]:
+def _remaining_dims(names: LogicalAxes, field: str) -> list[int]:
     """The dims that a `FactoredState` field has not averaged away."""
     dims = leaf_dims(names)
     gone = {"rows": dims.columns, "columns": dims.rows}.get(field, ())

@@ -117,7 +117,7 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
         backward_cotangent=_at(schedule.backward, cotangent_of),
         backward_stash=_at(schedule.backward, stash),
         exit=_microbatches(schedule.backward[:, 0], schedule.chunks, 0),
-        receive_cotangent=_received(schedule.backward, cotangent_of, schedule.chunks, -1),
+        receive_cotangent=_receive(schedule.backward, cotangent_of, schedule.chunks, -1),
         weight=weight,
         weight_stash=_at(weight, stash),
     )
@@ -153,7 +153,7 @@ def _forward_rows(schedule: Schedule, input_of: Works, kept: Works) -> Rows:
         enter=_microbatches(schedule.forward[:, 0], schedule.chunks, 0),
         leave=_microbatches(schedule.forward[:, -1], schedule.chunks, last),
         leave_cotangent=of_all,
-        receive_input=_received(schedule.forward, input_of, schedule.chunks, +1),
+        receive_input=_receive(schedule.forward, input_of, schedule.chunks, +1),
         backward=none,
         backward_input=none,
         backward_kept=none,
@@ -179,7 +179,7 @@ def _microbatches(
     return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
 
 
-def _received(table: Table, number: Works, chunks: int, way: int) -> Table:
+def _receive(table: Table, number: Works, chunks: int, way: int) -> Table:
     """The buffer for what the neighbour sends at a tick's end: of the stage before
     (way 1), or behind (-1). From the last stage to the first it goes on to the next chunk."""
     sent = np.roll(table, way, axis=1)

@@ -201,7 +201,7 @@ def compile_experiment(
     found, memory = collectives(text), peak_memory(compiled)
     stated = why_not_predicted(assembly) is None
     held = contract(assembly, lowered_collectives(lowered), found) if stated else None
-    peak, squeezed = memory["peak_bytes"], _squeezed(log())
+    peak, squeezed = memory["peak_bytes"], _memory_warnings(log())
     flops, asked = dot_flops(text), asked_flops(assembly)
     scheduled = "is_scheduled=true" in text.partition("\n")[0]
     return CompileReport(
@@ -218,7 +218,7 @@ def compile_experiment(
         violations=(
             *law,
             *(side_by_side(text) if spec.simulated else ()),
-            *_rematerialised(log()),
+            *_remat_warnings(log()),
             *squeezed,
             *_made_again(flops, asked),
             *_broken(held),
@@ -249,12 +249,12 @@ def _unseen() -> AbstractContextManager[Callable[[], str]]:
     return nullcontext(lambda: "")
 
 
-def _rematerialised(log: str) -> list[str]:
+def _remat_warnings(log: str) -> list[str]:
     lines = [line.strip() for line in log.splitlines() if REMATERIALISED in line]
     return [f"XLA gathers a whole tensor to split it another way: {line}" for line in lines]
 
 
-def _squeezed(log: str) -> list[str]:
+def _memory_warnings(log: str) -> list[str]:
     return [
         f"XLA can make the step no smaller than {found[2]}, and has {found[1]} for it: use more "
         f"microbatches or devices"

@@ -140,13 +140,13 @@ def _handed_collectives(
 
 def as_compiled(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
     """`sent` as the platform's compiler is known to change it, and those changes in words."""
-    wide = [_widened(each) for each in sent]
+    wide = [_widen(each) for each in sent]
     if platform_of(assembly.spec) != "cpu" or wide == sent:
         return sent, ()
     return wide, ("XLA:CPU sends bf16 as fp32",)
 
 
-def _widened(sent: Sent) -> Sent:
+def _widen(sent: Sent) -> Sent:
     if sent.dtype != "bfloat16":
         return sent
     return replace(sent, dtype="float32", buffer_bytes=2 * sent.buffer_bytes)

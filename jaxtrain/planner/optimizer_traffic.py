@@ -15,7 +15,7 @@ def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
     for why, parts in facts.optimizer.sums:
         together: dict[tuple[tuple[str, ...], frozenset[str]], int] = defaultdict(int)
         for part in parts:
-            over, kept, elements = _summed(facts, part)
+            over, kept, elements = _leaf_sum(facts, part)
             together[over, kept] += elements
         for (over, _), elements in together.items():
             yield from collective_traffic(
@@ -25,7 +25,7 @@ def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
         yield from _made_whole(facts, name, stacked)
 
 
-def _summed(facts: StepFacts, part: LeafSumFacts) -> tuple[tuple[str, ...], frozenset[str], int]:
+def _leaf_sum(facts: StepFacts, part: LeafSumFacts) -> tuple[tuple[str, ...], frozenset[str], int]:
     """(mesh axes summed over, those the sums are still split over, elements of them a device)."""
     leaf = facts.leaves[part.leaf]
     split = [() if d in part.gone else axes for d, axes in enumerate(leaf.optimizer)]

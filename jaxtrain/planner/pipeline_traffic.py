@@ -50,9 +50,9 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from times(_backward(facts, p, below=True), p.backward - alone)
     yield from times(_backward(facts, p, below=False), alone)
     yield from times(_weights(facts, p), p.weight)
-    yield from times(_handed(facts, p, "activations to the next stage"), p.sent_on)
-    yield from times(_handed(facts, p, "gradients to the stage before"), p.sent_back)
-    blocks, outside = _parted(facts)
+    yield from times(_stage_sends(facts, p, "activations to the next stage"), p.sent_on)
+    yield from times(_stage_sends(facts, p, "gradients to the stage before"), p.sent_back)
+    blocks, outside = _stack_and_outside(facts)
     why = "weights outside the pipeline"
     yield from gathers(facts, why, outside)
     if facts.sharded:
@@ -63,13 +63,13 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         yield from to_optimizer(facts, facts.leaves)
 
 
-def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
+def _stack_and_outside(facts: StepFacts) -> tuple[Leaves, Leaves]:
     """Those of the pipeline, and those outside it."""
     blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(STACK)}
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
 
 
-def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
+def _stage_sends(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
     """What every stage but one, or with chunks every stage, hands to a neighbour."""
     size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
     whole = collective_traffic(facts, why, "all_gather", "lax", (p.axis,), facts.compute, size)
@@ -122,7 +122,7 @@ def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's F: one chunk forward."""
     yield from tokens.forward(facts, facts.tensor, facts.model.period * p.depth)
-    yield from _fetched(facts, p, "weights of a layer", p.depth)
+    yield from _weight_gathers(facts, p, "weights of a layer", p.depth)
 
 
 def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Sent]:
@@ -136,7 +136,7 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
             split = p.weight > 0
             yield from _rerun_to_kept(facts, axes, period[-1], before=period[:-1], split=split)
         turns = whole + part * _needs_weights(facts, p)
-        yield from _fetched(facts, p, "weights of a layer, again for B", turns)
+        yield from _weight_gathers(facts, p, "weights of a layer, again for B", turns)
     again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
     found = stack_works(facts, p.depth, below=below)
     for work, turns in found:
@@ -145,8 +145,10 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     if not again:
         count = mixtures(period) * p.depth
         yield from tokens.token_gathers(facts, "inputs of experts, again", axes, count)
-    yield from _fetched(facts, p, "weights of a layer, backward", fetched_again(facts, found))
-    blocks, _ = _parted(facts)
+    yield from _weight_gathers(
+        facts, p, "weights of a layer, backward", fetched_again(facts, found)
+    )
+    blocks, _ = _stack_and_outside(facts)
     yield from _weight_gradients(facts, p, _of_experts(facts, blocks) if p.weight else blocks)
 
 
@@ -204,7 +206,7 @@ def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     )
     yield from tokens.token_gathers(facts, "columns, for weight gradients", facts.tensor, columns)
     yield from tokens.token_gathers(facts, "rows, for weight gradients", facts.tensor, rows)
-    blocks, _ = _parted(facts)
+    blocks, _ = _stack_and_outside(facts)
     made = _of_experts(facts, blocks)
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made})
 
@@ -226,10 +228,10 @@ def mixtures(blocks: Sequence[Block]) -> int:
     return sum(isinstance(each, ExpertCall) for block in blocks for each in operations(block))
 
 
-def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
+def _weight_gathers(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
     """A turn's weights, gathered for use so often; nothing where they are gathered once a step."""
     if facts.sharded:
-        blocks, _ = _parted(facts)
+        blocks, _ = _stack_and_outside(facts)
         yield from times(gathers(facts, why, blocks, layers=p.chunks * p.depth), turns)
 
 

@@ -62,11 +62,11 @@ def collective_traffic(
         Sent(why, "collective-permute", crossed, permute.dtype, round(permute.nbytes), step.times)
         for step in schedule(collective, by, n, size, dtype)
         for permute in step.permutes
-        for crossed in [_crossed(facts.sizes, axes, permute)]
+        for crossed in [_axes_crossed(facts.sizes, axes, permute)]
     ]
 
 
-def _crossed(sizes: Mapping[str, int], axes: MeshAxes, permute: Permute) -> MeshAxes:
+def _axes_crossed(sizes: Mapping[str, int], axes: MeshAxes, permute: Permute) -> MeshAxes:
     """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
     product of axes may be a neighbour along one of them."""
     found, n = set(), math.prod(sizes[a] for a in axes)

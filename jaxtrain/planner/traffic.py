@@ -24,7 +24,7 @@ from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, upd
 def step_traffic(facts: StepFacts) -> list[Sent]:
     """Everything that one training step sends, optimizer included."""
     once = [
-        *_summed(facts),
+        *_gradient_sums(facts),
         *_norms(facts),
         *optimizer_traffic(facts),
         *updated_param_gathers(facts),
@@ -71,7 +71,7 @@ def _activations(facts: StepFacts) -> Iterator[Sent]:
         yield from times(tokens.backward(facts, axes, work), turns)
 
 
-def _summed(facts: StepFacts) -> Iterator[Sent]:
+def _gradient_sums(facts: StepFacts) -> Iterator[Sent]:
     """Gradients over the axes on which a leaf is whole: once a step, but for the stacked leaves
     that are summed layer by layer in the backward pass."""
     trained = {name for name, leaf in facts.leaves.items() if leaf.trained}
@@ -98,17 +98,17 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
         axes = tuple(a for a in facts.sizes if a not in split)
         elements = local_elements(facts, leaf, leaf.optimizer) // layers
         if name in facts.sums.apart:
-            found += _compressed(facts, name, axes, elements)
+            found += _compressed_sum(facts, name, axes, elements)
         elif elements <= facts.sums.small_leaf:
             buckets[axes] += elements
         else:
-            found += _all_reduced(facts, f"{why}: {name}", axes, elements)
+            found += _all_reduce(facts, f"{why}: {name}", axes, elements)
     for axes, elements in buckets.items():
-        found += _all_reduced(facts, f"{why}: small leaves", axes, elements)
+        found += _all_reduce(facts, f"{why}: small leaves", axes, elements)
     return found
 
 
-def _compressed(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
+def _compressed_sum(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
     thin factors of it; or, where the codec cannot act, all of it."""
     by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
@@ -122,10 +122,10 @@ def _compressed(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> I
         )
         return
     for each in facts.sums.factors.get(name, (elements,)):
-        yield from _all_reduced(facts, why, axes, each)
+        yield from _all_reduce(facts, why, axes, each)
 
 
-def _all_reduced(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
+def _all_reduce(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:

@@ -19,7 +19,7 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
         return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
 
     found = []
-    for axes, name, elements in _grouped(facts, leaves, dtype):
+    for axes, name, elements in _group(facts, leaves, dtype):
         found += collective_traffic(
             facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers
         )
@@ -29,7 +29,7 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
     """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
     found = []
-    for axes, name, elements in _grouped(facts, _trained(leaves), lambda leaf: facts.reduce):
+    for axes, name, elements in _group(facts, _trained_leaves(leaves), lambda leaf: facts.reduce):
         size = elements // layers
         found += collective_traffic(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
     return found
@@ -38,7 +38,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
 def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
     """Gradients on their way from where the backward pass leaves them to the optimizer's split; of
     one part in `parts` of each leaf."""
-    leaves = _trained(leaves)
+    leaves = _trained_leaves(leaves)
     begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in leaves.items()}
     held = {k: local_elements(facts, leaf, begins[k]) // parts for k, leaf in leaves.items()}
     why = "gradients to their optimizer state"
@@ -50,7 +50,7 @@ def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterato
 
 def updated_param_gathers(facts: StepFacts) -> Iterator[Sent]:
     """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
-    trained = _trained(facts.leaves)
+    trained = _trained_leaves(facts.leaves)
     held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in trained.items()}
     for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in trained.items()}):
         held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
@@ -58,11 +58,11 @@ def updated_param_gathers(facts: StepFacts) -> Iterator[Sent]:
         yield from _together(facts, "updated parameters", "all_gather", leaves)
 
 
-def _trained(leaves: Leaves) -> Leaves:
+def _trained_leaves(leaves: Leaves) -> Leaves:
     return {k: leaf for k, leaf in leaves.items() if leaf.trained}
 
 
-def _grouped(
+def _group(
     facts: StepFacts, leaves: Leaves, dtype: Callable[[LeafFacts], str]
 ) -> Iterator[tuple[MeshAxes, str, int]]:
     """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that

@@ -184,7 +184,7 @@ def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool
             format_violations(strange, spec)
         ) from None  # what else reads those values may fail
     found += absent
-    found = [each for each in strange if not _told(each, found)] + found
+    found = [each for each in strange if not _already_found(each, found)] + found
     if assembly is not None:
         found += memory_violations(assembly) if held_to_memory else []
         try:
@@ -215,7 +215,7 @@ def _of_other_kinds(experiment: Experiment) -> list[str]:
     return unreadable(config)
 
 
-def _told(strange: str, found: list[str]) -> bool:
+def _already_found(strange: str, found: list[str]) -> bool:
     """Whether another violation is of the same field."""
     field = strange.removeprefix("experiment.").partition(" is ")[0]
     return any(each.startswith(f"{field}=") for each in found)

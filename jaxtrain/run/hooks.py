@@ -125,7 +125,7 @@ class MetricsFiles(Callback):
         self._run_dir, self._logging, self._rates = run_dir, logging, rates
         self._held: tuple[int, Mapping[str, Any]] | None = None
         self._latest = start
-        self._writer = self._opened(start + 1)
+        self._writer = self._open(start + 1)
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         self._latest = step
@@ -151,9 +151,9 @@ class MetricsFiles(Callback):
         """Go on in new files: the old ones were removed."""
         if self._writer is not None:
             self._close(run)
-            self._writer = self._opened(self._latest + 1)
+            self._writer = self._open(self._latest + 1)
 
-    def _opened(self, start: int) -> MetricsWriter | None:
+    def _open(self, start: int) -> MetricsWriter | None:
         if self._run_dir is None:
             return None
         tensorboard, process = self._logging.tensorboard, jax.process_index()

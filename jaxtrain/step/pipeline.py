@@ -66,7 +66,7 @@ def on_device(
 ) -> OnDevice:
     """This device's part of a step. Names of its blocks are without `period.`. reduction: of
     training; None where the tables have no B."""
-    blocks, outside = _parted(params)
+    blocks, outside = _stack_and_outside(params)
     wide, inner, loop = _wide(assembly, comm), comm, assembly.loop
     if reduction is not None:
         if assembly.experiment.execution.pipeline.keeps_residuals:
@@ -147,7 +147,7 @@ def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
     return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
 
 
-def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
+def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
     """Those of the pipeline, and those outside it."""
     blocks = {k: p for k, p in params.items() if k.startswith(STACK)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}

@@ -160,7 +160,7 @@ def _refuse_unsaved(path: Path) -> None:
 
 
 def _read_run(stored: Stored, wanted: dict[str, Any], scale: float) -> dict[str, jax.Array]:
-    return _merged(read_stored(stored, wanted), scale)
+    return _merge(read_stored(stored, wanted), scale)
 
 
 def static_of(config: ModelConfig) -> Any:
@@ -180,7 +180,7 @@ def _template(split: ModuleSplit, spec: MeshSpec, dtype: Any = "float32") -> dic
     }
 
 
-def _merged(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
+def _merge(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
     """Without adapters: in their matrices, one after the other."""
     out = {k: v for k, v in params.items() if not is_adapter(k)}
     for name in (k.removesuffix(INTO) for k in params if k.endswith(INTO)):

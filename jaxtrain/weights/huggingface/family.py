@@ -62,7 +62,7 @@ class Family:
     defaults: Mapping[str, Any]
     read: Callable[[Fields], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
-    """The fields that come nearest to a config; `config.expressed` tells what they miss."""
+    """The fields that come nearest to a config; `config.family_and_fields` tells what they miss."""
     others: tuple[Tensor, ...] = ()
 
     def name_of(self, leaf: str) -> str:
