@@ -7,17 +7,9 @@ and is measured in turn with it; the loss falls from log(4096) = 8.3 towards log
 far beyond the steps of a benchmark. LOG.md has what was measured.
 """
 
-from jaxtrain import (
-    AdamW,
-    AttentionConfig,
-    BigramChain,
-    BlockConfig,
-    DecoderConfig,
-    Experiment,
-    MlpConfig,
-    RMSNorm,
-    Rope,
-)
+from jaxtrain import AdamW, AttentionConfig, BlockConfig, DecoderConfig, Experiment, MlpConfig
+from jaxtrain.data import BigramChain
+from jaxtrain.nn import RMSNorm, Rope
 from jaxtrain.optim.optimizer import everything
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from jaxtrain import (
     AdamW,
-    ByteTokenizer,
     Evaluation,
     Experiment,
     FineTuning,
@@ -26,6 +25,7 @@ from jaxtrain import (
     WarmupCosine,
     huggingface_config,
 )
+from jaxtrain.data import ByteTokenizer
 
 FOLDER = "runs/stdlib_lm_folder"
 DESCRIPTIONS = Path(sysconfig.get_paths()["purelib"]) / "*.dist-info" / "METADATA"

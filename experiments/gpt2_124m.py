@@ -21,17 +21,16 @@ from jaxtrain import (
     DecoderConfig,
     Evaluation,
     Experiment,
-    LayerNorm,
     MlpConfig,
-    Parquet,
     Sample,
     SavePolicy,
     TextData,
-    TokenizerFile,
     WarmupCosine,
     bf16,
-    gelu_tanh,
 )
+from jaxtrain.data import Parquet, TokenizerFile
+from jaxtrain.models import gelu_tanh
+from jaxtrain.nn import LayerNorm
 
 
 def experiment() -> Experiment:

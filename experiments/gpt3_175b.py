@@ -24,19 +24,18 @@ from jaxtrain import (
     Evaluation,
     Execution,
     Experiment,
-    LayerNorm,
     MlpConfig,
     Pipeline,
     SavePolicy,
     TextData,
-    TokenFiles,
-    TokenizerFile,
     WarmupCosine,
     bf16,
     fsdp,
-    gelu_tanh,
     tensor,
 )
+from jaxtrain.data import TokenFiles, TokenizerFile
+from jaxtrain.models import gelu_tanh
+from jaxtrain.nn import LayerNorm
 
 
 def experiment() -> Experiment:

@@ -20,17 +20,14 @@ from jaxtrain import (
     DecoderConfig,
     Evaluation,
     Experiment,
-    Llama3Scaling,
     MlpConfig,
-    RMSNorm,
-    Rope,
     SavePolicy,
     TextData,
-    TokenFiles,
-    TokenizerFile,
     WarmupCosine,
     bf16,
 )
+from jaxtrain.data import TokenFiles, TokenizerFile
+from jaxtrain.nn import Llama3Scaling, RMSNorm, Rope
 
 
 def experiment() -> Experiment:

@@ -25,15 +25,13 @@ from jaxtrain import (
     Experiment,
     LayerLoop,
     MlpConfig,
-    RMSNorm,
-    Rope,
     SavePolicy,
     TextData,
-    TokenFiles,
-    TokenizerFile,
     WarmupCosine,
     bf16,
 )
+from jaxtrain.data import TokenFiles, TokenizerFile
+from jaxtrain.nn import RMSNorm, Rope
 
 
 def experiment() -> Experiment:

@@ -31,18 +31,16 @@ from jaxtrain import (
     Evaluation,
     Execution,
     Experiment,
-    Initialisation,
-    LayerNorm,
     MlpConfig,
     Pipeline,
     SavePolicy,
     TextData,
-    TokenFiles,
-    TokenizerFile,
     WarmupCosine,
     bf16,
-    gelu_tanh,
 )
+from jaxtrain.data import TokenFiles, TokenizerFile
+from jaxtrain.models import gelu_tanh
+from jaxtrain.nn import Initialisation, LayerNorm
 
 
 def experiment() -> Experiment:

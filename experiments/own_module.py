@@ -21,15 +21,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain import (
-    AdamW,
-    ByteTokenizer,
-    Evaluation,
-    Experiment,
-    StdlibSource,
-    TextData,
-    WarmupCosine,
-)
+from jaxtrain import AdamW, Evaluation, Experiment, TextData, WarmupCosine
+from jaxtrain.data import ByteTokenizer, StdlibSource
 
 
 @dataclass(frozen=True)

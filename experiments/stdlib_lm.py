@@ -11,16 +11,15 @@ from jaxtrain import (
     AdamW,
     AttentionConfig,
     BlockConfig,
-    ByteTokenizer,
     DecoderConfig,
     Evaluation,
     Experiment,
     MlpConfig,
     Sample,
-    StdlibSource,
     TextData,
     WarmupCosine,
 )
+from jaxtrain.data import ByteTokenizer, StdlibSource
 
 
 def experiment() -> Experiment:

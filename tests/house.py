@@ -43,11 +43,11 @@ def longest(root: Path) -> tuple[int, str]:
 
 
 def public_names(root: Path) -> set[str]:
-    """The names that the package's stub hands out."""
-    stub = ast.parse((root / "__init__.pyi").read_text(encoding="utf-8"))
+    """The names that the stubs of the package and of its rooms hand out."""
+    stubs = [ast.parse(stub.read_text(encoding="utf-8")) for stub in root.rglob("__init__.pyi")]
     return {
         alias.name
-        for node in ast.walk(stub)
+        for node in (each for stub in stubs for each in ast.walk(stub))
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }

@@ -39,8 +39,8 @@ def at_once(answers_within: Any) -> Iterator[None]:
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "a number among paths": (lambda: jaxtrain.TextFiles(("a", 3)), "patterns has 3; a path"),
-    "a path that is none": (lambda: jaxtrain.JsonLines(3), "patterns has 3; a path"),
-    "an empty path": (lambda: jaxtrain.Parquet(""), "patterns has ''; a path"),
+    "a path that is none": (lambda: jaxtrain.data.JsonLines(3), "patterns has 3; a path"),
+    "an empty path": (lambda: jaxtrain.data.Parquet(""), "patterns has ''; a path"),
     "a number held out": (
         lambda: jaxtrain.TextFiles("a", held_out_patterns=(1,)),
         "held_out_patterns has 1; a path",
@@ -49,22 +49,25 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jaxtrain.TextFiles("a", held_out="x"),
         "held_out='x' is a fraction",
     ),
-    "tokens by number": (lambda: jaxtrain.TokenFiles((1,)), "paths has 1; a path"),
-    "a tokenizer by number": (lambda: jaxtrain.TokenizerFile(3), "path=3 must be a text"),
+    "tokens by number": (lambda: jaxtrain.data.TokenFiles((1,)), "paths has 1; a path"),
+    "a tokenizer by number": (lambda: jaxtrain.data.TokenizerFile(3), "path=3 must be a text"),
     "a vocabulary of 1e9": (
-        lambda: jaxtrain.BpeTokenizer(vocab=10**9),
+        lambda: jaxtrain.data.BpeTokenizer(vocab=10**9),
         "vocab=1000000000 must be a whole number of at least 257 and at most 4194304",
     ),
     "a fractional vocabulary": (
-        lambda: jaxtrain.BpeTokenizer(vocab=1e9),
+        lambda: jaxtrain.data.BpeTokenizer(vocab=1e9),
         r"vocab=1000000000.0 must",
     ),
     "a frequency of 1e30": (
-        lambda: jaxtrain.BpeTokenizer(min_frequency=10**30),
+        lambda: jaxtrain.data.BpeTokenizer(min_frequency=10**30),
         "min_frequency=1000",
     ),
     "a row in words": (lambda: jaxtrain.TextData(seq="long"), "seq='long' must be a whole number"),
-    "a chain in words": (lambda: jaxtrain.BigramChain("a", 8), "vocab='a' must be a whole number"),
+    "a chain in words": (
+        lambda: jaxtrain.data.BigramChain("a", 8),
+        "vocab='a' must be a whole number",
+    ),
     "a seed of 65 bits": (
         lambda: replace(EXPERIMENT, seed=2**64),
         r"seed=18446744073709551616 must",
@@ -151,7 +154,9 @@ HOSTILE = (10**9, 10**30, -1, 1.5, "a", "", [], [[1]], {}, {"a": 1}, None, True)
 @pytest.mark.parametrize("mixture", [False, True])
 def test_a_field_of_a_folders_config_is_read_or_refused(mixture: bool, tmp_path: Path) -> None:
     """Each field with each of these: a model that is sound, or a ValueError, and no other error."""
-    rotary = replace(MODEL, period=(replace(MOE if mixture else BLOCK, norm=jaxtrain.RMSNorm()),))
+    rotary = replace(
+        MODEL, period=(replace(MOE if mixture else BLOCK, norm=jaxtrain.nn.RMSNorm()),)
+    )
     family, fields = family_and_fields(rotary)
     written = {"model_type": family.model_type, **fields}
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -187,7 +192,7 @@ def test_a_tokenizer_json_that_is_none_is_told(case: str, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     told = r"tokenizer.json cannot be used as a tokenizer: .+"
     with pytest.raises(ValueError, match=told):
-        jaxtrain.TokenizerFile(str(path), eos="a").build(iter, corpus="", cache_dir=tmp_path)
+        jaxtrain.data.TokenizerFile(str(path), eos="a").build(iter, corpus="", cache_dir=tmp_path)
     with pytest.raises(ValueError, match=told):
         folder_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
@@ -227,7 +232,7 @@ def test_what_a_folder_says_of_its_tokens_is_read_or_refused(tmp_path: Path) -> 
 
 def test_lines_of_json_that_nest_without_end_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ' + "[" * 10**5 + "\n")
-    source = jaxtrain.JsonLines(str(tmp_path / "a.jsonl"), held_out=0.0)
+    source = jaxtrain.data.JsonLines(str(tmp_path / "a.jsonl"), held_out=0.0)
     with pytest.raises(ValueError, match=r"a.jsonl:2: nests too deep; take the line out"):
         list(documents(source, "train"))
 

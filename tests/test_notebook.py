@@ -25,7 +25,7 @@ experiment = jaxtrain.Experiment(
     model=jaxtrain.DecoderConfig(
         vocab=16, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
     ),
-    data=jaxtrain.BigramChain(vocab=16, seq=8),
+    data=jaxtrain.data.BigramChain(vocab=16, seq=8),
     optimizer=jaxtrain.AdamW(1e-2),
     steps=2000,
     batch=4,

@@ -5,3 +5,7 @@ here. `description.py` is all that the rest of the house knows of a model, `laye
 made from, `stage.py` what a pipeline makes of it; the decoder is one family. To read first: Llama 2
 (Touvron et al. 2023) and GPT-2 (Radford et al. 2019), between which the decoder's fields reach.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -21,7 +21,7 @@ ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [rows, columns] of a block. leaf: its name in the block."""
+    """A matrix of a block. leaf: its name in the block; rows, columns: its two dims."""
 
     leaf: str
     rows: int
@@ -35,7 +35,8 @@ class Weight:
 @dataclass(frozen=True)
 class ColumnParallel:
     """x @ w for weights that tensor parallelism splits by column, by one `Communicator.column`:
-    tokens are gathered before it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+    tokens are gathered before it (Shoeybi et al. 2019; Korthikanti et al. 2022). weights: those
+    that one gather serves."""
 
     weights: tuple[Weight, ...]
 
@@ -43,7 +44,7 @@ class ColumnParallel:
 @dataclass(frozen=True)
 class RowParallel:
     """x @ w for a weight that is split by row, by `Communicator.row`: the products are summed and
-    their tokens scattered after it."""
+    their tokens scattered after it. weight: of the product."""
 
     weight: Weight
 
@@ -54,7 +55,8 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Scores and values of all heads, by `Communicator.attend`. window, softcap: as
+    """Scores and values of all heads, by `Communicator.attend`. heads: of queries; kv_heads: of
+    keys and values; head_dim: of each; causal: a query sees no later key. window, softcap: as
     `AttentionConfig` has them."""
 
     heads: int
@@ -72,8 +74,8 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """A mixture of experts, by `Communicator.experts`. router, weights: of one expert; experts: how
-    many there are, of which a token goes through `per_token`."""
+    """A mixture of experts, by `Communicator.experts`. router: its matrix; weights: those of one
+    expert; experts: how many there are; per_token: through how many of them a token goes."""
 
     router: Weight
     weights: tuple[Weight, ...]
@@ -106,7 +108,7 @@ Operation = ColumnParallel | RowParallel | AttentionCall | ExpertCall | Elementw
 
 @dataclass(frozen=True)
 class Residual:
-    """x + branch(x)."""
+    """x + branch(x). branch: what is done to x before it is added."""
 
     branch: tuple[Operation, ...]
 
@@ -131,7 +133,8 @@ def products(block: Block) -> Iterator[Weight]:
 @dataclass(frozen=True)
 class Head:
     """Logits and loss over a vocabulary that is split, by `nn.loss.cross_entropy`. leaf: its table
-    [padded, embed], of which `vocab` rows are real; chunk_tokens: as `HeadConfig` has it."""
+    [padded, embed]; vocab: its real rows; padded: all of them; chunk_tokens: as `HeadConfig` has
+    it."""
 
     leaf: str
     vocab: int

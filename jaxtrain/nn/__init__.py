@@ -3,3 +3,7 @@
 No layer names a mesh axis, and no model lives here. To read first: Megatron-LM (Shoeybi et al.
 2019; Korthikanti et al. 2022 for the sequence-parallel form) and FlashAttention (Dao et al. 2022).
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -35,7 +35,7 @@ class HeadConfig:
     """Static facts of the head.
 
     vocab: ids below this are real; rows above pad the table and never get probability.
-    softcap: logits are softcap * tanh(logits / softcap) (Gemma 2); scale multiplies them first.
+    softcap: logits are softcap * tanh(logits / softcap) (Gemma 2). scale: multiplies them first.
     chunk_tokens: tokens a chunk, at most; chunks divide the tokens evenly. frozen: no gradient of
     the head is made. accuracy: count what was right too; it sends nothing more.
     """
@@ -49,8 +49,9 @@ class HeadConfig:
 
 
 class LossSums(NamedTuple):
-    """Sums over the rows a device has seen, fp32 scalars: of the loss, of what it is divided by at
-    the end of the step, and by name of what is divided by the same and told beside it."""
+    """Sums over the rows a device has seen, fp32 scalars. loss: of the losses; count: what it is
+    divided by at the end of the step; beside: by name, what is divided by the same and logged
+    beside it, such as what was right."""
 
     loss: jax.Array
     count: jax.Array

@@ -33,7 +33,8 @@ EXPERIMENT = ROOT / "experiments" / "bench_6m.py"
 KEYS = {"step_s", "baseline_step_s", "ratio", "compile_s", "first_step_s", "peak_bytes", "loss"}
 TINY = """
 from dataclasses import replace
-from jaxtrain import BigramChain, load_experiment
+from jaxtrain import load_experiment
+from jaxtrain.data import BigramChain
 
 def experiment():
     e = load_experiment({path!r})
@@ -260,7 +261,8 @@ def test_bench_refuses_what_it_cannot_compare(tmp_path: Path, monkeypatch) -> No
         bench_step(EXPERIMENT, mesh_from_axes(fsdp=1), steps=0)
     path = tmp_path / "half.py"
     path.write_text(
-        "from dataclasses import replace\nfrom jaxtrain import fp16, load_experiment\n"
+        "from dataclasses import replace\nfrom jaxtrain import load_experiment\n"
+        "from jaxtrain.optim import fp16\n"
         f"def experiment():\n    return replace(load_experiment({str(EXPERIMENT)!r}), "
         "precision=fp16)\n"
     )

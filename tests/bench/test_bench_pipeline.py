@@ -242,7 +242,7 @@ def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.Mon
 
 def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
     told: list[str] = []
-    ramp = replace(bench.benchmark(2), batch=jaxtrain.BatchRamp(2, 4, 2, 10), microbatches=2)
+    ramp = replace(bench.benchmark(2), batch=jaxtrain.data.BatchRamp(2, 4, 2, 10), microbatches=2)
     with pytest.raises(ValueError, match="bench pipeline: 7 problems") as raised:
         bench_pipeline(
             *(1,), experiment=ramp, measured_at=0, microbatches=(2, -4), rounds=1, window=math.nan,

@@ -53,7 +53,11 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
         (jaxtrain.Sample, {"prompt": "a", "temperature": float("nan")}, ["temperature=nan must"]),
         (jaxtrain.Sample, {"prompt": b"a"}, ["prompt=b'a' must be a text"]),
         (jaxtrain.Execution, {"mode": 1}, ["mode=1 is a int; use a text in quotes or None"]),
-        (jaxtrain.Execution, {"reducer": 3}, ["reducer=3 is a int; use a jaxtrain.Lax or a "]),
+        (
+            jaxtrain.Execution,
+            {"reducer": 3},
+            ["reducer=3 is a int; use a jaxtrain.collectives.Lax or a "],
+        ),
     ],
 )
 def test_a_wrong_field_is_refused_as_it_is_made(
@@ -68,7 +72,7 @@ def test_a_wrong_field_is_refused_as_it_is_made(
     ("field", "value", "message"),
     [
         ("precision", "bf16", "precision='bf16' is a str; use precision=jaxtrain.bf16"),
-        ("precision", "half", "precision='half' is a str; use a jaxtrain.Precision"),
+        ("precision", "half", "precision='half' is a str; use a jaxtrain.optim.Precision"),
         ("sharding", "fsdp", "sharding='fsdp' is a str; use sharding=jaxtrain.fsdp()"),
         ("sharding", jaxtrain.fsdp, "use sharding=jaxtrain.fsdp()"),
         ("evaluation", 100, "is a int; use evaluation=jaxtrain.Evaluation(every=100)"),
@@ -77,7 +81,7 @@ def test_a_wrong_field_is_refused_as_it_is_made(
         ("steps", None, "steps=None is a NoneType; use a whole number"),
         ("steps", 10.0, "steps=10.0 is a float; use a whole number"),
         ("microbatches", True, "microbatches=True is a bool; use a whole number"),
-        ("batch", "many", "batch='many' is a str; use a whole number or a jaxtrain.BatchRamp"),
+        ("batch", "many", "batch='many' is a str; use a whole number or a jaxtrain.data.BatchRamp"),
         ("clip_norm", "1", "clip_norm='1' is a str; use a number or None"),
         ("seed", 1.5, "seed=1.5 is a float; use a whole number"),
         ("seed", -1, "seed=-1 must lie in [0, 2**32)"),
@@ -103,7 +107,7 @@ def test_all_fields_of_another_kind_are_told_at_once() -> None:
 
 def test_what_the_annotations_allow_is_taken() -> None:
     given = experiment(
-        batch=jaxtrain.BatchRamp(8, 16, 8, 4),
+        batch=jaxtrain.data.BatchRamp(8, 16, 8, 4),
         clip_norm=1,
         evaluation=jaxtrain.Evaluation(
             every=1, batches=None, sample=jaxtrain.Sample("a", tokens=1, temperature=0)
@@ -143,17 +147,21 @@ WRITTEN = {
     "optimizer=AdamW(WarmupCosine(3e-4, warmup=2), b1=0.8)": jaxtrain.AdamW(
         jaxtrain.WarmupCosine(3e-4, warmup=2), b1=0.8
     ),
-    "execution.reducer=Ring()": jaxtrain.Ring(),
+    "execution.reducer=Ring()": jaxtrain.collectives.Ring(),
     "execution.loop=LayerLoop(remat='dots')": jaxtrain.LayerLoop(remat="dots"),
     "execution.mode=gspmd": "gspmd",
-    "checkpoints=SavePolicy(every=Minutes(5))": jaxtrain.SavePolicy(every=jaxtrain.Minutes(5)),
-    "model.period.0.mlp.activation=gelu_tanh": jaxtrain.gelu_tanh,
-    "model.period[0].mlp.activation=silu": jaxtrain.silu,
+    "checkpoints=SavePolicy(every=Minutes(5))": jaxtrain.SavePolicy(
+        every=jaxtrain.checkpoint.Minutes(5)
+    ),
+    "model.period.0.mlp.activation=gelu_tanh": jaxtrain.models.gelu_tanh,
+    "model.period[0].mlp.activation=silu": jaxtrain.models.silu,
     "precision=jaxtrain.bf16": jaxtrain.bf16,
     "sharding=jaxtrain.fsdp() | jaxtrain.tensor()": jaxtrain.fsdp() | jaxtrain.tensor(),
-    "data.source=JsonLines('a.jsonl', held_out=0.5)": jaxtrain.JsonLines("a.jsonl", held_out=0.5),
-    "data.tokenizer=BpeTokenizer(1024)": jaxtrain.BpeTokenizer(1024),
-    "precision=Precision(compute=bfloat16)": jaxtrain.Precision(compute=jnp.bfloat16),
+    "data.source=JsonLines('a.jsonl', held_out=0.5)": jaxtrain.data.JsonLines(
+        "a.jsonl", held_out=0.5
+    ),
+    "data.tokenizer=BpeTokenizer(1024)": jaxtrain.data.BpeTokenizer(1024),
+    "precision=Precision(compute=bfloat16)": jaxtrain.optim.Precision(compute=jnp.bfloat16),
     "model.period.0=BlockConfig(AttentionConfig(heads=4), MlpConfig(16))": jaxtrain.BlockConfig(
         jaxtrain.AttentionConfig(heads=4), jaxtrain.MlpConfig(16)
     ),
@@ -167,7 +175,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("setting", WRITTEN)
 def test_a_value_is_written_by_the_public_names(setting: str) -> None:
-    data = jaxtrain.TextData(tokenizer=jaxtrain.BpeTokenizer())
+    data = jaxtrain.TextData(tokenizer=jaxtrain.data.BpeTokenizer())
     found: Any = with_fields(experiment(model=DECODER, data=data), [setting])
     for name in setting.partition("=")[0].replace("[0]", ".0").split("."):
         found = found[int(name)] if name.isdigit() else getattr(found, name)
@@ -177,7 +185,7 @@ def test_a_value_is_written_by_the_public_names(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("precision=SGD(0.1)", "is a SGD; use a jaxtrain.Precision"),
+        ("precision=SGD(0.1)", "is a SGD; use a jaxtrain.optim.Precision"),
         ("precision=Precision", "Precision is no value yet; call it, Precision(...)"),
         ("optimizer=SGD(WarmupCosine)", "WarmupCosine is no value yet; call it"),
         ("precision=bf15", "precision is Precision, and 'bf15' is str; did you mean bf16?"),

@@ -12,17 +12,9 @@ import pytest
 from flax import nnx
 
 import jaxtrain
-from jaxtrain import (
-    AttentionConfig,
-    BlockConfig,
-    DecoderConfig,
-    LayerNorm,
-    Llama3Scaling,
-    MlpConfig,
-    RMSNorm,
-    Rope,
-    gelu_tanh,
-)
+from jaxtrain import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
+from jaxtrain.models import gelu_tanh
+from jaxtrain.nn import LayerNorm, Llama3Scaling, RMSNorm, Rope
 from jaxtrain.nn.module import take_apart
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

@@ -86,7 +86,7 @@ def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatc
 
 @pytest.mark.slow
 def test_the_program_of_the_last_steps_is_compiled(small):
-    reducer = jaxtrain.Compressed(jaxtrain.Int8(), warmup_steps=2)
+    reducer = jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8(), warmup_steps=2)
     execution = jaxtrain.Execution(reducer=reducer, small_leaf=100)
     report = compile_experiment(
         replace(small, execution=execution, sharding=jaxtrain.data_parallel()),

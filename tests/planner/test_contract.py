@@ -93,10 +93,10 @@ def with_blocks(experiment, **counts):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        jaxtrain.Lamb(0.1),
-        pytest.param(jaxtrain.Lars(0.1), marks=pytest.mark.exhaustive),
+        jaxtrain.optim.Lamb(0.1),
+        pytest.param(jaxtrain.optim.Lars(0.1), marks=pytest.mark.exhaustive),
         pytest.param(
-            jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8), marks=pytest.mark.exhaustive
+            jaxtrain.optim.Adafactor(0.1, min_dim_size_to_factor=8), marks=pytest.mark.exhaustive
         ),
         jaxtrain.Muon(0.1),
     ],
@@ -136,17 +136,25 @@ WIDE = (("data", 4), ("tensor", 2))
 REDUCERS = [
     *(
         pytest.param(
-            jaxtrain.Compressed(codec, by=by),
+            jaxtrain.collectives.Compressed(codec, by=by),
             id=name,
             marks=pytest.mark.slow if name in ("int8", "PowerSGD") else pytest.mark.exhaustive,
         )
         for name, codec, by in (
-            ("int8", jaxtrain.Int8(), jaxtrain.Lax()),
-            ("top-k by rings", jaxtrain.TopK(0.05), jaxtrain.Ring()),
-            ("sign, recursive", jaxtrain.Sign(), jaxtrain.Recursive()),
-            ("PowerSGD", jaxtrain.PowerSGD(4), jaxtrain.Lax()),
-            ("PowerSGD of a rank too high for attention", jaxtrain.PowerSGD(40), jaxtrain.Ring(1)),
-            ("PowerSGD in levels", jaxtrain.PowerSGD(4), jaxtrain.Hierarchical()),
+            ("int8", jaxtrain.collectives.Int8(), jaxtrain.collectives.Lax()),
+            ("top-k by rings", jaxtrain.collectives.TopK(0.05), jaxtrain.collectives.Ring()),
+            ("sign, recursive", jaxtrain.collectives.Sign(), jaxtrain.collectives.Recursive()),
+            ("PowerSGD", jaxtrain.collectives.PowerSGD(4), jaxtrain.collectives.Lax()),
+            (
+                "PowerSGD of a rank too high for attention",
+                jaxtrain.collectives.PowerSGD(40),
+                jaxtrain.collectives.Ring(1),
+            ),
+            (
+                "PowerSGD in levels",
+                jaxtrain.collectives.PowerSGD(4),
+                jaxtrain.collectives.Hierarchical(),
+            ),
         )
     ),
 ]
@@ -155,7 +163,7 @@ REDUCERS = [
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    axes = WIDE if reducer.codec == jaxtrain.PowerSGD(40) else CUBE
+    axes = WIDE if reducer.codec == jaxtrain.collectives.PowerSGD(40) else CUBE
     placed = experiment_on(small, Layout(axes, loop="scanned, prefetch, remat full"))
     execution = replace(placed.execution, reducer=reducer, small_leaf=100)
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
@@ -163,7 +171,7 @@ def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     assert (axes == WIDE) is (0 < len(sums.factors) < len(sums.apart))
     found = held(assembly)
     assert not found.broken, told(found.broken)
-    coded = not isinstance(reducer.codec, jaxtrain.PowerSGD)
+    coded = not isinstance(reducer.codec, jaxtrain.collectives.PowerSGD)
     assert coded is any(line.key.dtype == "u8" for line in found.lines)
 
 
@@ -219,11 +227,16 @@ def test_what_xla_chooses_is_not_held_to_a_contract():
 
 
 def test_names_of_algorithms():
-    values = (jaxtrain.Lax(), jaxtrain.Recursive(), jaxtrain.Ring(1), jaxtrain.Ring(unroll=False))
+    values = (
+        jaxtrain.collectives.Lax(),
+        jaxtrain.collectives.Recursive(),
+        jaxtrain.collectives.Ring(1),
+        jaxtrain.collectives.Ring(unroll=False),
+    )
     names = [algorithm_name(value) for value in values]
     assert names == ["lax", "recursive", "ring_1", "ring_2_looped"]
     with pytest.raises(ValueError, match=r"Hierarchical.* use Lax\(\), Ring\(\) or Recursive"):
-        algorithm_name(jaxtrain.Hierarchical())
+        algorithm_name(jaxtrain.collectives.Hierarchical())
 
 
 def test_a_ring_sums_16_bits_in_fp32_and_gathers_them_as_they_are():
@@ -246,11 +259,11 @@ def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [jaxtrain.Lax(), jaxtrain.Ring()], ids=str)
+@pytest.mark.parametrize("by", [jaxtrain.collectives.Lax(), jaxtrain.collectives.Ring()], ids=str)
 def test_fp16_travels_as_it_is(by):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    placed = replace(experiment_on(small, Layout(CUBE)), precision=jaxtrain.fp16)
-    execution = replace(placed.execution, collectives=jaxtrain.Collectives(by, by))
+    placed = replace(experiment_on(small, Layout(CUBE)), precision=jaxtrain.optim.fp16)
+    execution = replace(placed.execution, collectives=jaxtrain.collectives.Collectives(by, by))
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
     found = held(assembly)
     assert not found.broken and not found.rewrites, told(found.broken)

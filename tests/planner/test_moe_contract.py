@@ -87,11 +87,11 @@ CASES = [
         "zero bubble, zero2", staged("zero bubble", 3, "unrolled, remat none", sharding="zero2")
     ),
     by_hand("Muon", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Muon(0.1)}),
-    by_hand("LAMB", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.Lamb(0.1)}),
+    by_hand("LAMB", Layout(CUBE, loop=DOTS), given={"optimizer": jaxtrain.optim.Lamb(0.1)}),
     by_hand(
         "Adafactor",
         Layout(CUBE, loop=DOTS),
-        given={"optimizer": jaxtrain.Adafactor(0.1, min_dim_size_to_factor=8)},
+        given={"optimizer": jaxtrain.optim.Adafactor(0.1, min_dim_size_to_factor=8)},
     ),
 ]
 

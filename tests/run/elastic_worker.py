@@ -31,16 +31,16 @@ from jaxtrain.step.batches import PlacedRows, row_numbers
 
 BATCHES, STEPS = 10, 40
 
-ADAFACTOR = jaxtrain.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)
+ADAFACTOR = jaxtrain.optim.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": dict(optimizer=jaxtrain.AdamW(1e-2), ema_decay=0.9),
     "sgd": dict(optimizer=jaxtrain.SGD(0.1, momentum=0.9)),
-    "lion": dict(optimizer=jaxtrain.Lion(1e-3)),
+    "lion": dict(optimizer=jaxtrain.optim.Lion(1e-3)),
     "adafactor": dict(optimizer=ADAFACTOR),
-    "lamb": dict(optimizer=jaxtrain.Lamb(1e-2)),
-    "lars": dict(optimizer=jaxtrain.Lars(1.0)),
+    "lamb": dict(optimizer=jaxtrain.optim.Lamb(1e-2)),
+    "lars": dict(optimizer=jaxtrain.optim.Lars(1.0)),
     "muon": dict(optimizer=jaxtrain.Muon(1e-2)),
-    "powersgd": dict(reducer=jaxtrain.Compressed(jaxtrain.PowerSGD(2))),
+    "powersgd": dict(reducer=jaxtrain.collectives.Compressed(jaxtrain.collectives.PowerSGD(2))),
 }
 """What a run is of: every optimizer that is exported, averaged weights, and compressed sums, which
 carry errors and factors."""
@@ -50,7 +50,7 @@ def experiment_of(kind: str, pipeline: jaxtrain.Pipeline) -> jaxtrain.Experiment
     """Three layers: on two and four stages there is padding, on three there is none. They begin
     large: a layer in another's place shows in the loss."""
     changes = dict(KINDS[kind])
-    reducer = changes.pop("reducer", jaxtrain.Lax())
+    reducer = changes.pop("reducer", jaxtrain.collectives.Lax())
     attention = jaxtrain.AttentionConfig(heads=4, head_dim=2)
     block = jaxtrain.BlockConfig(attention, jaxtrain.MlpConfig(hidden=16))
     given = jaxtrain.Experiment(
@@ -61,9 +61,9 @@ def experiment_of(kind: str, pipeline: jaxtrain.Pipeline) -> jaxtrain.Experiment
             period=(block,),
             tied=True,
             vocab_multiple=48,
-            init=jaxtrain.Initialisation(std=0.3),
+            init=jaxtrain.nn.Initialisation(std=0.3),
         ),
-        data=jaxtrain.BigramChain(vocab=16, seq=12, isolate_documents=True),
+        data=jaxtrain.data.BigramChain(vocab=16, seq=12, isolate_documents=True),
         optimizer=jaxtrain.AdamW(1e-2),
         steps=STEPS,
         batch=8,

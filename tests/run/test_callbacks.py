@@ -127,7 +127,7 @@ def test_the_order_of_calls(train: Train) -> None:
 
 def test_saves_that_are_rated_come_after_the_evaluation(train: Train) -> None:
     recorder = Recorder()
-    keep = jaxtrain.Keep(latest=1, best=jaxtrain.Best("eval_loss"))
+    keep = jaxtrain.checkpoint.Keep(latest=1, best=jaxtrain.checkpoint.Best("eval_loss"))
     train(recorder, steps=2, checkpoints=jaxtrain.SavePolicy(every=1, keep=keep))
     at = [(event, step) for event, step, _ in recorder.calls if event not in EVENTS[:3]]
     assert at == [
@@ -232,8 +232,8 @@ def test_the_guard_of_compressed_sums_is_told_once(
     decoder: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
     """Each step is sampled; of the first it is known when the third is dispatched."""
-    guard = jaxtrain.Guard(every=1, max_error=0.01)
-    reducer = jaxtrain.Compressed(jaxtrain.TopK(0.01), guard=guard)
+    guard = jaxtrain.collectives.Guard(every=1, max_error=0.01)
+    reducer = jaxtrain.collectives.Compressed(jaxtrain.collectives.TopK(0.01), guard=guard)
     execution = jaxtrain.Execution(reducer=reducer, small_leaf=0)
     recorder, stream = Recorder(), io.StringIO()
     result = jaxtrain.train(

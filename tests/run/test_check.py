@@ -30,7 +30,7 @@ from jaxtrain.step.state import shardings
 from jaxtrain.step.violations import field_violations
 
 ROOT = Path(__file__).parents[2]
-BF16_WEIGHTS = jaxtrain.Precision(params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default")
+BF16_WEIGHTS = jaxtrain.optim.Precision(params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default")
 RULES = {
     "fsdp": jaxtrain.fsdp() | jaxtrain.tensor(),
     "zero1": jaxtrain.zero1() | jaxtrain.tensor(),
@@ -74,7 +74,7 @@ def held_by(device: Any, tree: Any) -> int:
     ids=str,
 )
 def test_a_stage_has_its_share_of_a_microbatch(
-    axes: dict[str, int], precision: jaxtrain.Precision, wanted: int
+    axes: dict[str, int], precision: jaxtrain.optim.Precision, wanted: int
 ) -> None:
     """Rows by tokens by embed by bytes: rows go over data and fsdp, tokens over tensor."""
     given = experiment(microbatches=4, precision=precision)
@@ -87,13 +87,13 @@ def test_a_stage_has_its_share_of_a_microbatch(
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, "fsdp", jaxtrain.fp32),
         ({"data": 4, "tensor": 2}, "zero1", BF16_WEIGHTS),
-        ({"data": 8}, "data parallel", jaxtrain.fp16),
+        ({"data": 8}, "data parallel", jaxtrain.optim.fp16),
         ({"data": 1}, "fsdp", jaxtrain.fp32),
     ],
     ids=str,
 )
 def test_bytes_are_those_of_the_arrays_on_every_device(
-    axes: dict[str, int], rules: str, precision: jaxtrain.Precision
+    axes: dict[str, int], rules: str, precision: jaxtrain.optim.Precision
 ) -> None:
     spec = jaxtrain.mesh_from_axes(**axes)
     given = experiment(sharding=RULES[rules], precision=precision)
@@ -112,9 +112,9 @@ def test_bytes_are_those_of_the_arrays_on_every_device(
 @pytest.mark.parametrize(
     ("dropout", "reducer"),
     [
-        (0.1, jaxtrain.Lax()),
-        pytest.param(0.0, jaxtrain.Lax(), marks=pytest.mark.slow),
-        pytest.param(0.0, jaxtrain.Compressed(PowerSGD(2)), marks=pytest.mark.slow),
+        (0.1, jaxtrain.collectives.Lax()),
+        pytest.param(0.0, jaxtrain.collectives.Lax(), marks=pytest.mark.slow),
+        pytest.param(0.0, jaxtrain.collectives.Compressed(PowerSGD(2)), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -158,7 +158,7 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary() -> None:
 
 
 def test_microbatches_that_fit_every_size_of_a_ramp_are_named() -> None:
-    ramp = jaxtrain.BatchRamp(start=4, end=10, increment=6, steps=2)
+    ramp = jaxtrain.data.BatchRamp(start=4, end=10, increment=6, steps=2)
     found = field_violations(experiment(batch=ramp, microbatches=5))
     assert found == ["batch=4 is not a multiple of microbatches=5; use microbatches=2, or batch=5"]
 
@@ -219,10 +219,14 @@ def test_a_decoder_whose_layers_cannot_be_counted_is_refused(change: dict[str, A
 @pytest.mark.parametrize(
     ("tokenizer", "prompt", "message"),
     [
-        (jaxtrain.ByteTokenizer(), "four", "prompt of 4 .* and tokens=13 .*; use tokens=12 or"),
-        (jaxtrain.ByteTokenizer(), "x" * 20, "prompt of 20 .*; use a shorter prompt"),
-        (jaxtrain.BpeTokenizer(), "four", None),
-        (jaxtrain.ByteTokenizer(), "one", None),
+        (
+            jaxtrain.data.ByteTokenizer(),
+            "four",
+            "prompt of 4 .* and tokens=13 .*; use tokens=12 or",
+        ),
+        (jaxtrain.data.ByteTokenizer(), "x" * 20, "prompt of 20 .*; use a shorter prompt"),
+        (jaxtrain.data.BpeTokenizer(), "four", None),
+        (jaxtrain.data.ByteTokenizer(), "one", None),
     ],
 )
 def test_a_sample_past_the_learned_positions_is_refused_before_the_run(
@@ -337,10 +341,10 @@ def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_onc
     """On one H100: 20 bytes a parameter of four billion are more than its pool."""
     model = replace(experiment().model, embed=2**14, vocab=2**17)
     files = jaxtrain.TextFiles("no/*.txt", held_out_patterns="nor/*.md")
-    source = jaxtrain.Mixture(((1.0, files), (1.0, jaxtrain.TokenFiles("none/*.tokens"))))
+    source = jaxtrain.data.Mixture(((1.0, files), (1.0, jaxtrain.data.TokenFiles("none/*.tokens"))))
     wrong = experiment(
         model=model,
-        data=jaxtrain.TextData(source, jaxtrain.TokenizerFile("no.json"), seq=16),
+        data=jaxtrain.TextData(source, jaxtrain.data.TokenizerFile("no.json"), seq=16),
         execution=jaxtrain.Execution(attention="splash"),
         evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample("a", tokens=10**9)),
         fine_tuning=jaxtrain.FineTuning(trainable=("*", "layers.*")),
@@ -370,7 +374,7 @@ def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits
         jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
     given = experiment(data=jaxtrain.TextData(replace(here, held_out_patterns=()), seq=16))
     jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
-    whole = experiment(data=jaxtrain.TextData(jaxtrain.StdlibSource(held_out=0.0), seq=16))
+    whole = experiment(data=jaxtrain.TextData(jaxtrain.data.StdlibSource(held_out=0.0), seq=16))
     jaxtrain.check(whole, jaxtrain.mesh_from_axes(data=1))
     with pytest.raises(ValueError, match=r"holds no \.py files for split 'held_out'"):
         evaluated = replace(whole, evaluation=jaxtrain.Evaluation())
@@ -380,8 +384,8 @@ def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits
 @pytest.mark.parametrize(
     ("data", "field"),
     [
-        (jaxtrain.TextData(jaxtrain.StdlibSource(), 3, seq=16), "data.tokenizer is 3"),  # type: ignore
-        (jaxtrain.TextData(3, jaxtrain.ByteTokenizer(), seq=16), "data.source is 3"),  # type: ignore
+        (jaxtrain.TextData(jaxtrain.data.StdlibSource(), 3, seq=16), "data.tokenizer is 3"),  # type: ignore
+        (jaxtrain.TextData(3, jaxtrain.data.ByteTokenizer(), seq=16), "data.source is 3"),  # type: ignore
     ],
 )
 def test_what_train_could_not_store_check_tells_with_all_else(data: Any, field: str) -> None:

@@ -184,9 +184,9 @@ def test_a_directory_that_cannot_be_written_again_is_tried_once_an_interval(
         clock = partial(SaveClock, clock=lambda: 60 * len(minutes))
         monkeypatch.setattr(module, "SaveClock", clock)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
-    policy, stream = jaxtrain.SavePolicy(every=jaxtrain.Minutes(3)), io.StringIO()
+    policy, stream = jaxtrain.SavePolicy(every=jaxtrain.checkpoint.Minutes(3)), io.StringIO()
     if tier == "local":
-        local = jaxtrain.LocalTier(policy.every, str(tmp_path / "memory"))
+        local = jaxtrain.checkpoint.LocalTier(policy.every, str(tmp_path / "memory"))
         policy = jaxtrain.SavePolicy(every=1000, local=local)
 
     def ask() -> bool:
@@ -261,11 +261,11 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
 
 def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -> None:
     """Ten steps that lower it, which are not counted, and twenty that cannot."""
-    scaling = jaxtrain.LossScale(initial=2.0**10, minimum=1.0)
+    scaling = jaxtrain.optim.LossScale(initial=2.0**10, minimum=1.0)
     lost = replace(
         own,
         optimizer=replace(own.optimizer, learning_rate=1e38),
-        precision=jaxtrain.Precision(loss_scale=scaling),
+        precision=jaxtrain.optim.Precision(loss_scale=scaling),
         steps=60,
     )
     said = r"20 steps in a row, up to step 3[1-3], were not finite, at the least loss scale"

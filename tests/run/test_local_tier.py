@@ -29,17 +29,17 @@ import jaxtrain
 block = jaxtrain.BlockConfig(
     jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
 )
-local = jaxtrain.LocalTier(every=1, directory=f"{folder}/host{{process}}")
+local = jaxtrain.checkpoint.LocalTier(every=1, directory=f"{folder}/host{{process}}")
 experiment = jaxtrain.Experiment(
     model=jaxtrain.DecoderConfig(
         vocab=16, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
     ),
-    data=jaxtrain.BigramChain(vocab=16, seq=8, isolate_documents=True),
+    data=jaxtrain.data.BigramChain(vocab=16, seq=8, isolate_documents=True),
     optimizer=jaxtrain.AdamW(1e-2),
     steps=STEPS,
     batch=8,
     evaluation=None,
-    checkpoints=jaxtrain.SavePolicy(every=jaxtrain.Minutes(60), local=local),
+    checkpoints=jaxtrain.SavePolicy(every=jaxtrain.checkpoint.Minutes(60), local=local),
     logging=jaxtrain.Logging(every=1, tensorboard=False),
 )
 asked = []

@@ -94,7 +94,7 @@ def test_a_run_directory_holds_what_every_tool_reads(
     experiment = replace(
         decoder,
         model=replace(decoder.model, vocab=257, vocab_multiple=4),
-        data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=16),
+        data=jaxtrain.TextData(source, jaxtrain.data.ByteTokenizer(), seq=16),
         evaluation=jaxtrain.Evaluation(
             every=3,
             batches=1,
@@ -172,7 +172,9 @@ def test_a_decoder_with_dropout_in_fp16_resumes_to_the_bit(
     experiment = replace(
         decoder,
         model=replace(decoder.model, dropout=0.2),
-        precision=replace(jaxtrain.fp16, loss_scale=jaxtrain.LossScale(2.0**22, window=2)),
+        precision=replace(
+            jaxtrain.optim.fp16, loss_scale=jaxtrain.optim.LossScale(2.0**22, window=2)
+        ),
         microbatches=2,
     )
     axes = {"fsdp": 2, "tensor": 2}
@@ -388,7 +390,7 @@ def test_evaluation_does_not_depend_on_the_mesh(
         plain = replace(
             plain,
             model=replace(plain.model, vocab=257, vocab_multiple=4),
-            data=jaxtrain.TextData(source, jaxtrain.ByteTokenizer(), seq=8),
+            data=jaxtrain.TextData(source, jaxtrain.data.ByteTokenizer(), seq=8),
         )
     evaluated = replace(plain, evaluation=jaxtrain.Evaluation(every=2, batches=3, final_batches=3))
     alone = trained(evaluated, name=None, axes={"data": 1}, steps=4)

@@ -71,7 +71,7 @@ experiment = jaxtrain.Experiment(
     model=jaxtrain.DecoderConfig(
         vocab=16, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
     ),
-    data=Counted(jaxtrain.BigramChain(vocab=16, seq=8, isolate_documents=True)),
+    data=Counted(jaxtrain.data.BigramChain(vocab=16, seq=8, isolate_documents=True)),
     optimizer=jaxtrain.AdamW(1e-2),
     steps=STEPS,
     batch=BATCH,

@@ -19,9 +19,9 @@ import pytest
 from tiny import Asking
 
 import jaxtrain
-from jaxtrain import Compressed, Int8, PowerSGD
 from jaxtrain.checkpoint import CheckpointManager, SavePolicy
 from jaxtrain.checkpoint.leaves import named_leaves
+from jaxtrain.collectives import Compressed, Int8, PowerSGD
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.run.evaluate import Evaluator
@@ -63,11 +63,11 @@ def first_state(rest: AtRest) -> TrainState:
 
 # What is in a state: every optimizer that keeps something of its own, and compressed sums.
 
-FACTORED = jaxtrain.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)
+FACTORED = jaxtrain.optim.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)
 STATES: dict[str, Any] = {
     "adamw, average": (dict(ema_decay=0.9), {}),
     "adafactor": (
-        dict(optimizer=jaxtrain.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)),
+        dict(optimizer=jaxtrain.optim.Adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=4)),
         {},
     ),
     "muon": (dict(optimizer=jaxtrain.Muon(1e-2)), {}),
@@ -408,7 +408,7 @@ def test_a_continuation_from_stages_is_that_of_one_device(
     layers: int, axes: dict[str, int], pipeline: Pipeline, decoder: jaxtrain.Experiment
 ) -> None:
     given = of(decoder, layers)
-    init = jaxtrain.Initialisation(std=0.5)  # so that the likeliest is no matter of rounding
+    init = jaxtrain.nn.Initialisation(std=0.5)  # so that the likeliest is no matter of rounding
     given = replace(given, model=replace(given.model, init=init, vocab_multiple=32))
 
     def continued(rest: AtRest) -> list[int]:

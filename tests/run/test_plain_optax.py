@@ -186,7 +186,7 @@ def test_a_transformation_itself_is_not_stored(
         "def experiment():\n"
         "    block = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(2), jaxtrain.MlpConfig(8))\n"
         "    return jaxtrain.Experiment(jaxtrain.DecoderConfig(16, 8, 1, (block,)),\n"
-        "        jaxtrain.BigramChain(16, 8), OPTIMIZER, steps=2, batch=2)\n"
+        "        jaxtrain.data.BigramChain(16, 8), OPTIMIZER, steps=2, batch=2)\n"
     )
     file.write_text(text.replace("OPTIMIZER", "optax.adamw(3e-4)"))
     with pytest.raises(ValueError, match=said):
@@ -237,7 +237,7 @@ SILENT, STACKED = "no learning rate is logged", "computes over whole leaves"
         ("decoder", optax.inject_hyperparams(optax.lamb)(learning_rate=RATE), [STACKED]),
         ("decoder", optax.lamb(RATE), [SILENT, STACKED]),
         ("own", optax.lamb(RATE), [SILENT]),
-        ("decoder", jaxtrain.Lamb(RATE), []),
+        ("decoder", jaxtrain.optim.Lamb(RATE), []),
     ],
     ids=("injected", "adamw", "lamb, injected", "lamb", "lamb, unstacked", "our Lamb"),
 )

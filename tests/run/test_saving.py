@@ -149,7 +149,7 @@ def test_a_save_for_which_a_device_has_no_memory_is_told(
 
     monkeypatch.setattr(manager, "owned_parts", full)
     monkeypatch.setattr(tiers, "owned_parts", full)
-    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    local = jaxtrain.checkpoint.LocalTier(every=1, directory=str(tmp_path / "memory"))
     result, told = run(tmp_path, saving(own, local=local), steps=3)
     lines = [line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line]
     assert ["NOTE local tier" in line for line in lines] == [True, False]
@@ -245,7 +245,9 @@ def test_in_a_directory_that_turned_read_only_the_run_goes_on(
 
 def test_the_best_save_is_kept(own: jaxtrain.Experiment, tmp_path: Path) -> None:
     """By the evaluation of the step itself, also after a new start."""
-    keep = jaxtrain.Keep(latest=1, best=jaxtrain.Best("eval_loss", greatest=True))
+    keep = jaxtrain.checkpoint.Keep(
+        latest=1, best=jaxtrain.checkpoint.Best("eval_loss", greatest=True)
+    )
     experiment = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=1))
     run(tmp_path, experiment, steps=3)
     run(tmp_path, experiment, steps=6)
@@ -259,7 +261,7 @@ def test_a_save_is_rated_by_an_evaluation_of_its_own_step(
     own: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
     """One without has no values, not those of the evaluation before."""
-    keep = jaxtrain.Keep(latest=4, best=jaxtrain.Best("eval_loss"))
+    keep = jaxtrain.checkpoint.Keep(latest=4, best=jaxtrain.checkpoint.Best("eval_loss"))
     evaluated = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=2, batches=1))
     run(tmp_path, evaluated, steps=4)
     steps = {step: tmp_path / "run" / "checkpoints" / str(step) for step in (1, 2, 3)}
@@ -271,7 +273,7 @@ def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(
     own: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
     """Its durable save was killed before it was committed; a reboot would lose the end."""
-    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    local = jaxtrain.checkpoint.LocalTier(every=1, directory=str(tmp_path / "memory"))
     experiment = saving(own, every=100, local=local)
     run(tmp_path, experiment, steps=4)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
@@ -290,7 +292,7 @@ def test_a_local_tier_that_fails_costs_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local_tier, "write_chunks", full)
-    local = jaxtrain.LocalTier(every=1, directory=str(tmp_path / "memory"))
+    local = jaxtrain.checkpoint.LocalTier(every=1, directory=str(tmp_path / "memory"))
     result, told = run(tmp_path, saving(own, every=2, local=local), steps=4)
     assert result.saved == 4 and {"2", "4"} <= set(steps_of(tmp_path))
     assert told.count("No space left") == 4, "once a save"

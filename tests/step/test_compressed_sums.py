@@ -180,7 +180,7 @@ GUARD = Guard(every=3, min_cosine=0.5)
 @pytest.mark.parametrize(
     ("reducer", "step", "tripped", "wanted"),
     [
-        (jaxtrain.Lax(), 7, -1, Choice()),
+        (jaxtrain.collectives.Lax(), 7, -1, Choice()),
         (Compressed(Sign(), warmup_steps=2), 1, -1, Choice()),
         (Compressed(Sign(), warmup_steps=2), 2, -1, Choice(Sign())),
         (Compressed(RAMP), 3, -1, Choice(TopK(0.5))),
@@ -346,7 +346,7 @@ def test_what_a_distrusted_codec_left_is_dropped(
     guard = Guard(every=1, min_cosine=0.5)
     given = replace(decoder, optimizer=jaxtrain.SGD(0.1, momentum=0.0, weight_decay=0.0))
     session = opened(with_reducer(given, Compressed(Sabotaged(), guard=guard)), data=2)
-    exact = opened(with_reducer(given, jaxtrain.Lax()), data=2)
+    exact = opened(with_reducer(given, jaxtrain.collectives.Lax()), data=2)
     for _ in range(4):
         assert stepped(session)["compressed"] == 1
         stepped(exact)
@@ -452,7 +452,7 @@ def test_a_skipped_step_leaves_the_residuals_as_they_were(
 def test_without_a_compressed_reducer_the_state_holds_nothing_of_it(
     decoder: jaxtrain.Experiment,
 ) -> None:
-    for reducer in (jaxtrain.Lax(), jaxtrain.Hierarchical()):
+    for reducer in (jaxtrain.collectives.Lax(), jaxtrain.collectives.Hierarchical()):
         assembly = assemble(with_reducer(decoder, reducer), jaxtrain.mesh_from_axes(data=2))
         assert assembly.abstract.residuals == {} and assembly.parts == {}
 

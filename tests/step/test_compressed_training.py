@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import jaxtrain
-from jaxtrain import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
+from jaxtrain.collectives import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
 from jaxtrain.experiment import load_experiment
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
@@ -61,7 +61,7 @@ def held_out(reducer: Any, optimizer: Any, clip_norm: float | None) -> float:
 def excess(codec: Any, how: Any, **fields: Any) -> float:
     """How much higher the loss ends than the exact run's, relative."""
     reducer = Compressed(codec, warmup_steps=WARMUP, **fields)
-    return held_out(reducer, *how) / held_out(jaxtrain.Lax(), *how) - 1
+    return held_out(reducer, *how) / held_out(jaxtrain.collectives.Lax(), *how) - 1
 
 
 @pytest.mark.exhaustive

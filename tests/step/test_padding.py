@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
+from jaxtrain.collectives import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
 
 WORDS, LAYERS, RATE = 13, 5, 0.1
 """Three slots on each of two stages: what one of two devices of `data` sums compressed has layers
@@ -25,18 +25,18 @@ REDUCERS = {
     "fp8": Compressed(Fp8(block=16)),
     "top k": Compressed(TopK(0.3)),
     "PowerSGD": Compressed(PowerSGD(2)),
-    "exact": jaxtrain.Lax(),
-    "ring": jaxtrain.Ring(),
+    "exact": jaxtrain.collectives.Lax(),
+    "ring": jaxtrain.collectives.Ring(),
 }
 OPTIMIZERS = {
     "SGD": jaxtrain.SGD(RATE, momentum=0.0, weight_decay=0.0),
     "momentum": jaxtrain.SGD(RATE),
     "AdamW": jaxtrain.AdamW(3e-2),
-    "Lion": jaxtrain.Lion(3e-3),
-    "LAMB": jaxtrain.Lamb(3e-2),
-    "LARS": jaxtrain.Lars(3e-2),
+    "Lion": jaxtrain.optim.Lion(3e-3),
+    "LAMB": jaxtrain.optim.Lamb(3e-2),
+    "LARS": jaxtrain.optim.Lars(3e-2),
     "Muon": jaxtrain.Muon(3e-2),
-    "Adafactor": jaxtrain.Adafactor(3e-2, min_dim_size_to_factor=4),
+    "Adafactor": jaxtrain.optim.Adafactor(3e-2, min_dim_size_to_factor=4),
 }
 FLOOR = dict.fromkeys(OPTIMIZERS, 0.0) | {"Adafactor": 1.001e-30}
 """Adafactor adds it to the square of every gradient."""

@@ -52,23 +52,23 @@ def other_half(e: jaxtrain.Experiment) -> jaxtrain.Experiment:
     """Untied, learned positions, biases, LayerNorm, GELU."""
     (block,) = e.model.period
     attention = replace(block.attention, rope=None, qkv_bias=True, out_bias=True)
-    mlp = replace(block.mlp, gated=False, bias=True, activation=jaxtrain.gelu_tanh)
-    block = replace(block, attention=attention, mlp=mlp, norm=jaxtrain.LayerNorm())
-    model = dict(period=(block,), norm=jaxtrain.LayerNorm(), tied=False, learned_positions=8)
+    mlp = replace(block.mlp, gated=False, bias=True, activation=jaxtrain.models.gelu_tanh)
+    block = replace(block, attention=attention, mlp=mlp, norm=jaxtrain.nn.LayerNorm())
+    model = dict(period=(block,), norm=jaxtrain.nn.LayerNorm(), tied=False, learned_positions=8)
     return deep(e, **model)
 
 
 FEATURES: dict[str, Callable[[Any], Any]] = {
     "blocks beside the period": with_ends,
     "untied, positions, biases": other_half,
-    "fp16": lambda e: replace(deep(e), precision=jaxtrain.fp16),
+    "fp16": lambda e: replace(deep(e), precision=jaxtrain.optim.fp16),
     "Muon": lambda e: replace(deep(e), optimizer=jaxtrain.Muon(3e-3)),
     "Adafactor": lambda e: replace(
-        deep(e), optimizer=jaxtrain.Adafactor(3e-3, min_dim_size_to_factor=8)
+        deep(e), optimizer=jaxtrain.optim.Adafactor(3e-3, min_dim_size_to_factor=8)
     ),
-    "LAMB": lambda e: replace(deep(e), optimizer=jaxtrain.Lamb(3e-3)),
+    "LAMB": lambda e: replace(deep(e), optimizer=jaxtrain.optim.Lamb(3e-3)),
     "averaged weights": lambda e: replace(deep(e), ema_decay=0.9),
-    "a batch ramp": lambda e: replace(deep(e), batch=jaxtrain.BatchRamp(8, 16, 8, 2)),
+    "a batch ramp": lambda e: replace(deep(e), batch=jaxtrain.data.BatchRamp(8, 16, 8, 2)),
     "two blocks a period": lambda e: deep(e, period=e.model.period * 3),
 }
 MESHES = (dict(stage=2, tensor=2), dict(fsdp=2, stage=2))
@@ -98,7 +98,7 @@ def test_a_feature_trains_as_on_one_device(name: str, decoder: Any, opened: Any,
     mesh, pipe = MESHES[at % 2], PIPES[at // 2 % 2]
     expected = losses(opened(experiment), stepped)
     found = losses(opened(piped(experiment, **pipe), **mesh), stepped)
-    bound = 2e-3 if experiment.precision == jaxtrain.fp16 else 1e-5
+    bound = 2e-3 if experiment.precision == jaxtrain.optim.fp16 else 1e-5
     np.testing.assert_allclose(found, expected, rtol=bound)
     assert found[-1] != found[0]
 

@@ -43,7 +43,7 @@ def test_splits_that_change_attention_are_refused(decoder, entries, axes, messag
     [("bits_per_byte", "a BigramChain stand for no bytes"), ("los", "an evaluation has eval_loss")],
 )
 def test_the_best_by_what_nobody_measures_is_refused(decoder, metric, message):
-    keep = jaxtrain.Keep(best=jaxtrain.Best(metric))
+    keep = jaxtrain.checkpoint.Keep(best=jaxtrain.checkpoint.Best(metric))
     policy = jaxtrain.SavePolicy(every=1, keep=keep)
     given = replace(decoder, checkpoints=policy, evaluation=jaxtrain.Evaluation())
     with pytest.raises(ValueError, match=message):
@@ -74,7 +74,9 @@ def test_blocks_of_different_head_dim_rotate_by_their_own_tables(decoder):
 
 
 def test_weights_and_moments_in_bfloat16_train_on(decoder, opened, stepped):
-    precision = jaxtrain.Precision(params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default")
+    precision = jaxtrain.optim.Precision(
+        params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default"
+    )
     session = opened(replace(decoder, precision=precision))
     losses = [stepped(session)["loss"] for _ in range(12)]
     moments = {leaf.dtype for leaf in jax.tree.leaves(session.state.optimizer) if leaf.ndim}
@@ -83,12 +85,12 @@ def test_weights_and_moments_in_bfloat16_train_on(decoder, opened, stepped):
 
 def test_fp16_without_a_loss_scale_is_refused_by_name_too():
     with pytest.raises(ValueError, match="loss_scale=LossScale"):
-        jaxtrain.Precision(compute="float16")
+        jaxtrain.optim.Precision(compute="float16")
 
 
 def test_a_large_batch_in_fp16_does_not_overflow_its_scale(decoder, opened, stepped):
     """The loss scale acts on a mean: it does not shrink as the batch grows."""
-    experiment = replace(decoder, precision=jaxtrain.fp16, batch=512)
+    experiment = replace(decoder, precision=jaxtrain.optim.fp16, batch=512)
     session = opened(experiment)
     found = [stepped(session) for _ in range(4)]
     assert found[-1]["skipped"] == 0 and found[-1]["loss_scale"] == 2.0**15
@@ -143,12 +145,12 @@ def test_a_stop_without_checkpoints_does_not_claim_a_save(own, tmp_path):
 
 
 def test_algorithms_for_the_mode_without_collectives_of_ours_are_refused(decoder):
-    execution = jaxtrain.Execution(mode="gspmd", reducer=jaxtrain.Hierarchical())
+    execution = jaxtrain.Execution(mode="gspmd", reducer=jaxtrain.collectives.Hierarchical())
     with pytest.raises(ValueError, match="under gspmd XLA sums the gradients: use reducer=Lax"):
         assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(data=2))
     execution = jaxtrain.Execution(mode="gspmd", reduce_layers=True)
     with pytest.raises(ValueError, match="XLA chooses when it sums: use reduce_layers=False"):
         assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(data=2))
-    execution = jaxtrain.Execution(mode="gspmd", collectives=jaxtrain.Collectives())
+    execution = jaxtrain.Execution(mode="gspmd", collectives=jaxtrain.collectives.Collectives())
     with pytest.raises(ValueError, match="under gspmd XLA chooses them: use collectives=None"):
         assemble(replace(decoder, execution=execution), jaxtrain.mesh_from_axes(fsdp=2))

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import jaxtrain
-from jaxtrain import LossScale, Precision, bf16, fp16, fp32
+from jaxtrain import bf16, fp32
+from jaxtrain.optim import LossScale, Precision, fp16
 from jaxtrain.optim.rate import ScaledRate
 from jaxtrain.optim.schedule import WarmupLinear
 from jaxtrain.run.session import Session
@@ -204,7 +205,7 @@ def test_a_ramps_rates_are_those_of_its_largest_batch(
 ) -> None:
     """The rate is scaled by the batch that most of the run has, in every step of it."""
     rate = ScaledRate(0.5, reference_batch=BATCH)
-    ramp = jaxtrain.BatchRamp(start=BATCH, end=4 * BATCH, increment=3 * BATCH, steps=2)
+    ramp = jaxtrain.data.BatchRamp(start=BATCH, end=4 * BATCH, increment=3 * BATCH, steps=2)
     session = opened(replace(own, batch=ramp, optimizer=replace(own.optimizer, learning_rate=rate)))
     assert session.assembly.abstract_batch()["tokens"].shape == (1, 4 * BATCH, 8)
     for step in range(4):

@@ -36,11 +36,11 @@ def text(decoder: jaxtrain.Experiment, tmp_path: Path) -> jaxtrain.Experiment:
     for i in range(8):
         (tmp_path / "text" / f"{i}.txt").write_text(WORDS[i:] * 4)
     files = jaxtrain.TextFiles(str(tmp_path / "text" / "?.txt"))
-    init = jaxtrain.Initialisation(std=0.5)  # so that the likeliest is no matter of rounding
+    init = jaxtrain.nn.Initialisation(std=0.5)  # so that the likeliest is no matter of rounding
     return replace(
         decoder,
         model=replace(decoder.model, vocab=280, layers=2, init=init, vocab_multiple=4),
-        data=jaxtrain.TextData(files, jaxtrain.BpeTokenizer(vocab=280), seq=16),
+        data=jaxtrain.TextData(files, jaxtrain.data.BpeTokenizer(vocab=280), seq=16),
         steps=3,
         checkpoints=jaxtrain.SavePolicy(every=1000),
     )

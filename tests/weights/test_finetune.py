@@ -161,7 +161,7 @@ def test_a_start_from_a_folder_is_what_was_written_on_every_mesh(
     wider = replace(read, dropout=0.1, vocab_multiple=32, chunk_tokens=32)
     start = FineTuning(FromHuggingFace(folder), lora=QUERIES)
     for axes in meshes:
-        precision = jaxtrain.Precision(params=jnp.bfloat16) if axes == CUBE else jaxtrain.fp32
+        precision = jaxtrain.optim.Precision(params=jnp.bfloat16) if axes == CUBE else jaxtrain.fp32
         given = of(decoder, start, model=wider, precision=precision)
         order, state = first_state(given, **axes)
         found = params_in_natural_order(order.assembly, state.params)
@@ -219,13 +219,15 @@ SETS: dict[str, FineTuning] = {
 
 
 @pytest.mark.parametrize("optimizer", [
-    jaxtrain.AdamW(1e-2), jaxtrain.Muon(1e-2), jaxtrain.Lamb(1e-2), jaxtrain.SGD(1e-2),
-    jaxtrain.Adafactor(1e-2, min_dim_size_to_factor=4),
+    jaxtrain.AdamW(1e-2), jaxtrain.Muon(1e-2), jaxtrain.optim.Lamb(1e-2), jaxtrain.SGD(1e-2),
+    jaxtrain.optim.Adafactor(1e-2, min_dim_size_to_factor=4),
 ], ids=lambda o: type(o).__name__)  # fmt: skip
 def test_frozen_leaves_have_no_state(optimizer: Any, decoder: jaxtrain.Experiment) -> None:
     """Of an optimizer's state what a model of the trained leaves alone would have; no average, no
     residual."""
-    execution = jaxtrain.Execution(reducer=jaxtrain.Compressed(jaxtrain.Int8()), small_leaf=0)
+    execution = jaxtrain.Execution(
+        reducer=jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8()), small_leaf=0
+    )
     for tuning in SETS.values():
         for axes in (CUBE, STAGES):
             given = of(
@@ -316,7 +318,7 @@ def test_losses_are_those_of_one_device(
     fresh_programs: None,
 ) -> None:
     """Gradients too, of just the leaves that are trained."""
-    given = of(decoder, SETS[name], data=jaxtrain.BigramChain(16, 8, isolate_documents=True))
+    given = of(decoder, SETS[name], data=jaxtrain.data.BigramChain(16, 8, isolate_documents=True))
     key = name, layout.reference()
     if key not in one_device_runs:
         one_device_runs[key] = program(given, layout.reference())()
@@ -332,7 +334,10 @@ def test_frozen_leaves_are_in_no_compressed_sum(
 ) -> None:
     """Losses are near those of exact sums; errors and averages are of what is trained alone."""
     losses = {}
-    for reducer in (jaxtrain.Lax(), jaxtrain.Compressed(jaxtrain.Int8(block=16))):
+    for reducer in (
+        jaxtrain.collectives.Lax(),
+        jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8(block=16)),
+    ):
         execution = jaxtrain.Execution(reducer=reducer, small_leaf=0)
         given = of(decoder, SETS["mlp"], ema_decay=0.9, execution=execution, clip_norm=0.5)
         session = opened(given, data=2)
@@ -405,7 +410,7 @@ def test_what_a_step_with_frozen_leaves_sends_is_predicted(
     model = jaxtrain.DecoderConfig(
         vocab=16, embed=16, layers=6, period=(BLOCK,), prefix=ends, suffix=ends, vocab_multiple=32
     )
-    data = jaxtrain.BigramChain(16, 8, isolate_documents=True)
+    data = jaxtrain.data.BigramChain(16, 8, isolate_documents=True)
     given = experiment_on(of(decoder, SENT[name], model=model, data=data, batch=16), layout)
     try:
         assembly = assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes)))

@@ -45,7 +45,7 @@ experiment = jaxtrain.Experiment(
     model=jaxtrain.DecoderConfig(
         vocab=16, embed=8, layers=2, period=(block,), tied=True, vocab_multiple=16
     ),
-    data=jaxtrain.BigramChain(vocab=16, seq=8, isolate_documents=True),
+    data=jaxtrain.data.BigramChain(vocab=16, seq=8, isolate_documents=True),
     optimizer=jaxtrain.AdamW(1e-2),
     steps=3,
     batch=8,

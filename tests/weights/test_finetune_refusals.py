@@ -145,7 +145,7 @@ def test_a_run_that_does_not_fit_is_refused(decoder: jaxtrain.Experiment, tmp_pa
     with pytest.raises(ValueError, match="averaged: the run keeps no averaged weights"):
         begun(decoder, FromRun(tmp_path / "run", averaged=True))
 
-    block = replace(decoder.model.period[0], norm=jaxtrain.LayerNorm())
+    block = replace(decoder.model.period[0], norm=jaxtrain.nn.LayerNorm())
     mlp = jaxtrain.MlpConfig(hidden=32, gated=False)
     model = replace(decoder.model, period=(replace(block, mlp=mlp),), tied=False)
     other = replace(decoder, model=model)
@@ -198,7 +198,9 @@ def test_a_run_of_another_function_of_equal_shapes_is_refused(
     saved = replace(decoder, steps=2, checkpoints=jaxtrain.SavePolicy(every=1000))
     jaxtrain.train(saved, MESH, run_dir=tmp_path / "run", steps=1, **options)
     block = decoder.model.period[0]
-    block = replace(block, mlp=replace(block.mlp, activation=jaxtrain.gelu_tanh), dropout=0.1)
+    block = replace(
+        block, mlp=replace(block.mlp, activation=jaxtrain.models.gelu_tanh), dropout=0.1
+    )
     other = replace(decoder, model=replace(decoder.model, period=(block,)))
     with pytest.raises(ValueError, match=r"in 1 places:.*\n.*activation is gelu_tanh, there silu"):
         begun(other, FromRun(tmp_path / "run"))

@@ -78,7 +78,7 @@ def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
 
 def sharpened(decoder: jaxtrain.Experiment, **changes: object) -> jaxtrain.Experiment:
     """Large initial weights, so that the likeliest token is not a matter of rounding."""
-    init = jaxtrain.Initialisation(std=0.5)
+    init = jaxtrain.nn.Initialisation(std=0.5)
     model = replace(decoder.model, init=init, vocab_multiple=32, **changes)
     return replace(decoder, model=model)
 

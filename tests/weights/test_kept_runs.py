@@ -49,8 +49,8 @@ def experiment(decoder: jaxtrain.Experiment, tmp_path: Path) -> jaxtrain.Experim
         (tmp_path / "text" / f"{i}.txt").write_text(TEXT)
     (tmp_path / TOKENIZER).write_text(spaced(), encoding="utf-8")
     files = jaxtrain.TextFiles(str(tmp_path / "text" / "?.txt"))
-    kept = jaxtrain.TokenizerFile(str(tmp_path / TOKENIZER), eos="</s>")
-    init = jaxtrain.Initialisation(std=1.0)  # so that what comes before tells
+    kept = jaxtrain.data.TokenizerFile(str(tmp_path / TOKENIZER), eos="</s>")
+    init = jaxtrain.nn.Initialisation(std=1.0)  # so that what comes before tells
     return replace(
         decoder,
         model=replace(decoder.model, vocab=3 + len(WORDS), init=init, vocab_multiple=1),
@@ -178,7 +178,7 @@ def test_no_path_that_a_run_spells_is_opened(
     wanted = jaxtrain.generate_text(run, "the", tokens=3)
     data = experiment.data
     if named == "corpus":
-        data = replace(data, tokenizer=jaxtrain.BpeTokenizer(300, eos="</s>"))
+        data = replace(data, tokenizer=jaxtrain.data.BpeTokenizer(300, eos="</s>"))
     changed(run, lambda e: e.update(data=config_of(data)))
     for name in (TOKENIZER, SETTINGS, GENERATION):
         (run / name).unlink()
@@ -346,7 +346,7 @@ def test_what_is_refused_is_refused_before_a_weight_is_read(
     with pytest.raises(AssertionError, match="a weight was read"):
         jaxtrain.export(run, out)
 
-    attention = replace(experiment.model.period[0].attention, qk_norm=jaxtrain.LayerNorm())
+    attention = replace(experiment.model.period[0].attention, qk_norm=jaxtrain.nn.LayerNorm())
     model = replace(
         experiment.model, period=(replace(experiment.model.period[0], attention=attention),)
     )

@@ -12,8 +12,9 @@ import pytest
 from tiny_families import GPT2, LLAMA, MODELS, attention, with_block
 
 import jaxtrain
-from jaxtrain import LayerNorm, Llama3Scaling, MlpConfig, MoeConfig, RMSNorm, Rope
+from jaxtrain import MlpConfig, MoeConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.nn import LayerNorm, Llama3Scaling, RMSNorm, Rope
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.weights.huggingface import read_config
 from jaxtrain.weights.huggingface.config import family_and_fields

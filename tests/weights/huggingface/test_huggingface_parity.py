@@ -165,7 +165,7 @@ def test_three_steps_between_import_and_export(tmp_path: Path, name: str) -> Non
     config = replace(read_config(tmp_path / "in"), vocab_multiple=16)
     experiment = jaxtrain.Experiment(
         model=config,
-        data=jaxtrain.BigramChain(vocab=VOCAB, seq=SEQ),
+        data=jaxtrain.data.BigramChain(vocab=VOCAB, seq=SEQ),
         optimizer=jaxtrain.AdamW(1e-2),
         steps=3,
         batch=8,

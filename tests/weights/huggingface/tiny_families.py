@@ -17,21 +17,16 @@ from jaxtrain import (
     AttentionConfig,
     BlockConfig,
     DecoderConfig,
-    LayerNorm,
-    LinearScaling,
-    Llama3Scaling,
     MlpConfig,
     MoeConfig,
-    RMSNorm,
-    Rope,
     fsdp,
-    gelu_exact,
-    gelu_tanh,
     mesh_from_axes,
     tensor,
 )
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.mesh.sharding import named_sharding, place
+from jaxtrain.models import gelu_exact, gelu_tanh
+from jaxtrain.nn import LayerNorm, LinearScaling, Llama3Scaling, RMSNorm, Rope
 from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
 NORM = RMSNorm(eps=1e-6)
