@@ -19,7 +19,7 @@ from jaxtrain.data.source import documents
 from jaxtrain.experiment import config_of, with_fields
 from jaxtrain.pipeline.schedule import ENTRIES, make_schedule
 from jaxtrain.pipeline.table_file import read_schedule
-from jaxtrain.weights.huggingface.config import expressed
+from jaxtrain.weights.huggingface.config import family_and_fields
 from jaxtrain.weights.loading import load
 from jaxtrain.weights.tokenizer_files import folder_tokenizer
 
@@ -157,7 +157,7 @@ def test_a_field_of_a_folders_config_is_read_or_refused(mixture: bool, tmp_path:
     rotary = replace(
         MODEL, period=(replace(MOE if mixture else BLOCK, norm=jaxtrain.nn.RMSNorm()),)
     )
-    family, fields = expressed(rotary)
+    family, fields = family_and_fields(rotary)
     written = {"model_type": family.model_type, **fields}
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert jaxtrain.huggingface_config(tmp_path).layers == 2

@@ -47,6 +47,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 from jaxtrain import *
+from jaxtrain.collectives import *
+from jaxtrain.data import *
+from jaxtrain.nn import *
 
 @dataclass(frozen=True)
 class Slow:
@@ -638,7 +641,7 @@ def test_what_tokenize_says_trains(tokenizer: str, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out.splitlines()
     counts = [int(n.replace(",", "")) for n in re.findall(r"([0-9,]+) tokens", "\n".join(out))]
     value = out[-1].removeprefix("train on them: ")
-    data = eval(value, {n: getattr(jaxtrain, n) for n in jaxtrain.__all__})
+    data = eval(value, vars(jaxtrain.data) | {"TextData": jaxtrain.TextData})
     cache = Path("cache")
     opened = [data.open(split, seed=0, cache_dir=cache) for split in ("train", "held_out")]
     assert [d.tokens for d in opened] == counts and sum(counts) > 100

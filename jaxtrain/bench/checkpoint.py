@@ -167,11 +167,11 @@ class _Way(Protocol):
 
 def _one(way: _Way, step: int, state: State, place: Path) -> tuple[State, _Times]:
     times = _Times()
-    state, times.step = _timed(lambda: _update(state))
+    state, times.step = _time(lambda: _update(state))
     began = time.perf_counter()
     way.save(step, state)
     times.blocked = time.perf_counter() - began
-    state, times.next_step = _timed(lambda: _update(state))
+    state, times.next_step = _time(lambda: _update(state))
     began += times.next_step  # the step is not the save's, though it runs beside it
     way.wait()
     times.save = time.perf_counter() - began
@@ -179,7 +179,7 @@ def _one(way: _Way, step: int, state: State, place: Path) -> tuple[State, _Times
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
     )
     _forget(place)
-    found, times.restore = _timed(lambda: way.restore(step, template))
+    found, times.restore = _time(lambda: way.restore(step, template))
     last = next(iter(found))
     assert np.array_equal(np.asarray(found[last]) + 1, np.asarray(state[last]))
     return state, times
@@ -279,7 +279,7 @@ def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:
     taken: dict[str, list[float]] = {}
 
     def timed(name: str, act: Callable[[], Any]) -> None:
-        taken.setdefault(name, []).append(_timed(act)[1])
+        taken.setdefault(name, []).append(_time(act)[1])
 
     directory.mkdir()
     with CheckpointManager(directory / "run", SavePolicy(every=1)) as manager:
@@ -320,7 +320,7 @@ def _unverified(directory: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
     return data.view(dtype).reshape(chunk.box.shape)
 
 
-def _timed(act: Callable[[], Any]) -> tuple[Any, float]:
+def _time(act: Callable[[], Any]) -> tuple[Any, float]:
     began = time.perf_counter()
     found = jax.block_until_ready(act())
     return found, time.perf_counter() - began

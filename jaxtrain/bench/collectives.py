@@ -28,7 +28,7 @@ from jaxtrain.bench.processes import answers
 from jaxtrain.bench.step import environment
 from jaxtrain.collectives.cost import cost, traffic
 from jaxtrain.collectives.steps import COLLECTIVES
-from jaxtrain.mesh.hardware import did_you_mean, refuse
+from jaxtrain.mesh.hardware import did_you_mean, raise_problems
 from jaxtrain.mesh.mesh import DEVICE_COUNT_FLAG, MeshSpec, mesh_from_axes
 
 MEASURED = (*COLLECTIVES, *MATMULS)
@@ -184,7 +184,7 @@ def bench_collectives(
         processes = [p for p in PROCESSES if spec.simulated and spec.devices % p == 0] or [1]
     if sizes is None:
         sizes = [_splits(size, spec.devices) for size in SIZES]
-    refuse(spec.where, _violations(spec, collectives, algorithms, sizes, processes))
+    raise_problems(spec.where, _violations(spec, collectives, algorithms, sizes, processes))
     progress(HEAD)
     rows = []
     for number in processes:
@@ -307,14 +307,14 @@ def _rows(spec: MeshSpec, processes: int, told: Sequence[Mapping[str, Any]]) -> 
             seconds=seconds[each],
             lax_seconds=seconds["lax"],
             sent_bytes=traffic(twin, each, spec.devices, nbytes).device_bytes,
-            predicted_ratio=_predicted(spec, name, each, nbytes) if processes == 1 else None,
+            predicted_ratio=_predict(spec, name, each, nbytes) if processes == 1 else None,
         )
         for each in seconds
         if each != "lax"
     ]
 
 
-def _predicted(spec: MeshSpec, name: str, algorithm: str, nbytes: int) -> float | None:
+def _predict(spec: MeshSpec, name: str, algorithm: str, nbytes: int) -> float | None:
     if not spec.links or name in MATMULS:
         return None
     link = spec.links[-1][1]  # outermost: what is between all devices passes it

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
@@ -37,7 +37,7 @@ from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
 
@@ -106,7 +106,7 @@ class _Machine:
         self.fields = fields_of(self.dataset, e.data)
         self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
 
-    def assembled(self, pipeline: Pipeline, microbatches: int) -> Assembly:
+    def assemble(self, pipeline: Pipeline, microbatches: int) -> Assembly:
         e = self.experiment
         execution = replace(e.execution, pipeline=pipeline)
         assert isinstance(e.batch, int), "the rows of one microbatch do not change"
@@ -145,7 +145,7 @@ class _Machine:
     def _batch(self, assembly: Assembly) -> Arrays:
         e = assembly.experiment
         placed = PlacedRows(self.dataset, assembly.batch_shardings(self.mesh), e.microbatches)
-        return placed.rows(numbered(e.batch)(0))
+        return placed.rows(row_numbers(e.batch)(0))
 
 
 @dataclass(frozen=True)
@@ -254,24 +254,24 @@ def bench_pipeline(
     ]
     found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
     found += _experiment_violations(experiment) if experiment is not None else []
-    refuse("bench pipeline", found)
+    raise_problems("bench pipeline", found)
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
 
     def told(text: str) -> None:
         progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
 
-    steps = {(p, m): machine.assembled(p, m) for m in microbatches for p in PIPELINES}
-    at = {p: machine.assembled(p, measured_at) for p in PIPELINES}
+    steps = {(p, m): machine.assemble(p, m) for m in microbatches for p in PIPELINES}
+    at = {p: machine.assemble(p, measured_at) for p in PIPELINES}
     of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
     works = {
         **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
         **{"backward": (of_split, "B"), "weight": (of_split, "W")},
     }
-    programs = _compiled(machine, steps, at, works, told)
+    programs = _compile_programs(machine, steps, at, works, told)
     seconds = take_turns(programs, rounds, window, told)
     return report_of(
-        _described(e, rounds, window),
+        _describe(e, rounds, window),
         {
             name: runs_of(assembly.on_stages.schedule, kind)
             for name, (assembly, kind) in works.items()
@@ -291,7 +291,7 @@ def _experiment_violations(e: Experiment) -> list[str]:
     return found
 
 
-def _compiled(
+def _compile_programs(
     machine: _Machine,
     steps: Mapping[Key, Assembly],
     at: Mapping[Pipeline, Assembly],
@@ -313,7 +313,7 @@ def _compiled(
     return programs
 
 
-def _described(e: Experiment, rounds: int, window: float) -> str:
+def _describe(e: Experiment, rounds: int, window: float) -> str:
     model, load = e.model, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
         f"{model.layers} layers, embed {model.embed}, vocabulary {model.vocab}, {e.batch} x "

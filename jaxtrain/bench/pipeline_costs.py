@@ -41,10 +41,12 @@ class _Empty(ModelStage):
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
         return x
 
-    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, PyTree]:
+    def forward_with_residuals(
+        self, chunk: Arrays, x: jax.Array, at: At
+    ) -> tuple[jax.Array, PyTree]:
         return x, ()
 
-    def pulled_back(
+    def backward(
         self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
     ) -> tuple[Arrays, jax.Array, PyTree]:
         return {}, dy, ()

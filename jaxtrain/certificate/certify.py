@@ -37,7 +37,7 @@ from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.models.layered import description_of
-from jaxtrain.optim.fields import count, refuse
+from jaxtrain.optim.fields import count, raise_violations
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 """Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
@@ -140,7 +140,7 @@ def certify(
     devices, and for a model that does not describe itself: layouts of others are GSPMD's, whose
     arithmetic is XLA's to keep.
     """
-    refuse(count("devices", devices, 1))
+    raise_violations(count("devices", devices, 1))
     if devices > MOST_DEVICES:
         raise ValueError(
             f"devices={devices}: a certificate runs every layout on fake devices of one machine; "
@@ -167,7 +167,7 @@ def certify(
             reference = layout.reference()
             if reference not in references:
                 references[reference] = next(programs).result()()
-            difference = _compared(layout, next(programs), references[reference])
+            difference = _compare(layout, next(programs), references[reference])
             left[reference] -= 1
             if not left[reference]:
                 del references[reference]
@@ -201,7 +201,7 @@ def _programs(
                 each.cancel()
 
 
-def _compared(
+def _compare(
     layout: Layout,
     compiled: Future[Program],
     reference: Outcome,

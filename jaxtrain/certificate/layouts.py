@@ -208,7 +208,7 @@ def _staged_options(devices: int, meshes: list[dict[str, int]]) -> dict[str, lis
     }
 
 
-def arranged(experiment: Experiment, layout: Layout) -> Experiment:
+def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
     """The experiment as this layout runs it."""
     e, mode, model = experiment, MODES[layout.mode], experiment.model
     if hasattr(model, "varied"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
@@ -19,13 +19,13 @@ from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
-from jaxtrain.step.layer_order import in_order, ordered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
 
 STEPS = 5
-Arrays = dict[str, np.ndarray]
+HostArrays = dict[str, np.ndarray]
 
 
 class Outcome(NamedTuple):
@@ -34,13 +34,13 @@ class Outcome(NamedTuple):
     else of the first alone, but for leaves where that is zero (A of an adapter: its B begins so) of
     the second. The others are of the last step, but for `init`."""
 
-    init: Arrays
+    init: HostArrays
     losses: np.ndarray
     norms: np.ndarray
-    grads: list[Arrays]
-    params: Arrays
-    averages: Arrays
-    optimizer: Arrays
+    grads: list[HostArrays]
+    params: HostArrays
+    averages: HostArrays
+    optimizer: HostArrays
     eval_loss: float
 
 
@@ -50,7 +50,7 @@ Program = Callable[[], Outcome]
 def program(experiment: Experiment, layout: Layout) -> Program:
     """STEPS steps of the experiment on the layout, and an evaluation: compiled, not yet run. Raises
     what assembling, tracing and compiling raise."""
-    e = arranged(experiment, layout)
+    e = experiment_on(experiment, layout)
     cache_dir = CACHE_DIR.expanduser()
     dataset = open_split(e, "train", cache_dir)
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
@@ -67,7 +67,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     step = lowered.compile(compiler_options=options)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     evaluate.compile(where, options)
-    placed, rows = PlacedRows(dataset, by_shape, e.microbatches), numbered(e.batch)
+    placed, rows = PlacedRows(dataset, by_shape, e.microbatches), row_numbers(e.batch)
 
     def run() -> Outcome:
         state = initialise({})
@@ -80,7 +80,9 @@ def program(experiment: Experiment, layout: Layout) -> Program:
             init=first.params,
             losses=np.array([m["loss"] for m in metrics]),
             norms=np.array([m["grad_norm"] for m in metrics]),
-            grads=_compared([_ordered(assembly, m["gradients"]) for m in metrics], e),
+            grads=_bounded_gradients(
+                [_natural_order(assembly, m["gradients"]) for m in metrics], e
+            ),
             params=last.params,
             averages=last.ema,
             optimizer=_by_path(last.optimizer),
@@ -90,7 +92,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     return run
 
 
-def _compared(grads: list[Arrays], experiment: Experiment) -> list[Arrays]:
+def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
     """Those that are held to a bound."""
     if isinstance(experiment.optimizer, SGD) and experiment.precision.compute == jnp.float32:
         return grads
@@ -110,14 +112,16 @@ def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     names = state_axes_of(assembly.abstract, assembly.places)
     # On the host first: an array that is split would be put in order by a program of its own.
     return jax.tree.map(
-        lambda leaf, axes: np.asarray(ordered(assembly, np.asarray(leaf), axes)), state, names
+        lambda leaf, axes: np.asarray(to_natural_order(assembly, np.asarray(leaf), axes)),
+        state,
+        names,
     )
 
 
-def _ordered(assembly: Assembly, params: Arrays) -> Arrays:
-    return jax.tree.map(np.asarray, in_order(assembly, params))
+def _natural_order(assembly: Assembly, params: HostArrays) -> HostArrays:
+    return jax.tree.map(np.asarray, params_in_natural_order(assembly, params))
 
 
-def _by_path(tree: Any) -> Arrays:
+def _by_path(tree: Any) -> HostArrays:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

@@ -27,7 +27,7 @@ PIECE = 16 * 2**20
 T = TypeVar("T")
 
 
-def gathered(text: str) -> list[str]:
+def all_gather_text(text: str) -> list[str]:
     """The text of every process, in their order. All of them call it."""
     if jax.process_count() == 1:
         return [text]
@@ -41,13 +41,13 @@ def gathered(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def united(items: list[T]) -> list[T]:
+def all_gather_union(items: list[T]) -> list[T]:
     """The items (JSON) of all processes, each once. All of them call it."""
-    found = (item for told in gathered(json.dumps(items)) for item in json.loads(told))
+    found = (item for told in all_gather_text(json.dumps(items)) for item in json.loads(told))
     return list(dict.fromkeys(found))
 
 
-def agreed(act: Callable[[], T]) -> T:
+def share_oserror(act: Callable[[], T]) -> T:
     """What `act` gives; OSError on every process where it fails on one. All of them call it."""
     found: Any = None
     problem = ""
@@ -55,13 +55,13 @@ def agreed(act: Callable[[], T]) -> T:
         found = act()
     except OSError as error:
         problem = str(error)
-    problems = [f"process {i}: {p}" for i, p in enumerate(gathered(problem)) if p]
+    problems = [f"process {i}: {p}" for i, p in enumerate(all_gather_text(problem)) if p]
     if problems:
         raise OSError("; ".join(problems))
     return found
 
 
-def together(act: Callable[[], T]) -> T:
+def share_failure(act: Callable[[], T]) -> T:
     """What `act` gives; where it raises OSError or ValueError on one process that is raised there,
     and ValueError with its words on all others. All of them call it."""
     found: Any = None
@@ -70,7 +70,7 @@ def together(act: Callable[[], T]) -> T:
         found = act()
     except (OSError, ValueError) as error:
         mine = error
-    told = gathered("" if mine is None else str(mine))
+    told = all_gather_text("" if mine is None else str(mine))
     if mine is not None:
         raise mine
     if problems := [f"process {i}: {said}" for i, said in enumerate(told) if said]:
@@ -109,14 +109,17 @@ class Peers:
 
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory = root, directory
-        self._secret = bytes.fromhex(gathered(secrets.token_hex(32))[0])
-        self._listener = agreed(
+        self._secret = bytes.fromhex(all_gather_text(secrets.token_hex(32))[0])
+        self._listener = share_oserror(
             lambda: Listener((_own_address(), 0), backlog=64, authkey=self._secret)
         )
-        told = [json.loads(t) for t in gathered(json.dumps([socket.gethostname(), *self._address]))]
+        told = [
+            json.loads(t)
+            for t in all_gather_text(json.dumps([socket.gethostname(), *self._address]))
+        ]
         self._addresses = [(host, port) for _, host, port in told]
         if len({name for name, _, _ in told}) > 1:
-            agreed(lambda: _refuse_loopback(self._address[0]))
+            share_oserror(lambda: _refuse_loopback(self._address[0]))
         self._mine = threading.local()
         self._closed = False
         threading.Thread(target=self._serve, name="local tier", daemon=True).start()

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint.chunks import Chunk, Part, digest
-from jaxtrain.checkpoint.exchange import Held, Peers, agreed, gathered
+from jaxtrain.checkpoint.exchange import Held, Peers, all_gather_text, share_oserror
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.manifest import (
     MALFORMED,
@@ -38,7 +38,7 @@ from jaxtrain.checkpoint.manifest import (
 from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.checkpoint.reader import Read
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_text
 
 FINISHED = 2
@@ -61,8 +61,8 @@ class LocalSteps:
         process, processes = jax.process_index(), jax.process_count()
         self.root = Path(tier.directory.format(process=process)).absolute() / run
         self.directory = self.root / str(process)
-        agreed(lambda: self.directory.mkdir(parents=True, exist_ok=True))
-        self.start = gathered(secrets.token_hex(8))[0]
+        share_oserror(lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        self.start = all_gather_text(secrets.token_hex(8))[0]
         self.neighbour = (process + max(1, processes // 2)) % processes
         self.peers = Peers(self.root, self.directory) if processes > 1 else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local tier")
@@ -160,7 +160,7 @@ class LocalSteps:
         """The steps of which all parts are somewhere, the same on every process. All call it."""
         mine = {held: body for held, body in self._readable()}
         own = [[*held, body["processes"]] for held, body in mine.items()]
-        offers = [json.loads(text) for text in gathered(json.dumps(own))]
+        offers = [json.loads(text) for text in all_gather_text(json.dumps(own))]
         holders: dict[tuple[int, str], dict[str, list[int]]] = {}
         counts: dict[tuple[int, str], int] = {}
         for process, offer in enumerate(offers):
@@ -173,13 +173,13 @@ class LocalSteps:
         # Every process needs all records of these to read, so they travel whole.
         give = [[*h, body] for h, body in mine.items() if (h.step, h.start) in whole]
         bodies: dict[tuple[int, str], dict[int, Any]] = {}
-        for text in gathered(json.dumps(give)):
+        for text in all_gather_text(json.dumps(give)):
             for step, process, start, body in json.loads(text):
                 bodies.setdefault((step, start), {})[process] = body
         found = {}
         for save in sorted(whole):
             try:
-                found[save[0]] = LocalStep(_merged(save[0], bodies[save]), whole[save])
+                found[save[0]] = LocalStep(_merge(save[0], bodies[save]), whole[save])
             except MALFORMED as error:  # the same on every process
                 self.problems.append(f"step {save[0]}: {error}")
         return found
@@ -211,11 +211,11 @@ class LocalSteps:
             yield self._read_here if process == own else partial(self._read_there, process)
 
     def _read_here(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-        return read_chunk(_held(chunk.pack).found(self.root), chunk, dtype)
+        return read_chunk(_parse_held(chunk.pack).found(self.root), chunk, dtype)
 
     def _read_there(self, process: int, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
         assert self.peers is not None, "a part is held by a process that looked"
-        data = self.peers.read(_held(chunk.pack), chunk.offset, chunk.size, process)
+        data = self.peers.read(_parse_held(chunk.pack), chunk.offset, chunk.size, process)
         if len(data) != chunk.size:
             raise ValueError(f"{chunk.pack} is cut short")
         elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
@@ -239,8 +239,8 @@ class LocalSteps:
                 told = _record(path)
                 if told is None:
                     continue
-                held = _held(f"{path.parent.name}/{path.name}")
-                other = _told(told) - {held}
+                held = _parse_held(f"{path.parent.name}/{path.name}")
+                other = _parts_held(told) - {held}
             except (OSError, *MALFORMED) as error:  # on one process alone: the others go on
                 self.problems.append(f"{path} is no record of a part: {error!r}")
                 continue
@@ -257,26 +257,26 @@ def _record(path: Path) -> Any:
     found, _, text = read_text(path).partition("\n")
     if found != text_digest(text.encode()):
         return None
-    body = parsed(text)
+    body = parse_json(text)
     records_from_json(body["leaves"])
     if not isinstance(body["processes"], int) or not isinstance(body["metadata"], dict):
         raise ValueError("it does not say of how many processes it is, or has no metadata")
     return body
 
 
-def _held(name: str) -> Held:
+def _parse_held(name: str) -> Held:
     step, file = name.split("/")
     process, start, _ = file.split(".")
     return Held(int(step), int(process), start)
 
 
-def _told(body: Mapping[str, Any]) -> set[Held]:
+def _parts_held(body: Mapping[str, Any]) -> set[Held]:
     """Which part of which step a record and its chunks say they are."""
-    told = {_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
+    told = {_parse_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
     return told | ({Held(*body["held"])} if "held" in body else set())
 
 
-def _merged(step: int, bodies: dict[int, Any]) -> Manifest:
+def _merge(step: int, bodies: dict[int, Any]) -> Manifest:
     """The manifest of a step out of its parts' records. Raises ValueError where they are not of it,
     or not all of it."""
     first = bodies[min(bodies)]

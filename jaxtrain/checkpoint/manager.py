@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxtrain.checkpoint import leaves as leaf_table
-from jaxtrain.checkpoint.exchange import agreed, united
+from jaxtrain.checkpoint.exchange import all_gather_union, share_oserror
 from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
 from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
@@ -112,7 +112,7 @@ class CheckpointManager:
 
     def _steps_of_all(self) -> set[int]:
         """Steps that any process sees: a file system may show one to some of them only."""
-        return set(united(self.steps()))
+        return set(all_gather_union(self.steps()))
 
     def _whole_for_all(self, step: int) -> bool:
         damages: list[str] = []
@@ -127,7 +127,7 @@ class CheckpointManager:
 
     def _note(self, step: int, damages: list[str]) -> None:
         """`damaged` of every process has the step if one has found damages."""
-        if found := united(damages):
+        if found := all_gather_union(damages):
             where = {"step": step, "directory": self.directory}
             self.damaged[step] = DamagedCheckpoint(found, remedy="it is passed over", **where)
 
@@ -156,7 +156,7 @@ class CheckpointManager:
             return {step: set_aside(self.directory, step) for step in steps}
 
         with self._translated("could not be set aside", steps[0]):
-            return agreed(rename)
+            return share_oserror(rename)
 
     def should_save(self, step: int) -> bool:
         """Whether the policy saves after `step` steps are done; asked after every step."""
@@ -294,7 +294,7 @@ class CheckpointManager:
                 discard_steps(self.directory, abandoned)
 
         with self._translated("newer steps could not be discarded", step):
-            agreed(discard)
+            share_oserror(discard)
             if self._orbax is not None:
                 self._orbax.reload()
         return abandoned

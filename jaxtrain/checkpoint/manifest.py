@@ -24,7 +24,7 @@ from jaxtrain.checkpoint.chunks import Box, Chunk, digest
 from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
 from jaxtrain.checkpoint.pack import Earlier
 from jaxtrain.files.folder import file_of, plain_name
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_all
 
 ITEM = "state"
@@ -105,7 +105,7 @@ def read_manifest(step: Path) -> Manifest:
     if head != f"{HEAD} {text_digest(text.encode())}":
         raise ValueError(f"{NAME} is not as it was written: its digest differs")
     try:
-        return _from_json(directory, parsed(text))
+        return _from_json(directory, parse_json(text))
     except MALFORMED as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{NAME} is no manifest: {kind}{error}") from error

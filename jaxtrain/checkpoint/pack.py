@@ -85,7 +85,7 @@ def write_chunks(
             return pool.map(lambda p: digest_of(p.leaf, p.box, p.data), some)
 
         try:
-            chunks = _linked(directory, sharing, pieces, digests)
+            chunks = _link_chunks(directory, sharing, pieces, digests)
             others = [piece for piece in pieces if (piece.leaf, piece.box) not in chunks]
             for piece, found in zip(others, digests(others), strict=True):
                 known = sharing.source.has(piece, found) or sharing.apart.has(piece, found)
@@ -122,7 +122,7 @@ class _Pack:
         return Chunk(piece.leaf, piece.box, found, self.path.name, offset, size)
 
 
-def _linked(
+def _link_chunks(
     directory: Path,
     sharing: Sharing,
     pieces: list[Part],

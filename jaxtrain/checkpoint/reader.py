@@ -95,7 +95,7 @@ def _read_array(
     held = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
     shards = []
     for box, devices in places.items():
-        data = part_of(slots, box, dtype, partial(_assembled, dtype=dtype, held=held))
+        data = part_of(slots, box, dtype, partial(_assemble, dtype=dtype, held=held))
         shards += [jax.device_put(data, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec.sharding, shards)
 
@@ -111,7 +111,7 @@ def _attempt(
     return data if keep else None
 
 
-def _assembled(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) -> np.ndarray:
+def _assemble(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) -> np.ndarray:
     """The elements of `box` out of chunks that cover it."""
     for chunk, data in held:
         if chunk == box:

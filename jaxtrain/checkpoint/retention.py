@@ -34,7 +34,7 @@ class Retention:
         damage to one file is in all of them. Where one step alone is kept there is one copy.
         """
         steps = committed_steps(self.directory)
-        apart = newest(sorted(self._kept([*steps, step]) - {step}))
+        apart = newest(sorted(self._steps_to_keep([*steps, step]) - {step}))
         source = newest([s for s in steps if s != apart])
         return self._path(source if source in trusted else None), self._path(apart)
 
@@ -54,7 +54,7 @@ class Retention:
     def drop_old(self, step: int) -> None:
         """Remove what is not kept, now that `step` is committed. Raises CheckpointError."""
         steps = committed_steps(self.directory)
-        kept = self._kept(steps)
+        kept = self._steps_to_keep(steps)
         unwanted = [s for s in steps if s not in kept]
         try:
             discard_steps(self.directory, unwanted)
@@ -66,16 +66,16 @@ class Retention:
                 remedy=f"remove {', '.join(map(str, unwanted))} there",
             ) from error
 
-    def _kept(self, steps: list[int]) -> set[int]:
+    def _steps_to_keep(self, steps: list[int]) -> set[int]:
         if self.keep.best is not None:
             for other in (s for s in steps if s not in self.metrics):
-                self.metrics[other] = self._stored(other)
+                self.metrics[other] = self._stored_metrics(other)
         return self.keep.kept({s: self.metrics.get(s, {}) for s in steps})
 
     def _path(self, step: int | None) -> Path | None:
         return None if step is None else self.directory / str(step)
 
-    def _stored(self, step: int) -> dict[str, float]:
+    def _stored_metrics(self, step: int) -> dict[str, float]:
         try:
             return whole_manifest(self.directory, step).metadata.get("metrics", {})
         except CheckpointError:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text
 
 NAME = "config.json"
@@ -75,7 +75,7 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
             )
         return None
     try:
-        config = parsed(read_text(file_of(run_dir, NAME)))
+        config = parse_json(read_text(file_of(run_dir, NAME)))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read: {describe(error)}; mend it or use a new --run-dir"

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.chunks import Chunk
-from jaxtrain.checkpoint.exchange import agreed, gathered
+from jaxtrain.checkpoint.exchange import all_gather_text, share_oserror
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
@@ -33,7 +33,7 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.folder import plain_name
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
 
 RUN = ".run"
@@ -166,17 +166,17 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Ask, after a step, what became of the saves in flight; returns at once."""
-        self._settled(LocalSteps.poll)
+        self._settle(LocalSteps.poll)
         self.durable.poll()
 
     def wait(self) -> None:
         """Return when the saves in flight are there."""
-        self._settled(LocalSteps.wait)
+        self._settle(LocalSteps.wait)
         self.durable.wait()
 
     def close(self) -> None:
         """Wait for the saves in flight and release threads and connections."""
-        self._settled(LocalSteps.close)
+        self._settle(LocalSteps.close)
         self._steps = None
         self.durable.close()
 
@@ -189,7 +189,7 @@ class Checkpoints:
             found += [f"local tier: {problem}; it is passed over" for problem in problems]
         return found
 
-    def _settled(self, act: Callable[[LocalSteps], None]) -> None:
+    def _settle(self, act: Callable[[LocalSteps], None]) -> None:
         steps = self._steps
         if steps is not None:
             self._locally(lambda: act(steps), steps.step)
@@ -199,7 +199,7 @@ class Checkpoints:
     @cached_property
     def _found(self) -> dict[int, LocalStep]:
         """The steps the local tier had at the start of this run."""
-        if self._tier is None or not gathered(self._run())[0]:
+        if self._tier is None or not all_gather_text(self._run())[0]:
             return {}
         found: dict[int, LocalStep] = {}
 
@@ -212,8 +212,8 @@ class Checkpoints:
     def _open(self) -> LocalSteps:
         if self._steps is None:
             assert self._tier is not None
-            run = agreed(self._known_run)
-            self._steps = LocalSteps(self._tier, gathered(run)[0])
+            run = share_oserror(self._known_run)
+            self._steps = LocalSteps(self._tier, all_gather_text(run)[0])
         return self._steps
 
     def _known_run(self) -> str:
@@ -238,7 +238,7 @@ class Checkpoints:
         """What the local directory of this run is called. A copy of the run has another."""
         try:
             home = self.directory.parent
-            known = parsed(read_text(home / RUN))
+            known = parse_json(read_text(home / RUN))
             mine, run = known["inode"] == home.stat().st_ino, str(known["run"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""

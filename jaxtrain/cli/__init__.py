@@ -30,7 +30,7 @@ from jaxtrain.cli.shared import (
     mesh_of,
     set_simulation_flags,
     settle_streams,
-    told,
+    text_stream,
 )
 from jaxtrain.files.stores import local_path
 
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     text = "train; goes on with what is in the run directory"
-    trained = command("train", train.trained, text)
+    trained = command("train", train.train_command, text)
     train.add_options(trained)
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
@@ -130,13 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_options(command("schedule", schedule.draw, text))
 
     text = "continue a text with the model of a run, or of a folder of published weights"
-    generate.add_options(command("generate", generate.generated, text))
+    generate.add_options(command("generate", generate.generate_command, text))
 
     text = "a run's weights as a folder that transformers loads"
-    generate.add_export_options(command("export", generate.exported, text))
+    generate.add_export_options(command("export", generate.export_command, text))
 
     text = "read every checkpointed byte of a run, and name what is damaged"
-    verify.add_options(command("verify", verify.verified, text))
+    verify.add_options(command("verify", verify.verify_command, text))
 
     tokenize = command("tokenize", _tokenize, "the corpus as memory-mapped token files")
     tokenize.add_argument("experiment")
@@ -171,7 +171,7 @@ def _certify(options: argparse.Namespace) -> int:
     ):
         certificate = found
         done = f"{len(found.differences):>3}/{found.closed_count}"
-        print(done, difference, flush=True, file=told(options))
+        print(done, difference, flush=True, file=text_stream(options))
     assert certificate is not None
     answer(options, certificate, certificate.summary())
     return FAILED if certificate.failed else 0

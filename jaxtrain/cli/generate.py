@@ -21,7 +21,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trust", action="append", default=[], metavar="MODULE", help=text)
 
 
-def generated(options: argparse.Namespace) -> int:
+def generate_command(options: argparse.Namespace) -> int:
     from jaxtrain.weights.generate import generate_text
 
     text = generate_text(
@@ -46,7 +46,7 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
     _add_trust(export)
 
 
-def exported(options: argparse.Namespace) -> int:
+def export_command(options: argparse.Namespace) -> int:
     # Nothing is computed: the host's memory holds a model that an accelerator's may not.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxtrain.weights.export import export

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jaxtrain.cli.shared import JSON, told
+from jaxtrain.cli.shared import JSON, text_stream
 from jaxtrain.files.stores import local_path
 
 DRAWN, PICTURED = 10_000, 200_000
@@ -57,7 +57,7 @@ def draw(options: argparse.Namespace) -> int:
             f"--svg: {schedule.ticks} ticks of {schedule.stages} stages are no picture; draw "
             f"fewer microbatches, for at most {PICTURED:,} boxes"
         )
-    out = told(options)
+    out = text_stream(options)
     console = Console(file=out)
     if schedule.ticks * schedule.stages <= DRAWN:
         for part in grid(schedule, console.width):

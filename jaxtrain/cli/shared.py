@@ -65,20 +65,20 @@ def settle_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def told(options: argparse.Namespace) -> TextIO:
+def text_stream(options: argparse.Namespace) -> TextIO:
     """Where people are told: with --json the standard output is for a program."""
     return sys.stderr if options.json else sys.stdout
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
     """Tells people a line at once."""
-    return lambda text: print(text, flush=True, file=told(options))
+    return lambda text: print(text, flush=True, file=text_stream(options))
 
 
 def answer(options: argparse.Namespace, report: Any, *texts: str, **more: Any) -> int:
     """What a command has found: `texts` for people, with --json the report for a program, and
     `more` beside it."""
-    print(*texts, sep="\n", file=told(options))
+    print(*texts, sep="\n", file=text_stream(options))
     if options.json:
         print(json.dumps(report.as_json() | more))
     return 0

@@ -26,7 +26,7 @@ def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
 
 
-def trained(options: argparse.Namespace) -> int:
+def train_command(options: argparse.Namespace) -> int:
     spec = mesh_of(options)
     if spec.simulated:
         set_simulation_flags(options, spec)

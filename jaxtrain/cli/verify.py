@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jaxtrain.cli.shared import FAILED, JSON, told
+from jaxtrain.cli.shared import FAILED, JSON, text_stream
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:
@@ -13,10 +13,10 @@ def add_options(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--json", action="store_true", help=JSON)
 
 
-def verified(options: argparse.Namespace) -> int:
+def verify_command(options: argparse.Namespace) -> int:
     from jaxtrain.checkpoint.verify import verify
 
-    verdicts, out = verify(options.run_dir), told(options)
+    verdicts, out = verify(options.run_dir), text_stream(options)
     for found in verdicts:
         state = f"DAMAGED in {len(found.damages)} places" if found.damages else "whole"
         read = f"{found.chunks} chunks, {found.bytes:,} bytes"

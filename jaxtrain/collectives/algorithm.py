@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import MeshAxes, vary
 
 
 @runtime_checkable
@@ -25,49 +25,49 @@ class Algorithm(Protocol):
     out. Sums of 16-bit and narrower floats are accumulated in fp32 and rounded once, except
     `Lax`'s, which are as the compiler makes them."""
 
-    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         """The devices' arrays joined along `dim` in order of their numbers: the dim grows n times
         (`lax.all_gather(tiled=True)`)."""
         ...
 
-    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         """The sum of the devices' arrays, of which device i keeps tile i of n along `dim`: the dim
         becomes an n-th (`lax.psum_scatter(tiled=True)`)."""
         ...
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         """The sum of the devices' arrays, on all of them (`lax.psum`)."""
         ...
 
-    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+    def all_to_all(self, x: jax.Array, axes: MeshAxes, split: int, concat: int) -> jax.Array:
         """Device i's tile j along `split` goes to device j, which joins what comes along
         `concat` in order of the senders (`lax.all_to_all(tiled=True)`)."""
         ...
 
-    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def broadcast(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         """Device `root`'s array, on all devices."""
         ...
 
-    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def reduce(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         """The sum of the devices' arrays on `root`, zeros elsewhere."""
         ...
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def gather(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         """`all_gather` on `root`, zeros elsewhere."""
         ...
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         """Tile i along `dim` of `root`'s array, on device i."""
         ...
 
 
-def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+def all_gather(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
     """`Algorithm.all_gather`; adjoint: `reduce_scatter`. As everywhere here, raises ValueError for
     a dim that `x` has not."""
     return _run(vary(x, axes), "all_gather", axes, (dim_of(x, dim),), by) if axes else x
 
 
-def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+def reduce_scatter(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
     """`Algorithm.reduce_scatter`; adjoint: `all_gather`. Raises ValueError where n does not divide
     the dim."""
     if not axes:
@@ -77,12 +77,12 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Arr
     return _run(vary(x, axes), "reduce_scatter", axes, (dim,), by)
 
 
-def all_reduce(x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
+def all_reduce(x: jax.Array, axes: MeshAxes, by: Algorithm) -> jax.Array:
     """`Algorithm.all_reduce`; its own adjoint."""
     return _run(vary(x, axes), "all_reduce", axes, (), by) if axes else x
 
 
-def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm) -> jax.Array:
+def all_to_all(x: jax.Array, axes: MeshAxes, split: int, concat: int, by: Algorithm) -> jax.Array:
     """`Algorithm.all_to_all`; adjoint: itself with the dims exchanged. Raises ValueError where n
     does not divide dim `split`."""
     if not axes:
@@ -92,7 +92,7 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, concat: int, by: Algorithm)
     return _run(vary(x, axes), "all_to_all", axes, (split, concat), by)
 
 
-def broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+def broadcast(x: jax.Array, axes: MeshAxes, root: int, by: Algorithm) -> jax.Array:
     """`Algorithm.broadcast`; adjoint: `reduce`. Raises ValueError for a root that is no device."""
     if not axes:
         return x
@@ -100,7 +100,7 @@ def broadcast(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
     return _run(vary(x, axes), "broadcast", axes, (root,), by)
 
 
-def reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
+def reduce(x: jax.Array, axes: MeshAxes, root: int, by: Algorithm) -> jax.Array:
     """`Algorithm.reduce`; adjoint: `broadcast`. Raises ValueError for a root that is no device."""
     if not axes:
         return x
@@ -108,7 +108,7 @@ def reduce(x: jax.Array, axes: Axes, root: int, by: Algorithm) -> jax.Array:
     return _run(vary(x, axes), "reduce", axes, (root,), by)
 
 
-def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+def gather(x: jax.Array, axes: MeshAxes, dim: int, root: int, by: Algorithm) -> jax.Array:
     """`Algorithm.gather`; adjoint: `scatter`. Raises ValueError for a root that is no device."""
     if not axes:
         return x
@@ -116,7 +116,7 @@ def gather(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.
     return _run(vary(x, axes), "gather", axes, (dim_of(x, dim), root), by)
 
 
-def scatter(x: jax.Array, axes: Axes, dim: int, root: int, by: Algorithm) -> jax.Array:
+def scatter(x: jax.Array, axes: MeshAxes, dim: int, root: int, by: Algorithm) -> jax.Array:
     """`Algorithm.scatter`; adjoint: `gather`. Raises ValueError for a root that is no device, or
     where n does not divide the dim."""
     if not axes:
@@ -135,7 +135,7 @@ def dim_of(x: jax.Array, dim: int) -> int:
     raise ValueError(f"dim={dim} is no dim of {x.shape}; use {dims}")
 
 
-def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
+def check_divides(x: jax.Array, axes: MeshAxes, dim: int) -> None:
     """Raises ValueError where the devices of `axes` do not divide the dim."""
     n, size = lax.axis_size(axes), x.shape[dim]
     if size % n:
@@ -145,7 +145,7 @@ def check_divides(x: jax.Array, axes: Axes, dim: int) -> None:
         )
 
 
-def check_root(axes: Axes, root: int) -> None:
+def check_root(axes: MeshAxes, root: int) -> None:
     """Raises ValueError for a root that is no device of `axes`."""
     n = lax.axis_size(axes)
     if not 0 <= root < n:
@@ -158,7 +158,7 @@ def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if narrow else dtype)
 
 
-def only_on(root: int, x: jax.Array, axes: Axes) -> jax.Array:
+def only_on(root: int, x: jax.Array, axes: MeshAxes) -> jax.Array:
     """`x` on device `root`, zeros elsewhere."""
     return jnp.where(lax.axis_index(axes) == root, x, jnp.zeros((), x.dtype))
 
@@ -176,7 +176,9 @@ _ADJOINT = {
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _run(x: jax.Array, name: str, axes: Axes, where: tuple[int, ...], by: Algorithm) -> jax.Array:
+def _run(
+    x: jax.Array, name: str, axes: MeshAxes, where: tuple[int, ...], by: Algorithm
+) -> jax.Array:
     """The collective `name` by the algorithm `by`, with its adjoint; `where`: the dims and the root
     it takes. Of an empty array nothing moves: compilers refuse to."""
     if not x.size:
@@ -195,7 +197,7 @@ def _empty(x: jax.Array, name: str, n: int, where: tuple[int, ...]) -> jax.Array
 
 
 def _run_backward(
-    name: str, axes: Axes, where: tuple[int, ...], by: Algorithm, _: None, dy: jax.Array
+    name: str, axes: MeshAxes, where: tuple[int, ...], by: Algorithm, _: None, dy: jax.Array
 ) -> tuple[jax.Array]:
     back = where[::-1] if name == "all_to_all" else where  # what was joined is split again
     return (_run(dy, _ADJOINT[name], axes, back, by),)

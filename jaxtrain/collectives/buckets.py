@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from jaxtrain.collectives.vary import Axes
+from jaxtrain.collectives.vary import MeshAxes
 
 SMALL_LEAF = 16384
 """Elements of one device's part; at 64 KiB of fp32 a message's latency begins to weigh less than
@@ -23,17 +23,17 @@ its bytes."""
 class Bucket(NamedTuple):
     """Leaves that are summed over the same mesh axes in the same dtype."""
 
-    axes: Axes
+    axes: MeshAxes
     names: tuple[str, ...]
 
-    def joined(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
+    def concatenate(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
         """All their elements, the leaves one after another."""
         return jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
 
-    def parted(
+    def split(
         self, flat: Shaped[Array, " elements"], like: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """The leaves again, out of `joined`; `like`: leaves of their shapes."""
+        """The leaves again, out of `concatenate`; `like`: leaves of their shapes."""
         out, start = {}, 0
         for name in self.names:
             size = math.prod(like[name].shape)
@@ -43,11 +43,11 @@ class Bucket(NamedTuple):
 
 
 def buckets(
-    leaves: Mapping[str, jax.Array], axes: Mapping[str, Axes], small_leaf: int
+    leaves: Mapping[str, jax.Array], axes: Mapping[str, MeshAxes], small_leaf: int
 ) -> list[Bucket]:
     """One bucket for the leaves of up to `small_leaf` elements of each set of axes and dtype, in
     order of their first leaf. Leaves that are summed over no axes are in none."""
-    found: dict[tuple[Axes, str], list[str]] = defaultdict(list)
+    found: dict[tuple[MeshAxes, str], list[str]] = defaultdict(list)
     for name, leaf in leaves.items():
         if axes[name] and leaf.size <= small_leaf:
             found[axes[name], str(leaf.dtype)].append(name)

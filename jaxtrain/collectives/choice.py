@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtrain.collectives.compression import refuse
+from jaxtrain.collectives.compression import raise_violations
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
@@ -31,7 +31,7 @@ class Collectives:
     tensor: Exact = Lax()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
-        refuse(algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor))
+        raise_violations(algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor))
 
 
 def algorithm(name: str, value: object) -> list[str]:

@@ -18,11 +18,11 @@ from jax import lax
 from jaxtyping import Array, Float32, Integer, Key, UInt8
 
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
-from jaxtrain.collectives.compression import Codec, count, flag, is_number, refuse
+from jaxtrain.collectives.compression import Codec, count, flag, is_number, raise_violations
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import MeshAxes, vary
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Guard:
             violations.append(f"max_error={error!r} must be a positive number; use for example 2.0")
         if cosine is not None and not (is_number(cosine) and -1 <= cosine <= 1):
             violations.append(f"min_cosine={cosine!r} must be a number in [-1, 1]; use 0.1")
-        refuse(violations)
+        raise_violations(violations)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Compressed:
         violations += count("warmup_steps", self.warmup_steps, 0) + self._by_violations()
         if self.guard is not None and not isinstance(self.guard, Guard):
             violations.append(f"guard={self.guard!r} is no guard; use Guard(), or None for none")
-        refuse(violations)
+        raise_violations(violations)
 
     def _by_violations(self) -> list[str]:
         by, others = self.by, "Lax(), Ring() or Recursive()"
@@ -124,7 +124,7 @@ def no_errors(size: int, n: int) -> ErrorState:
 def compressed_all_reduce(
     x: Float32[Array, " size"],
     error: ErrorState | None,
-    axes: Axes,
+    axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
     by: Algorithm,
@@ -147,14 +147,14 @@ def compressed_all_reduce(
     x = vary(x, axes)
     mine = x if error is None else x + error.worker
     rows = jnp.pad(mine, (0, n * tile - size)).reshape(n, tile)
-    payload, lost = encoded(rows, codec, key, me)
+    payload, lost = encode_with_error(rows, codec, key, me)
     arrived = all_to_all(payload, axes, 0, 0, by)
 
     total = codec.decode(arrived, tile, key).sum(0) + (0 if error is None else error.owner)
     # Padding that is not zero would enter the scales of the numbers beside it, and grow.
     inside = me * tile + jnp.arange(tile) < size
     total = jnp.where(inside, total, 0)
-    payload, lost_sum = encoded(total[None], codec, key, n + me)
+    payload, lost_sum = encode_with_error(total[None], codec, key, n + me)
     gathered = all_gather(payload, axes, 0, by)
     result = codec.decode(gathered, tile, key).reshape(-1)[:size]
     if error is None:
@@ -162,7 +162,7 @@ def compressed_all_reduce(
     return result, ErrorState(lost.reshape(-1)[:size], jnp.where(inside, lost_sum[0], 0))
 
 
-def encoded(
+def encode_with_error(
     rows: Float32[Array, "rows size"],
     codec: Codec,
     key: Key[Array, ""],
@@ -189,4 +189,4 @@ def check_operands(x: jax.Array, error: ErrorState | None, n: int) -> None:
             f"the errors of {x.size} numbers on {n} devices have shapes {wanted} and these "
             f"{(error.worker.shape, error.owner.shape)}; begin with no_errors({x.size}, {n})"
         )
-    refuse(violations)
+    raise_violations(violations)

@@ -62,7 +62,7 @@ class Int8:
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block) + flag("stochastic", self.stochastic))
+        raise_violations(count("block", self.block) + flag("stochastic", self.stochastic))
 
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
@@ -70,7 +70,7 @@ class Int8:
     def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         blocks = in_blocks(x, self.block)
         scale = greatest(blocks) / 127
-        whole = divided(blocks, scale)
+        whole = divide_by_scale(blocks, scale)
         if self.stochastic:
             bits = jax.random.bits(jax.random.fold_in(key, stream), whole.shape, jnp.uint16)
             whole = jnp.floor(whole + bits.astype(jnp.float32) / 2**16)
@@ -78,7 +78,7 @@ class Int8:
             whole = jnp.round(whole)
         # Scales are rounded, denormal ones coarsely: the quotient may pass 127.
         whole = jnp.clip(whole, -127, 127).astype(jnp.int8)
-        return joined(in_rows(whole, x.shape[1]), scale)
+        return join_bytes(in_rows(whole, x.shape[1]), scale)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         whole = in_blocks(from_bytes(payload[:, :size], jnp.int8), self.block)
@@ -99,7 +99,7 @@ class Fp8:
     block: int = 256
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block))
+        raise_violations(count("block", self.block))
 
     def payload_bytes(self, size: int) -> int:
         return size + 4 * math.ceil(size / self.block)
@@ -108,8 +108,8 @@ class Fp8:
         blocks = in_blocks(x, self.block)
         scale = greatest(blocks) / 448
         # e4m3fn has no infinity: beyond 448, where a denormal scale may put it, it would be NaN.
-        floats = jnp.clip(divided(blocks, scale), -448, 448).astype(jnp.float8_e4m3fn)
-        return joined(in_rows(floats, x.shape[1]), scale)
+        floats = jnp.clip(divide_by_scale(blocks, scale), -448, 448).astype(jnp.float8_e4m3fn)
+        return join_bytes(in_rows(floats, x.shape[1]), scale)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         floats = in_blocks(from_bytes(payload[:, :size], jnp.float8_e4m3fn), self.block)
@@ -130,7 +130,7 @@ class Sign:
     block: int = 2048
 
     def __post_init__(self) -> None:
-        refuse(count("block", self.block))
+        raise_violations(count("block", self.block))
 
     def payload_bytes(self, size: int) -> int:
         return math.ceil(size / 8) + 4 * math.ceil(size / self.block)
@@ -144,7 +144,7 @@ class Sign:
         # Bit b of byte i is of number b * bytes + i: the long dim stays last, and in registers.
         bits = jnp.pad(x < 0, ((0, 0), (0, -size % 8))).reshape(len(x), 8, -1)
         packed = (bits.astype(jnp.uint8) << _PLACES).sum(1, dtype=jnp.uint8)
-        return joined(packed, scale)
+        return join_bytes(packed, scale)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         packed = payload[:, None, : math.ceil(size / 8)]
@@ -175,7 +175,7 @@ class TopK:
     ramp: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        refuse(fraction("density", self.density) + _ramp_violations(self.ramp))
+        raise_violations(fraction("density", self.density) + _ramp_violations(self.ramp))
 
     def kept(self, size: int) -> int:
         """How many numbers of a row of `size` are sent: at least one."""
@@ -188,7 +188,7 @@ class TopK:
         _, places = lax.top_k(jnp.abs(x), self.kept(x.shape[1]))
         values = jnp.take_along_axis(x, places, axis=1)
         # Where NaN stands among magnitudes is the backend's affair.
-        return joined(values + not_finite(x), places)
+        return join_bytes(values + not_finite(x), places)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
         n, kept = len(payload), self.kept(size)
@@ -245,7 +245,7 @@ class RandomK:
                 f"density={self.density!r} must be one in a whole number; "
                 f"use {1 / self.stretch!r}, one in {self.stretch}"
             )
-        refuse(violations)
+        raise_violations(violations)
 
     @property
     def stretch(self) -> int:
@@ -283,7 +283,7 @@ def in_rows(blocks: Shaped[Array, "rows blocks block"], size: int) -> Shaped[Arr
     return blocks.reshape(len(blocks), -1)[:, :size]
 
 
-def divided(
+def divide_by_scale(
     blocks: Float[Array, "rows blocks block"], scale: Float[Array, "rows blocks"]
 ) -> Float[Array, "rows blocks block"]:
     """Each block over its scale; over 1 where that is 0 or not a number."""
@@ -313,7 +313,7 @@ def from_bytes(payload: Payload, dtype: jax.typing.DTypeLike) -> Shaped[Array, "
     return lax.bitcast_convert_type(payload.reshape(shape), dtype)
 
 
-def joined(*parts: Shaped[Array, "rows _"]) -> Payload:
+def join_bytes(*parts: Shaped[Array, "rows _"]) -> Payload:
     """The bytes of each row of the parts, one part after another."""
     return jnp.concatenate([as_bytes(part) for part in parts], axis=1)
 
@@ -341,7 +341,7 @@ def flag(name: str, value: object) -> list[str]:
     return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
 
 
-def refuse(violations: list[str]) -> None:
+def raise_violations(violations: list[str]) -> None:
     """Raises one ValueError that names all violations."""
     if violations:
         raise ValueError("; ".join(violations))

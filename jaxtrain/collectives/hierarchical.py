@@ -16,11 +16,11 @@ from jax import lax
 
 from jaxtrain.collectives.algorithm import accumulator
 from jaxtrain.collectives.choice import Exact, algorithm
-from jaxtrain.collectives.compression import refuse
+from jaxtrain.collectives.compression import raise_violations
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, link_sum, sum_scatter
-from jaxtrain.collectives.ring import flattened
-from jaxtrain.collectives.vary import Axes
+from jaxtrain.collectives.ring import flatten_padded
+from jaxtrain.collectives.vary import MeshAxes
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Hierarchical:
     fast: Exact = Lax()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
-        refuse(algorithm("slow", self.slow) + algorithm("fast", self.fast))
+        raise_violations(algorithm("slow", self.slow) + algorithm("fast", self.fast))
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         """The sum of `x`, of any shape, over the devices of `axes`, with equal bits on all of
         them. Padded to a multiple of the fast axes' devices."""
         slowest, *fast = axes
-        flat, restore = flattened(x, math.prod(lax.axis_size(axis) for axis in fast))
+        flat, restore = flatten_padded(x, math.prod(lax.axis_size(axis) for axis in fast))
         flat = flat.astype(accumulator(x.dtype))
         for axis in reversed(fast):
             flat = sum_scatter("fast links", flat, (axis,), 0, self.fast)

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jaxtrain.collectives.algorithm import only_on
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import MeshAxes, vary
 
 
 @dataclass(frozen=True)
@@ -17,26 +17,26 @@ class Lax:
     no collective of its own there (broadcast, reduce, gather, scatter) is a masked one that does.
     """
 
-    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
-    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         return vary(lax.psum(x, axes), axes)
 
-    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+    def all_to_all(self, x: jax.Array, axes: MeshAxes, split: int, concat: int) -> jax.Array:
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
 
-    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def broadcast(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         return self.all_reduce(only_on(root, x, axes), axes)
 
-    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def reduce(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         return only_on(root, self.all_reduce(x, axes), axes)
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def gather(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         return only_on(root, self.all_gather(x, axes, dim), axes)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         return self.reduce_scatter(only_on(root, x, axes), axes, dim)

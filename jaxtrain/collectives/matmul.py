@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxtrain.collectives.algorithm import accumulator, check_divides
 from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
-from jaxtrain.collectives.vary import Axes, Index, vary
+from jaxtrain.collectives.vary import Index, MeshAxes, vary
 
 Matrices = tuple[Float[Array, "_ _"], ...]
 Whole = Float[Array, "all_tokens k"]
@@ -30,7 +30,7 @@ Gathered = tuple[Matrices, Whole]
 def gather_matmul(
     x: Float[Array, "tokens k"],
     weights: tuple[Float[Array, "k _"], ...],
-    axes: Axes,
+    axes: MeshAxes,
     ring: Ring,
 ) -> tuple[Float[Array, "all_tokens _"], ...]:
     """all_gather(x) @ w for each of the weights, all fed by one gather over `axes`.
@@ -47,7 +47,7 @@ def gather_matmul(
 def matmul_scatter(
     xs: tuple[Float[Array, "all_tokens _"], ...],
     weights: tuple[Float[Array, "_ columns"], ...],
-    axes: Axes,
+    axes: MeshAxes,
     ring: Ring,
 ) -> Float[Array, "tokens columns"]:
     """The sum of x @ w over the pairs and over the n devices of `axes`, of which each device gets
@@ -68,7 +68,7 @@ def matmul_scatter(
 def gather_products(
     x: Float[Array, "tokens k"],
     weights: tuple[Float[Array, "k _"], ...],
-    axes: Axes,
+    axes: MeshAxes,
     ring: Ring,
 ) -> Gathered:
     """The products of `gather_matmul`, and the gathered x itself."""
@@ -104,7 +104,7 @@ def gather_products(
 def scattered_products(
     xs: tuple[Float[Array, "all_tokens _"], ...],
     weights: tuple[Float[Array, "_ columns"], ...],
-    axes: Axes,
+    axes: MeshAxes,
     ring: Ring,
 ) -> Float[Array, "tokens columns"]:
     """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is."""
@@ -134,7 +134,7 @@ def scattered_products(
     return sum(arrived, start=own).astype(xs[0].dtype)
 
 
-PRODUCT_SCATTERS: dict[str, Callable[[Matrices, Matrices, Axes, Ring], jax.Array]] = {
+PRODUCT_SCATTERS: dict[str, Callable[[Matrices, Matrices, MeshAxes, Ring], jax.Array]] = {
     "row matmul": scattered_products,
     "column gradients matmul": scattered_products,
 }
@@ -144,20 +144,20 @@ gradient of column-split ones."""
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gather_matmul(
-    x: Float[Array, "tokens k"], weights: Matrices, axes: Axes, ring: Ring
+    x: Float[Array, "tokens k"], weights: Matrices, axes: MeshAxes, ring: Ring
 ) -> Matrices:
     return gather_products(x, weights, axes, ring)[0]
 
 
 def _gather_matmul_forward(
-    x: Float[Array, "tokens k"], weights: Matrices, axes: Axes, ring: Ring
+    x: Float[Array, "tokens k"], weights: Matrices, axes: MeshAxes, ring: Ring
 ) -> tuple[Matrices, tuple[Whole, Matrices]]:
     outs, whole = gather_products(x, weights, axes, ring)
     return outs, (whole, weights)
 
 
 def _gather_matmul_backward(
-    axes: Axes, ring: Ring, saved: tuple[Whole, Matrices], dys: Matrices
+    axes: MeshAxes, ring: Ring, saved: tuple[Whole, Matrices], dys: Matrices
 ) -> tuple[Float[Array, "tokens k"], Matrices]:
     whole, weights = saved
     dx = PRODUCT_SCATTERS["column gradients matmul"](dys, tuple(w.T for w in weights), axes, ring)
@@ -166,13 +166,13 @@ def _gather_matmul_backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_scatter(
-    xs: Matrices, weights: Matrices, axes: Axes, ring: Ring
+    xs: Matrices, weights: Matrices, axes: MeshAxes, ring: Ring
 ) -> Float[Array, "tokens columns"]:
     return PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring)
 
 
 def _matmul_scatter_backward(
-    axes: Axes,
+    axes: MeshAxes,
     ring: Ring,
     saved: tuple[Matrices, Matrices],
     dy: Float[Array, "tokens columns"],

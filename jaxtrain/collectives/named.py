@@ -19,28 +19,28 @@ from jax import lax
 from jaxtrain.collectives import algorithm
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.vary import Axes, same
+from jaxtrain.collectives.vary import MeshAxes, same
 
 
 @runtime_checkable
 class AllReduce(Protocol):
     """Whatever sums over devices: an `Algorithm`, or several in levels (`hierarchical.py`)."""
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         """The sum over the devices of `axes`, with equal bits on all of them."""
         ...
 
 
-def _sum(x: jax.Array, axes: Axes) -> jax.Array:
+def _sum(x: jax.Array, axes: MeshAxes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _reduced(x: jax.Array, axes: Axes, by: AllReduce) -> jax.Array:
+def _all_reduce(x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
     # Of the compiler's own sum types know that it is equal everywhere: they need not be told.
     return _sum(x, axes) if isinstance(by, Lax) else same(by.all_reduce(x, axes), axes)
 
 
-SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
+SUMS: dict[str, Callable[[jax.Array, MeshAxes], jax.Array]] = {
     "loss": _sum,
     "gradient norm": _sum,
     "vocabulary": _sum,
@@ -49,20 +49,20 @@ SUMS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
 """All-reduces: loss and token count; squared norms; exp-sums and target logits of the
 vocabulary; sums that an optimizer makes of a leaf."""
 
-GRADIENT_SUMS: dict[str, Callable[[jax.Array, Axes, AllReduce], jax.Array]] = {
-    "gradients": _reduced,
-    "small gradients": _reduced,
-    "layer gradients": _reduced,
+GRADIENT_SUMS: dict[str, Callable[[jax.Array, MeshAxes, AllReduce], jax.Array]] = {
+    "gradients": _all_reduce,
+    "small gradients": _all_reduce,
+    "layer gradients": _all_reduce,
 }
 """All-reduces by the experiment's reducer, of gradients over the axes a leaf is whole on: leaf by
 leaf; small leaves in buckets; either of them within the backward pass of their layer."""
 
-LINK_SUMS: dict[str, Callable[[jax.Array, Axes, Algorithm], jax.Array]] = {
+LINK_SUMS: dict[str, Callable[[jax.Array, MeshAxes, Algorithm], jax.Array]] = {
     "slow links": algorithm.all_reduce,
 }
 """The all-reduce within a hierarchical one; its reduce-scatters are in SUM_SCATTERS."""
 
-SUM_SCATTERS: dict[str, Callable[[jax.Array, Axes, int, Algorithm], jax.Array]] = {
+SUM_SCATTERS: dict[str, Callable[[jax.Array, MeshAxes, int, Algorithm], jax.Array]] = {
     "weight gradients": algorithm.reduce_scatter,
     "optimizer gradients": algorithm.reduce_scatter,
     "row": algorithm.reduce_scatter,
@@ -79,31 +79,31 @@ of hierarchical sums; what the last stage hands to all of them, and the gradient
 the first. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
 
 
-def sum_over(name: str, x: jax.Array, axes: Axes) -> jax.Array:
+def sum_over(name: str, x: jax.Array, axes: MeshAxes) -> jax.Array:
     """`x` summed over the mesh axes `axes`, as `lax.psum` does, by the reduction registered as
     `name` in SUMS. Without axes, here as below, x itself."""
     return SUMS[name](x, axes) if axes else x
 
 
-def gradient_sum(name: str, x: jax.Array, axes: Axes, by: AllReduce) -> jax.Array:
+def gradient_sum(name: str, x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
     """A gradient summed over `axes` by the reducer `by`; typed as equal on all their devices. Names
     are those of GRADIENT_SUMS."""
     return GRADIENT_SUMS[name](x, axes, by) if axes else x
 
 
-def link_sum(name: str, x: jax.Array, axes: Axes, by: Algorithm) -> jax.Array:
+def link_sum(name: str, x: jax.Array, axes: MeshAxes, by: Algorithm) -> jax.Array:
     """A sum over `axes` by the algorithm `by`, typed as varying: one level of a hierarchical sum.
     Names are those of LINK_SUMS."""
     return LINK_SUMS[name](x, axes, by) if axes else x
 
 
-def sum_scatter(name: str, x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+def sum_scatter(name: str, x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
     """A sum over `axes` of which each device keeps its tile of `dim`, as `lax.psum_scatter` does.
     Names are those of SUM_SCATTERS. Raises ValueError where the devices do not divide the dim."""
     return SUM_SCATTERS[name](x, axes, dim, by) if axes else x
 
 
-def all_gather(x: jax.Array, axes: Axes, dim: int, by: Algorithm) -> jax.Array:
+def all_gather(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
     """The tiles of `dim` from all devices of `axes`, joined in order of their numbers, as
     `lax.all_gather(tiled=True)` does; no reduction, so it has no name."""
     return algorithm.all_gather(x, axes, dim, by)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Key
 
-from jaxtrain.collectives.compression import count, refuse
+from jaxtrain.collectives.compression import count, raise_violations
 from jaxtrain.collectives.named import AllReduce
-from jaxtrain.collectives.vary import Axes, vary
+from jaxtrain.collectives.vary import MeshAxes, vary
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PowerSGD:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        refuse(count("rank", self.rank))
+        raise_violations(count("rank", self.rank))
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of both factors: what an all-reduce would have 4 * prod(shape) of."""
@@ -63,7 +63,10 @@ def first_factor(
 
 
 def powersgd_all_reduce(
-    matrices: Float32[Array, "*stack rows cols"], state: PowerSGDState, axes: Axes, by: AllReduce
+    matrices: Float32[Array, "*stack rows cols"],
+    state: PowerSGDState,
+    axes: MeshAxes,
+    by: AllReduce,
 ) -> tuple[Float32[Array, "*stack rows cols"], PowerSGDState]:
     """The sum over devices of `matrices`, projected on `rank` directions, with equal bits on all
     where `by` sums so; and the next state.

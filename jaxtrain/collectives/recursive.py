@@ -13,7 +13,7 @@ from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
 from jaxtrain.collectives.ring import permute, shift
-from jaxtrain.collectives.vary import Axes
+from jaxtrain.collectives.vary import MeshAxes
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Recursive:
     step. broadcast, reduce, scatter, gather: binomial trees.
     """
 
-    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         # Bruck et al. 1997: with m tiles held, min(m, n - m) come from the device m further on, so
         # that m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
         n = lax.axis_size(axes)
         held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
         while len(held) < n:
             held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
-        return joined(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+        return join_tiles(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
 
-    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         # all_gather run backwards: what was received is sent back, and added to what it came from.
         n = lax.axis_size(axes)
         sums = jnp.roll(tiles(x, n, dim), -lax.axis_index(axes), axis=0)
@@ -46,7 +46,7 @@ class Recursive:
             sums = sums[:distance] + jnp.pad(back, padding)
         return jnp.moveaxis(sums[0], 0, dim).astype(x.dtype)
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         # Recursive doubling: after step k device i holds the sum over the 2^(k+1) devices whose
         # numbers differ from its own in the lowest k + 1 bits; partners are i and i xor 2^k.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
@@ -63,7 +63,7 @@ class Recursive:
             total = jnp.where(me < inner, total, returned)
         return total.astype(x.dtype)
 
-    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+    def all_to_all(self, x: jax.Array, axes: MeshAxes, split: int, concat: int) -> jax.Array:
         # A piece that is for the device d further on takes the hops 2^k of d's binary digits: in
         # step k all pieces whose digit k is 1 travel 2^k devices (Bruck et al. 1997).
         n, me = lax.axis_size(axes), lax.axis_index(axes)
@@ -75,9 +75,9 @@ class Recursive:
         # Entry d came from the device d before: in order of the senders, from 0.
         pieces = jnp.roll(jnp.flip(pieces, 0), me + 1, axis=0)
         pieces = jnp.moveaxis(pieces, 1, split + 1)
-        return joined(jnp.moveaxis(pieces, concat + 1, 1), concat)
+        return join_tiles(jnp.moveaxis(pieces, concat + 1, 1), concat)
 
-    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def broadcast(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         n = lax.axis_size(axes)
         rank = (lax.axis_index(axes) - root) % n
         for distance in _powers(n):
@@ -86,7 +86,7 @@ class Recursive:
             x = jnp.where((rank >= distance) & (rank < 2 * distance), arrived, x)
         return x
 
-    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
+    def reduce(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         n = lax.axis_size(axes)
         total = x.astype(accumulator(x.dtype))
         for distance in reversed(_powers(n)):
@@ -94,7 +94,7 @@ class Recursive:
             total += permute(total, axes, pairs)
         return only_on(root, total, axes).astype(x.dtype)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n = lax.axis_size(axes)
         rank = (lax.axis_index(axes) - root) % n
         steps = _powers(n)
@@ -105,13 +105,13 @@ class Recursive:
             held = jnp.where(rank % (2 * distance) == distance, arrived, held[:distance])
         return jnp.moveaxis(held[0], 0, dim)
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def gather(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n = lax.axis_size(axes)
         held = jnp.moveaxis(x, dim, 0)[None]
         for distance in _powers(n):
             pairs = [(b, a) for a, b in _tree_pairs(n, root, distance)]
             held = jnp.concatenate([held, permute(held, axes, pairs)])
-        return only_on(root, joined(jnp.roll(held[:n], root, axis=0), dim), axes)
+        return only_on(root, join_tiles(jnp.roll(held[:n], root, axis=0), dim), axes)
 
 
 def _powers(n: int) -> list[int]:
@@ -132,7 +132,7 @@ def tiles(x: jax.Array, n: int, dim: int) -> Shaped[Array, "{n} size *rest"]:
     return front.reshape(n, len(front) // n, *front.shape[1:])
 
 
-def joined(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
+def join_tiles(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
     """Inverse of `tiles`."""
     n, size, *rest = stack.shape
     return jnp.moveaxis(stack.reshape(n * size, *rest), 0, dim)

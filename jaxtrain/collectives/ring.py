@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
-from jaxtrain.collectives.compression import flag, refuse
-from jaxtrain.collectives.vary import Axes, Index, vary, varying_axes
+from jaxtrain.collectives.compression import flag, raise_violations
+from jaxtrain.collectives.vary import Index, MeshAxes, vary, varying_axes
 
 RIGHT, LEFT = 1, -1
 INT32_MAX = 2**31 - 1
@@ -59,7 +59,7 @@ class Ring:
         violations = flag("unroll", self.unroll)
         if type(self.directions) is not int or self.directions not in (1, 2):
             violations.append(f"directions={self.directions!r} must be 1 or 2; use 2, both ways")
-        refuse(violations)
+        raise_violations(violations)
 
     def chains(self, n: int) -> list[Chain]:
         """The chains by which n - 1 others are reached, none of them empty."""
@@ -91,7 +91,7 @@ class Ring:
             done = hops
         return carry
 
-    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         # Each device hands on what came last; what arrives with hop h from the left is the tile of
         # device me - h, from the right that of me + h.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
@@ -104,7 +104,7 @@ class Ring:
 
         return self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))[0]
 
-    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         # In one direction: device i sends the partial sum of tile i - h to its right neighbour in
         # hop h = 1 .. n - 1, s <- arrived + tile[i - h - 1], so that tile j ends on device j with
         # the terms of all n, after n - 1 hops of 1/n of the bytes.
@@ -125,21 +125,21 @@ class Ring:
         sums = self.travel([(way, hops - 1) for way, hops in chains], hop, started)
         return sum((shift(sums[w], axes, w) for w, _ in chains), start=tile(me)).astype(x.dtype)
 
-    def all_reduce(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         # Sums scattered, then gathered: 2 (n - 1)/n of the bytes leave each device, and no
         # algorithm sends fewer (Patarasuk & Yuan 2009).
-        flat, restore = flattened(x, lax.axis_size(axes))
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.all_gather(self.reduce_scatter(flat, axes, 0), axes, 0))
 
-    def broadcast(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        flat, restore = flattened(x, lax.axis_size(axes))
+    def broadcast(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.all_gather(self.scatter(flat, axes, 0, root), axes, 0))
 
-    def reduce(self, x: jax.Array, axes: Axes, root: int) -> jax.Array:
-        flat, restore = flattened(x, lax.axis_size(axes))
+    def reduce(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
+        flat, restore = flatten_padded(x, lax.axis_size(axes))
         return restore(self.gather(self.reduce_scatter(flat, axes, 0), axes, 0, root))
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         chains = self.chains(n)
         length = dict(chains)
@@ -158,7 +158,7 @@ class Ring:
             own = jnp.where((distance > 0) & (distance <= hops), moving[way], own)
         return own
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, root: int) -> jax.Array:
+    def gather(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n = lax.axis_size(axes)
         chains = self.chains(n)
         length = dict(chains)
@@ -172,7 +172,7 @@ class Ring:
         out, _ = self.travel(chains, hop, (room_for(x, axes, dim), {w: x for w, _ in chains}))
         return only_on(root, out, axes)
 
-    def all_to_all(self, x: jax.Array, axes: Axes, split: int, concat: int) -> jax.Array:
+    def all_to_all(self, x: jax.Array, axes: MeshAxes, split: int, concat: int) -> jax.Array:
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         chains = self.chains(n)
         out = room_for(take(x, me, n, split), axes, concat)
@@ -205,12 +205,12 @@ def each_of(numbers: range, act: Callable[[Index, Carry], Carry], carry: Carry) 
     return carry
 
 
-def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+def shift(x: jax.Array, axes: MeshAxes, by: int) -> jax.Array:
     """`x` sent `by` devices to the right: device i gets what i - by holds, numbers modulo n."""
     return permute(x, axes, [(i, i + by) for i in range(lax.axis_size(axes))])
 
 
-def permute(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
+def permute(x: jax.Array, axes: MeshAxes, pairs: list[tuple[int, int]]) -> jax.Array:
     """`lax.ppermute` of (sender, receiver) pairs, device numbers modulo n; zeros where nothing
     arrives.
 
@@ -246,7 +246,7 @@ def _tiles(x: jax.Array, n: int, dim: int) -> jax.Array:
     return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
-def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
+def room_for(tile: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
     """Zeros for n tiles along `dim`, this device's own in its place."""
     n = lax.axis_size(axes)
     shape = (*tile.shape[:dim], n * tile.shape[dim], *tile.shape[dim + 1 :])
@@ -255,7 +255,7 @@ def room_for(tile: jax.Array, axes: Axes, dim: int) -> jax.Array:
     )
 
 
-def flattened(
+def flatten_padded(
     x: jax.Array, n: int
 ) -> tuple[Shaped[Array, " padded"], Callable[[jax.Array], jax.Array]]:
     """`x` as one dim, padded with zeros to a multiple of n; and the way back."""

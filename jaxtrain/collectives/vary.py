@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Integer
 
-Axes = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 """Mesh axes by name, major first."""
 
 Index = int | Integer[Array, ""]
@@ -17,21 +17,21 @@ Index = int | Integer[Array, ""]
 a layer, a microbatch."""
 
 
-def varying_axes(*arrays: jax.typing.ArrayLike) -> Axes:
+def varying_axes(*arrays: jax.typing.ArrayLike) -> MeshAxes:
     """The mesh axes over which any of them may differ, sorted; () outside shard_map and wherever
     types are not checked."""
     found = (jax.typeof(x).manual_axis_type.varying for x in arrays)
     return tuple(sorted(frozenset[str]().union(*found)))
 
 
-def vary(x: jax.Array, axes: Axes) -> jax.Array:
+def vary(x: jax.Array, axes: MeshAxes) -> jax.Array:
     """`x` typed as varying over `axes` (nothing moves): inside the step every value varies."""
     present = varying_axes(x)
     missing = tuple(a for a in axes if a not in present)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def same(x: jax.Array, axes: Axes) -> jax.Array:
+def same(x: jax.Array, axes: MeshAxes) -> jax.Array:
     """`x` typed as equal on all devices of `axes` (nothing moves, nothing is looked at).
 
     For the result of a sum made of permutes, which JAX cannot know to be equal: whoever calls this
@@ -48,7 +48,7 @@ _same.def_impl(lambda x, *, axes: x)
 
 
 @_same.def_abstract_eval
-def _typed_as_same(x: ShapedArray, *, axes: Axes) -> ShapedArray:
+def _typed_as_same(x: ShapedArray, *, axes: MeshAxes) -> ShapedArray:
     kind = x.manual_axis_type
     return x.update(manual_axis_type=kind.update(varying=kind.varying - frozenset(axes)))
 

@@ -2,7 +2,7 @@
 
 An encoding's losses are kept on the device that made them and join its next gradients. So the train
 state has a dim of devices here, the only place where it knows of a mesh: on another one the sum of
-the residuals is what is kept (`redistributed`).
+the residuals is what is kept (`redistribute`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.powersgd import PowerSGD, first_factor
 from jaxtrain.collectives.reducer import Reducer
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
 from jaxtrain.pipeline.layout import StageLayout
@@ -41,7 +41,7 @@ class MatrixDims(NamedTuple):
     cols: int
 
 
-class Part(NamedTuple):
+class CompressedLeaf(NamedTuple):
     """A compressed leaf on a mesh: `whole` are the axes it is summed over, `split` the others that
     its part depends on, both in mesh order."""
 
@@ -77,7 +77,7 @@ def compressed_parts(
     places: Mapping[str, Leaf],
     sizes: Mapping[str, int],
     layout: StageLayout | None = None,
-) -> dict[str, Part]:
+) -> dict[str, CompressedLeaf]:
     """The leaves a compressed reducer encodes; the same ones on every mesh. Those of up to
     `small_leaf` elements are summed exactly, and for PowerSGD what is no matrix. `layout`: of a
     pipeline, whose padding does not count."""
@@ -96,11 +96,13 @@ def compressed_parts(
             continue
         used = {a for dim in leaf.optimizer for a in dim}
         whole = tuple(a for a in sizes if a not in used)
-        parts[name] = Part(leaf, whole, tuple(a for a in sizes if a in used), sizes)
+        parts[name] = CompressedLeaf(leaf, whole, tuple(a for a in sizes if a in used), sizes)
     return parts
 
 
-def no_residuals(reducer: Reducer | None, parts: Mapping[str, Part], seed: int) -> Residuals:
+def no_residuals(
+    reducer: Reducer | None, parts: Mapping[str, CompressedLeaf], seed: int
+) -> Residuals:
     """The state before the first step."""
     if not isinstance(reducer, Compressed):
         return {}
@@ -117,28 +119,30 @@ def no_residuals(reducer: Reducer | None, parts: Mapping[str, Part], seed: int) 
     return state
 
 
-def _first_factor(part: Part, rank: int, seed: int) -> Float32[Array, "parts stack cols {rank}"]:
+def _first_factor(
+    part: CompressedLeaf, rank: int, seed: int
+) -> Float32[Array, "parts stack cols {rank}"]:
     sides, count = part.matrices, ways(part.split, part.sizes)
     key = named_key(jax.random.key(seed), f"powersgd.{part.leaf.path}")
     return first_factor((count, *sides), rank, key)
 
 
-def carried(residuals: Residuals) -> Residuals:
+def codec_state(residuals: Residuals) -> Residuals:
     """Those that the sums themselves read and write."""
     return {name: tree for name, tree in residuals.items() if name != "tripped"}
 
 
-def trusted(residuals: Residuals) -> Residuals:
-    """`carried` as a step may add them. Once the guard has tripped no error is: it is what a codec
-    left that was given up."""
-    found = carried(residuals)
+def usable_codec_state(residuals: Residuals) -> Residuals:
+    """`codec_state` as a step may add them. Once the guard has tripped no error is: it is what a
+    codec left that was given up."""
+    found = codec_state(residuals)
     if "errors" in found:
         given_up = residuals["tripped"] >= 0
         found["errors"] = {k: jnp.where(given_up, 0.0, e) for k, e in found["errors"].items()}
     return found
 
 
-def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> dict[str, Any]:
+def residual_splits(abstract: Residuals, parts: Mapping[str, CompressedLeaf]) -> dict[str, Any]:
     """How every leaf of the residuals is split: each device has its own."""
     splits: dict[str, Any] = {"tripped": ()} if abstract else {}
     if "errors" in abstract:
@@ -148,7 +152,7 @@ def residual_splits(abstract: Residuals, parts: Mapping[str, Part]) -> dict[str,
     return splits
 
 
-def residual_axes(abstract: Residuals, axes: Mapping[str, Axes]) -> dict[str, Any]:
+def residual_axes(abstract: Residuals, axes: Mapping[str, LogicalAxes]) -> dict[str, Any]:
     """The logical axes of errors; () of the others. `axes`: of the parameters."""
     found = jax.tree.map(lambda leaf: (), abstract)
     if "errors" in abstract:
@@ -171,14 +175,14 @@ def stored_splits(
     return jax.tree_util.tree_map_with_path(fits, abstract, splits)
 
 
-def redistributed(stored: Residuals, abstract: Residuals, first: Residuals) -> Residuals:
+def redistribute(stored: Residuals, abstract: Residuals, first: Residuals) -> Residuals:
     """Residuals of another mesh on this one. Errors of a leaf are summed and dealt out in equal
     shares, so that their sum stays what it was (to rounding; exactly for powers of two). Factors
     of another shape begin again as in `first`: only the speed of PowerSGD's approach is in them."""
     out = dict(stored)
     if "errors" in abstract:
         out["errors"] = {
-            k: _dealt(error, abstract["errors"][k].shape[0])
+            k: _deal_out(error, abstract["errors"][k].shape[0])
             for k, error in stored["errors"].items()
         }
     if "factors" in abstract:
@@ -189,7 +193,9 @@ def redistributed(stored: Residuals, abstract: Residuals, first: Residuals) -> R
     return out
 
 
-def _dealt(error: Float32[Array, " devices *shape"], count: int) -> Float32[Array, " count *shape"]:
+def _deal_out(
+    error: Float32[Array, " devices *shape"], count: int
+) -> Float32[Array, " count *shape"]:
     """Equal shares of the sum of all devices' errors, for `count` devices."""
     if len(error) == count:
         return error

@@ -23,8 +23,8 @@ from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
 from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.collectives.ring import put, take
-from jaxtrain.collectives.vary import Axes, same, vary, varying_axes
-from jaxtrain.compression.residuals import Part, Residuals
+from jaxtrain.collectives.vary import MeshAxes, same, vary, varying_axes
+from jaxtrain.compression.residuals import CompressedLeaf, Residuals
 from jaxtrain.nn.param import named_key
 
 Arrays = dict[str, Any]
@@ -32,8 +32,8 @@ Arrays = dict[str, Any]
 
 class Choice(NamedTuple):
     """One of a run's compiled steps. codec None: sums are exact, and what earlier ones lack is
-    added where it is `trusted`. measured: the exact sums are made too, and the distance to them is
-    in the metrics."""
+    added unless the guard has tripped. measured: the exact sums are made too, and the distance to
+    them is in the metrics."""
 
     codec: Any = None
     measured: bool = False
@@ -81,13 +81,14 @@ class CompressedSums(NamedTuple):
     """What one program does with the leaves that the reducer compresses."""
 
     reducer: Compressed
-    parts: Mapping[str, Part]
+    parts: Mapping[str, CompressedLeaf]
     choice: Choice
 
     def sum(
         self, grads: Arrays, residuals: Residuals, unit: jax.Array, key: jax.Array
     ) -> tuple[Arrays, Residuals, Arrays]:
-        """Inside shard_map: (sums over `Part.whole`, residuals after, exact sums where measured).
+        """Inside shard_map: (sums over `CompressedLeaf.whole`, residuals after, exact sums where
+        measured).
 
         unit: what makes sums means. Residuals are means, so that a loss scale or a batch of
         another size leaves them right. The key of each part of each leaf is its own.
@@ -118,7 +119,7 @@ class CompressedSums(NamedTuple):
 
     def _compressed(
         self,
-        part: Part,
+        part: CompressedLeaf,
         mean: Float32[Array, " *shape"],
         error: Float32[Array, " *shape"] | None,
         q: Float32[Array, "stack cols rank"] | None,
@@ -139,15 +140,15 @@ class CompressedSums(NamedTuple):
             return same(total.reshape(shape), part.whole), lost, state.q
         assert isinstance(by, Algorithm), "Compressed lets no codec have another"
         flat = None if error is None else error.reshape(-1)
-        total, lost = summed_with_one_error(mean.reshape(-1), flat, part.whole, codec, key, by)
+        total, lost = all_reduce_with_one_error(mean.reshape(-1), flat, part.whole, codec, key, by)
         lost = None if lost is None else lost.reshape(shape)
         return same(total.reshape(shape), part.whole), lost, q
 
 
-def summed_with_one_error(
+def all_reduce_with_one_error(
     x: Float32[Array, " size"],
     error: Float32[Array, " size"] | None,
-    axes: Axes,
+    axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
     by: Algorithm,
@@ -169,7 +170,7 @@ def summed_with_one_error(
     return total, put(padded, mine, me, n, 0)[: x.size]
 
 
-def flushed(grads: Arrays, residuals: Residuals, unit: jax.Array) -> tuple[Arrays, Residuals]:
+def pay_back(grads: Arrays, residuals: Residuals, unit: jax.Array) -> tuple[Arrays, Residuals]:
     """On one device: what earlier sums lack joins the gradients, and nothing is lacking now."""
     errors = residuals.get("errors", {})
     grads = grads | {k: grads[k] + e[0] * unit for k, e in errors.items()}

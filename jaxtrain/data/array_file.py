@@ -133,15 +133,15 @@ def _write_body(file: BinaryIO, *, kind: str, meta: dict, arrays: Mapping[str, A
     header = {"kind": kind, "meta": meta, "arrays": table, "bytes": 0}
     # Offsets and sizes are as yet unknown: 24 spare digits each are more than int64 needs.
     spare = 24 * (len(table) + 1)
-    start = _aligned(len(_encoded(header)) + spare + 56, PAGE_BYTES)
+    start = _align(len(_encode(header)) + spare + 56, PAGE_BYTES)
     end = start
     for name, spec in arrays.items():
-        table[name]["offset"] = _aligned(end, ALIGN_BYTES)
+        table[name]["offset"] = _align(end, ALIGN_BYTES)
         file.seek(table[name]["offset"])
         end = table[name]["offset"] + _write_array(file, name, spec, table[name])
     header["bytes"] = end
     file.truncate(end)
-    encoded = _encoded(header)
+    encoded = _encode(header)
     file.seek(0)
     file.write(MAGIC + len(encoded).to_bytes(8, "little") + encoded)
     file.write(hashlib.sha256(encoded).digest())
@@ -164,9 +164,9 @@ def _write_array(file: BinaryIO, name: str, spec: ArraySpec, entry: dict[str, An
     return written
 
 
-def _encoded(header: dict[str, Any]) -> bytes:
+def _encode(header: dict[str, Any]) -> bytes:
     return json.dumps(header, sort_keys=True).encode("ascii")
 
 
-def _aligned(offset: int, step: int) -> int:
+def _align(offset: int, step: int) -> int:
     return -(-offset // step) * step

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.data.dataset import Batch
-from jaxtrain.data.permutation import permutation, shuffled
+from jaxtrain.data.permutation import permutation, shuffle
 from jaxtrain.data.token_file import TokenStore
 from jaxtrain.data.tokenizer import Vocabulary
 
@@ -141,7 +141,7 @@ class PackedDataset:
     def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
         order, starts = self.index(epoch)
         # [rows, seq + 1] places in the stream: the inputs, and one more for the last target.
-        pieces = shuffled(rows, len(self), "rows", self.seed, epoch)
+        pieces = shuffle(rows, len(self), "rows", self.seed, epoch)
         begin = pieces[:, None] * self.seq
         place = begin + np.arange(self.seq + 1)
         real = place < self.tokens

@@ -16,7 +16,7 @@ def random_bits(n: int, *key: int | str) -> np.ndarray:
 
     The key, a sequence of ints and strings, is hashed into the 64-bit starting state.
     """
-    return _mixed(np.arange(1, n + 1, dtype=np.uint64), _start(key))
+    return _mix(np.arange(1, n + 1, dtype=np.uint64), _start(key))
 
 
 def permutation(n: int, *key: int | str) -> np.ndarray:
@@ -24,7 +24,7 @@ def permutation(n: int, *key: int | str) -> np.ndarray:
     return np.argsort(random_bits(n, *key), kind="stable")
 
 
-def shuffled(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
+def shuffle(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
     """[...] int64: where a permutation of 0 .. n-1, a function of (n, key), takes `indices`.
 
     Nothing of size n is made: a Feistel network on the next even power of two, applied again while
@@ -38,7 +38,7 @@ def shuffled(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
     while outside.any():
         left, right = found[outside] >> shift, found[outside] & mask
         for start in keys:
-            left, right = right, left ^ (_mixed(right, start) & mask)
+            left, right = right, left ^ (_mix(right, start) & mask)
         found[outside] = left << shift | right
         outside = found >= n
     return found.astype(np.int64)
@@ -48,7 +48,7 @@ def _start(key: tuple[int | str, ...]) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"))
 
 
-def _mixed(counters: np.ndarray, start: np.uint64) -> np.ndarray:
+def _mix(counters: np.ndarray, start: np.uint64) -> np.ndarray:
     z = counters * np.uint64(0x9E3779B97F4A7C15) + start
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

@@ -110,14 +110,14 @@ def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
     vocab, tokenizer = files[0].vocab, files[0].tokenizer
     arrays = {
         "tokens": ArraySpec(token_dtype(vocab), (sum(tokens),), (file.tokens for file in files)),
-        "offsets": ArraySpec("int64", (documents + 1,), _chained(np.zeros(1, np.int64), ends)),
+        "offsets": ArraySpec("int64", (documents + 1,), _chain(np.zeros(1, np.int64), ends)),
         "prompts": ArraySpec("int64", (documents,), (file.prompts for file in files)),
     }
     meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
     write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
 
 
-def _chained(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+def _chain(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     yield first
     yield from rest
 
@@ -167,7 +167,7 @@ class TokenFiles:
         for file in files:
             if file.vocab > vocab:
                 check_ids(file.tokens, vocab=vocab, path=file.path, position=0)
-        return TokenStore(files=files, documents=self._selected(files, split))
+        return TokenStore(files=files, documents=self._select(files, split))
 
     def files(self, split: str) -> list[str]:
         """Those of the split. Raises ValueError with each pattern that matches none."""
@@ -176,7 +176,7 @@ class TokenFiles:
             raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
         return paths
 
-    def _selected(self, files: tuple[TokenFile, ...], split: str) -> np.ndarray:
+    def _select(self, files: tuple[TokenFile, ...], split: str) -> np.ndarray:
         """[documents of the split] int64: their numbers through all files."""
         numbers = np.arange(sum(len(file.prompts) for file in files), dtype=np.int64)
         if self.held_out_paths:
@@ -195,9 +195,9 @@ class TokenStore:
     def __init__(self, *, files: tuple[TokenFile, ...], documents: np.ndarray | None) -> None:
         self.files = files
         self.bases = np.cumsum([0, *(len(file.tokens) for file in files)])
-        starts = _joined([f.offsets[:-1] + b for f, b in zip(files, self.bases, strict=False)])
-        lengths = _joined([np.diff(file.offsets) for file in files])
-        prompts = _joined([file.prompts for file in files])
+        starts = _concatenate([f.offsets[:-1] + b for f, b in zip(files, self.bases, strict=False)])
+        lengths = _concatenate([np.diff(file.offsets) for file in files])
+        prompts = _concatenate([file.prompts for file in files])
         chosen = slice(None) if documents is None else documents
         self.starts, self.lengths, self.prompts = starts[chosen], lengths[chosen], prompts[chosen]
         if not self.lengths.sum():
@@ -227,5 +227,5 @@ class TokenStore:
         check_ids(found, vocab=vocab, path=file.path, position=position)
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -63,9 +63,9 @@ def tokenize(
     if not hasattr(source, "pieces"):
         raise ValueError(f"{source} has no text of its own; tokenise the source of each part")
     if out.exists():
-        return _finished(out, vocabulary)
+        return _open_finished(out, vocabulary)
     parts = out.with_name(out.name + ".parts")
-    groups = _grouped(source.pieces(split), shard_bytes)
+    groups = _group(source.pieces(split), shard_bytes)
     if not groups:
         raise ValueError(_no_text(split, source))
     shards = [
@@ -81,17 +81,17 @@ def tokenize(
         if not out.exists():
             what = f"{out} cannot be made: {error}; check the disk and its rights"
             raise ValueError(what) from error
-    return _finished(out, vocabulary)
+    return _open_finished(out, vocabulary)
 
 
-def _finished(out: Path, vocabulary: Vocabulary) -> TokenFile:
+def _open_finished(out: Path, vocabulary: Vocabulary) -> TokenFile:
     file = open_token_file(out)
     if file.tokenizer != vocabulary.key:
         raise ValueError(f"{out} exists and was written by another tokenizer; delete it first")
     return file
 
 
-def _grouped(pieces: Sequence[Piece], shard_bytes: int) -> list[tuple[Piece, ...]]:
+def _group(pieces: Sequence[Piece], shard_bytes: int) -> list[tuple[Piece, ...]]:
     """Consecutive pieces of about `shard_bytes` together; a piece is never cut."""
     groups: list[list[Piece]] = []
     size = shard_bytes
@@ -134,13 +134,13 @@ def _claim(
 def _run(shards: list[_Shard], *, processes: int, progress: Progress | None) -> None:
     sizes = [sum(piece.stop - piece.start for piece in shard.pieces) for shard in shards]
     done = 0
-    for number in _completed(shards, processes):
+    for number in _run_shards(shards, processes):
         done += sizes[number]
         if progress:
             progress(done, sum(sizes))
 
 
-def _completed(shards: list[_Shard], processes: int) -> Iterator[int]:
+def _run_shards(shards: list[_Shard], processes: int) -> Iterator[int]:
     """Numbers of the shards as they are done."""
     if processes == 1 or len(shards) == 1:
         for number, shard in enumerate(shards):
@@ -168,22 +168,22 @@ def _tokenize_shard(shard: _Shard) -> None:
     except (FileNotFoundError, DamagedFile):
         write_token_file(
             shard.path,
-            _encoded(shard),
+            _encode(shard),
             vocab=shard.vocabulary.size,
             tokenizer=shard.vocabulary.key,
         )
 
 
-def _encoded(shard: _Shard) -> Iterator[TokenDocument]:
+def _encode(shard: _Shard) -> Iterator[TokenDocument]:
     eos = np.array([shard.vocabulary.eos], dtype=np.uint32)
-    for batch in _batched(shard):
+    for batch in _batches(shard):
         texts = shard.vocabulary.encode_batch([document.text for document in batch])
         prompts = shard.vocabulary.encode_batch([document.prompt for document in batch])
         for prompt, text in zip(prompts, texts, strict=True):
             yield TokenDocument(np.concatenate((prompt, text, eos)), prompt=len(prompt))
 
 
-def _batched(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
+def _batches(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
     batch = []
     for piece in shard.pieces:
         for document in shard.source.read(piece, shard.split):

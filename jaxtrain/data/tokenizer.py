@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.data.dataset import check_count
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
 from jaxtrain.files.stores import store_violations
 
@@ -228,11 +228,11 @@ LARGEST_ID = 2**24
 """No vocabulary comes near it; one number is kept for each id."""
 
 
-def opened(content: str) -> Any:
+def open_tokenizer(content: str) -> Any:
     """A tokenizer.json as the library has it. Raises ValueError for what is none."""
     from tokenizers import Tokenizer
 
-    parsed(content)
+    parse_json(content)
     try:
         return Tokenizer.from_str(content)
     except Exception as error:  # the library's errors have no class of their own
@@ -246,7 +246,7 @@ class HuggingFaceVocabulary:
         self.json = content
         self.eos_token = eos
         self.key = hashlib.sha256(f"{eos}\0{content}".encode()).hexdigest()
-        self._tokenizer = opened(content)
+        self._tokenizer = open_tokenizer(content)
         # Text that spells a special token is text: a document must not be able to end itself.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -17,7 +17,7 @@ from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.optim.fields import at_least, count, refuse
+from jaxtrain.optim.fields import at_least, count, raise_violations
 from jaxtrain.optim.plain import Optax
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.pipeline.config import Pipeline
@@ -63,7 +63,7 @@ class Execution:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
-        refuse(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
+        raise_violations(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
 
 
 def seed_violations(seed: int) -> list[str]:
@@ -100,7 +100,7 @@ class Sample:
         violations += at_least("temperature", self.temperature, 0)
         if not isinstance(self.prompt, str) or not self.prompt:
             violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
-        refuse(violations)
+        raise_violations(violations)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Evaluation:
             if getattr(self, name) is not None:
                 violations += count(name, getattr(self, name), 1)
         violations += [v for v in kind_violations(self) if v.startswith("sample=")]
-        refuse(violations)
+        raise_violations(violations)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Logging:
             violations += callback_violations("callbacks", self.callbacks)
         if isinstance(self.every, int) and self.every < 1:
             violations += count("every", self.every, 1)
-        refuse(violations)
+        raise_violations(violations)
 
 
 def _optimizer(given: Any) -> Any:
@@ -208,7 +208,7 @@ class Experiment:
                 )
         if isinstance(self.seed, int):
             violations += seed_violations(self.seed)
-        refuse(violations)
+        raise_violations(violations)
 
     @property
     def sample(self) -> Sample | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.files.stores import store_violations
-from jaxtrain.optim.fields import count, positive, refuse
+from jaxtrain.optim.fields import count, positive, raise_violations
 
 Patterns = tuple[str, ...]
 
@@ -28,7 +28,7 @@ class FromHuggingFace:
     folder: str | Path
 
     def __post_init__(self) -> None:
-        refuse(kind_violations(self) + store_violations("folder", self.folder))
+        raise_violations(kind_violations(self) + store_violations("folder", self.folder))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FromRun:
             violations += store_violations("run_dir", self.run_dir)
         if isinstance(self.step, int) and self.step < 1:
             violations += count("step", self.step, 1)
-        refuse(violations or pattern_violations("leaves", self.leaves))
+        raise_violations(violations or pattern_violations("leaves", self.leaves))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LoRA:
         violations = kind_violations(self)
         if not violations:
             violations = count("rank", self.rank, 1) + positive("alpha", self.alpha)
-        refuse(violations + pattern_violations("targets", self.targets))
+        raise_violations(violations + pattern_violations("targets", self.targets))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class FineTuning:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
-        refuse(kind_violations(self) or pattern_violations("trainable", self.trainable))
+        raise_violations(kind_violations(self) or pattern_violations("trainable", self.trainable))
 
 
 def module_violations(name: str, modules: str | tuple[str, ...]) -> list[str]:

@@ -38,14 +38,16 @@ def load_experiment(path: str | Path) -> Experiment:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a user's file raises is its own mistake
-        raise ValueError(f"{path} does not load: {_told(error, path, module)}") from error
+        raise ValueError(f"{path} does not load: {_error_at_line(error, path, module)}") from error
     make = getattr(module, "experiment", None)
     if not callable(make):
         raise ValueError(f"{path} has no function experiment(); define one that returns Experiment")
     try:
         experiment = make()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path}: experiment() failed: {_told(error, path, module)}") from error
+        raise ValueError(
+            f"{path}: experiment() failed: {_error_at_line(error, path, module)}"
+        ) from error
     if not isinstance(experiment, Experiment):
         raise ValueError(
             f"{path}: experiment() returned {type(experiment).__name__}; return jaxtrain.Experiment"
@@ -54,7 +56,7 @@ def load_experiment(path: str | Path) -> Experiment:
     return experiment
 
 
-def _told(error: BaseException, path: Path, module: types.ModuleType) -> str:
+def _error_at_line(error: BaseException, path: Path, module: types.ModuleType) -> str:
     """The error, and the line of the file it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     path = path.resolve()

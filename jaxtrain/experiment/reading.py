@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.experiment.fine_tuning import as_modules, module_violations
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS, Slot, slots_of
-from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.fields import raise_violations
 
 Made = Callable[[], Any]
 """Builds what was checked."""
@@ -43,7 +43,7 @@ class Reader:
     no module. anybody: look at values only, whatever module their classes are of."""
 
     def __init__(self, trust: Trust = (), *, anybody: bool = False) -> None:
-        refuse(module_violations("trust", trust))
+        raise_violations(module_violations("trust", trust))
         self.trust, self.anybody = as_modules(trust), anybody
         self.violations: list[str] = []
         self.foreign: list[str] = []
@@ -99,7 +99,7 @@ class Reader:
             return _nothing
 
         def make() -> Any:
-            kind = self._imported(name)
+            kind = self._import(name)
             if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
                 raise ValueError(f"{path}: {name} is no dataclass")
             inner = Reader(self.trust)
@@ -146,7 +146,7 @@ class Reader:
             return lambda: stored
         if not named or not slot.open:
             return self._wrong(stored, slot, path)
-        return (lambda: self._imported(stored)) if self._may(stored, slot, path) else _nothing
+        return (lambda: self._import(stored)) if self._may(stored, slot, path) else _nothing
 
     def _trusts(self, name: str) -> bool:
         module = name.partition(":")[0]
@@ -174,7 +174,7 @@ class Reader:
             return True
         return False
 
-    def _imported(self, name: str) -> Any:
+    def _import(self, name: str) -> Any:
         """What a trusted module itself defines by that name. Raises ValueError where it does not,
         or cannot be imported."""
         module, _, path = name.partition(":")

@@ -52,7 +52,7 @@ def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
         try:
             if not equals:
                 raise ValueError("write path=value")
-            changed = _replaced(experiment, _names(path), text)
+            changed = _replace(experiment, _names(path), text)
             if _literal(text) is text:
                 _refuse_other_kinds(experiment, changed)
             experiment = changed
@@ -79,13 +79,13 @@ def _refuse_other_kinds(before: Experiment, after: Experiment) -> None:
         raise ValueError("; ".join(new))
 
 
-def _replaced(value: Any, path: list[str], text: str) -> Any:
+def _replace(value: Any, path: list[str], text: str) -> Any:
     name, rest = path[0], path[1:]
     if isinstance(value, tuple):
         if not name.isdecimal() or int(name) >= len(value):
             raise ValueError(f"{name!r} is no index of a tuple of {len(value)}")
         at = int(name)
-        item = _replaced(value[at], rest, text) if rest else _value(text)
+        item = _replace(value[at], rest, text) if rest else _value(text)
         return (*value[:at], item, *value[at + 1 :])
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if name not in fields:
@@ -95,7 +95,7 @@ def _replaced(value: Any, path: list[str], text: str) -> Any:
         )
         hint = f"did you mean {near[0]!r}?" if near else hint
         raise ValueError(f"{type(value).__name__} has no field {name!r}; {hint}")
-    new = _replaced(getattr(value, name), rest, text) if rest else _read(value, name, text)
+    new = _replace(getattr(value, name), rest, text) if rest else _read(value, name, text)
     return dataclasses.replace(value, **{name: new})
 
 
@@ -174,15 +174,15 @@ def _value(text: str) -> Any:
     if isinstance(tree, ast.Name) and tree.id not in {*MAKERS, *VALUES}:
         return text
     try:
-        return _evaluated(tree)
+        return _evaluate(tree)
     except RecursionError:
         return text
 
 
-def _evaluated(node: ast.AST) -> Any:
+def _evaluate(node: ast.AST) -> Any:
     """A setting is data, and not a program: what it names and calls is in two tables."""
     if isinstance(node, ast.Call):
-        return _called(node)
+        return _call(node)
     if isinstance(node, ast.Name | ast.Attribute):
         name = _name(node)
         if name in MAKERS:
@@ -191,12 +191,12 @@ def _evaluated(node: ast.AST) -> Any:
             raise ValueError(f"there is no {name}{_meant(name)}")
         return VALUES[name]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        left, right = _evaluated(node.left), _evaluated(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if not isinstance(left, ShardingRules) or not isinstance(right, ShardingRules):
             raise ValueError(f"{ast.unparse(node)}: only sharding presets combine with |")
         return left | right
     if isinstance(node, ast.Tuple):
-        return tuple(map(_evaluated, node.elts))
+        return tuple(map(_evaluate, node.elts))
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:
@@ -205,7 +205,7 @@ def _evaluated(node: ast.AST) -> Any:
         ) from error
 
 
-def _called(node: ast.Call) -> Any:
+def _call(node: ast.Call) -> Any:
     name = _name(node.func)
     if name not in MAKERS:
         raise ValueError(f"{name} makes no value of an experiment{_meant(name)}")
@@ -214,8 +214,8 @@ def _called(node: ast.Call) -> Any:
         raise ValueError(f"{ast.unparse(node)}: name each field, without * and **")
     if twice := [each for each in given if given.count(each) > 1]:
         raise ValueError(f"{name}: {twice[0]} is given twice")
-    arguments = [_evaluated(each) for each in node.args]
-    named = {str(word.arg): _evaluated(word.value) for word in node.keywords}
+    arguments = [_evaluate(each) for each in node.args]
+    named = {str(word.arg): _evaluate(word.value) for word in node.keywords}
     try:
         return MAKERS[name](*arguments, **named)
     except Exception as error:  # whatever a constructor makes of what it was given

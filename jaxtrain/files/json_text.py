@@ -9,7 +9,7 @@ DEEPEST = 100
 """Levels; a config or a tokenizer has fewer than twenty."""
 
 
-def parsed(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """The value. Raises ValueError where it is no JSON, or nests deeper than DEEPEST levels."""
     try:
         value = json.loads(text)

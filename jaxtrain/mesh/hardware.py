@@ -388,7 +388,7 @@ def read_section(document: Mapping[str, Any], key: str, problems: list[str]) -> 
     return {}
 
 
-def refuse(where: str, problems: Sequence[str]) -> None:
+def raise_problems(where: str, problems: Sequence[str]) -> None:
     """Raise one ValueError with every problem, if there is any."""
     if len(problems) == 1:
         raise ValueError(f"{where}: {problems[0]}")

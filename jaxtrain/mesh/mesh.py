@@ -28,7 +28,8 @@ from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link, did_you_mean
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-Axes = tuple[tuple[str, int], ...]
+AxisSizes = tuple[tuple[str, int], ...]
+"""(mesh axis, devices along it), slowest link first."""
 
 SCOPES = ("host", "slice", "cluster", "wan")
 """Where a link runs: between devices of a host, of a slice (a TPU torus or a multi-host NVLink
@@ -54,7 +55,7 @@ class MeshSpec:
     name: str
     path: str
     chip: Chip
-    axes: Axes
+    axes: AxisSizes
     devices: int
     devices_per_host: int
     topology: str | None = None
@@ -66,7 +67,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         problems = _axis_problems(self.axes, self.devices)
         problems += _layout_problems(self.chip, self.devices, self.devices_per_host, self.topology)
-        hardware.refuse(self.where, problems)
+        hardware.raise_problems(self.where, problems)
 
     @property
     def where(self) -> str:
@@ -102,7 +103,7 @@ class MeshSpec:
     def with_axes(self, axes: Mapping[str, int]) -> MeshSpec:
         """The same machine cut another way; one size may be -1, as in a file."""
         sizes, problems = _resolve(axes, self.devices)
-        hardware.refuse(self.where, problems)
+        hardware.raise_problems(self.where, problems)
         return replace(self, axes=sizes)
 
     def simulate(self) -> MeshSpec:
@@ -112,7 +113,7 @@ class MeshSpec:
         return replace(self, simulated=True, compiler_options=kept)
 
 
-def format_axes(axes: Axes) -> str:
+def format_axes(axes: AxisSizes) -> str:
     """`data=2 x fsdp=4`."""
     return " x ".join(f"{axis}={size}" for axis, size in axes)
 
@@ -191,7 +192,7 @@ def _parse(document: Mapping[str, Any], path: Path) -> MeshSpec:
     problems += _axis_problems(known, devices if readable else None)
     if devices and per_host and chip:
         problems += _layout_problems(chip, devices, per_host, topology)
-    hardware.refuse(str(path), problems)
+    hardware.raise_problems(str(path), problems)
     assert devices and per_host and chip and facts, "a part was not read, and nothing said so"
     return MeshSpec(
         name=path.stem,
@@ -220,7 +221,7 @@ def _links(table: Mapping[str, Any], problems: list[str]) -> tuple[tuple[str, Li
     return tuple((scope, link) for scope, link in found if link)
 
 
-def _resolve(axes: Mapping[str, Any], devices: int | None) -> tuple[Axes, list[str]]:
+def _resolve(axes: Mapping[str, Any], devices: int | None) -> tuple[AxisSizes, list[str]]:
     """Axes with -1 replaced by what is left of the devices, and what is wrong with the sizes."""
     problems = [
         f"axes.{axis} = {size!r} must be a positive integer, or -1 for what is left"
@@ -244,7 +245,7 @@ def _resolve(axes: Mapping[str, Any], devices: int | None) -> tuple[Axes, list[s
     return tuple(axes.items()), []
 
 
-def _axis_problems(axes: Axes, devices: int | None) -> list[str]:
+def _axis_problems(axes: AxisSizes, devices: int | None) -> list[str]:
     problems = [
         f"{axis!r} is not a mesh axis{did_you_mean(axis, MESH_AXES)}"
         for axis, _ in axes

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXES
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
-Axes = tuple[str | None, ...]
+LogicalAxes = tuple[str | None, ...]
+"""The logical axis of each dim; None of one without a name."""
 
 
 class PaddedAxis(str):
@@ -107,7 +108,7 @@ class ShardingRules:
     def optimizer_table(self) -> Table:
         return self.params if self.optimizer is None else self.optimizer
 
-    def of(self, axes: Axes, sizes: Mapping[str, int]) -> ShardingRules:
+    def of(self, axes: LogicalAxes, sizes: Mapping[str, int]) -> ShardingRules:
         """These rules for a parameter of logical axes `axes` on mesh axes `sizes`: in a pipeline
         `stage` splits what is stacked over layers by layer; all other parameters belong to every
         stage, and are split over it as they are over `tensor` (and within that)."""
@@ -176,7 +177,9 @@ def tensor() -> ShardingRules:
     return ShardingRules(params=split, activations=_merge(_IN_USE, split))
 
 
-def dims(axes: Axes, rules: Table, *, sizes: Mapping[str, int], what: str = "tensor") -> Dims:
+def dims(
+    axes: LogicalAxes, rules: Table, *, sizes: Mapping[str, int], what: str = "tensor"
+) -> Dims:
     """The mesh axes of each dim, those of size 1 dropped.
 
     Leaves with one dim beside stacking ones stay whole over the batch axes: gathering a norm
@@ -203,7 +206,7 @@ def dims(axes: Axes, rules: Table, *, sizes: Mapping[str, int], what: str = "ten
     return tuple(out)
 
 
-def activation_dims(axes: Axes, rules: Table, *, sizes: Mapping[str, int]) -> Dims:
+def activation_dims(axes: LogicalAxes, rules: Table, *, sizes: Mapping[str, int]) -> Dims:
     """As `dims`, for activations: one-dim tensors are split too; `batch*seq` is a merged dim."""
     out = []
     for axis in axes:
@@ -233,7 +236,7 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: str
-    axes: Axes
+    axes: LogicalAxes
     params: Dims
     optimizer: Dims
     in_use: Dims
@@ -247,7 +250,7 @@ class Leaf(NamedTuple):
 
 def place(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
-    axes: Mapping[str, Axes],
+    axes: Mapping[str, LogicalAxes],
     rules: ShardingRules,
     *,
     sizes: Mapping[str, int],

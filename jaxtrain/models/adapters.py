@@ -96,7 +96,7 @@ def row(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
     return comm.row(x, weight, (z, getattr(module, name + OUT_OF)[...]))
 
 
-def merged(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array]:
+def merge_adapters(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array]:
     """The parameters of one layer or stacked over layers, matrices that have an adapter as
     w + scale A B; adapters stay."""
     out = dict(params)

@@ -28,7 +28,7 @@ from jaxtrain.models.description import Block as BlockDescription
 from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
-from jaxtrain.nn.moe import routed
+from jaxtrain.nn.moe import moe_layer
 from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, constant, named_key, normal
 from jaxtrain.nn.rotary import Rope, rotate
@@ -207,7 +207,7 @@ class Attention(nnx.Module):
             )
         else:
             assert context.index is not None, "a cache is read at an index"
-            cache = _extended(cache, k, v, context.index)
+            cache = _extend(cache, k, v, context.index)
             o = _attend_cache(q, cache, context, config)
         out = row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
         if config.out_bias:
@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         return [q, k, v]
 
 
-def _extended(cache: Cache, k: jax.Array, v: jax.Array, index: Index) -> Cache:
+def _extend(cache: Cache, k: jax.Array, v: jax.Array, index: Index) -> Cache:
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
     return Cache(write(cache.keys, k), write(cache.values, v))
 
@@ -302,7 +302,7 @@ class Moe(nnx.Module):
         """x [tokens share, embed] -> same shape."""
         config = self.config
         names = ("gate", "up", "down") if config.gated else ("up", "down")
-        kernel = partial(routed, k=config.experts_per_token, activation=config.activation)
+        kernel = partial(moe_layer, k=config.experts_per_token, activation=config.activation)
         weights = tuple(getattr(self, name)[...] for name in names)
         return comm.experts(kernel, x, self.router[...], weights)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.attention import AttentionKernel
-from jaxtrain.nn.module import Split, build, take_apart
+from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
 
 def build_model(
@@ -38,7 +38,7 @@ def build_model(
 
 def abstract_model(
     model: Any, *, adapters: Adapters | None = None, kernel: AttentionKernel | None = None
-) -> Split:
+) -> ModuleSplit:
     """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
 
     def make() -> nnx.Module:

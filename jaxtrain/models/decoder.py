@@ -185,7 +185,7 @@ class Decoder(LayeredModel):
         """
         x = self.hidden(x, context, comm, loop)
         name = "embedding" if self.config.tied else "head"
-        head, x = (tables[name], x) if self.config.tied else self.gathered(comm, "head", x)
+        head, x = (tables[name], x) if self.config.tied else self.gather_param(comm, "head", x)
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
         targets = batch["targets"].reshape(-1)
         weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
@@ -227,7 +227,7 @@ class Decoder(LayeredModel):
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         if config.learned_positions is not None:
-            positions, x = self.gathered(comm, "positions", x)
+            positions, x = self.gather_param(comm, "positions", x)
             x = x + positions[comm.tokens(context.positions.reshape(-1))]
         x = comm.constrain(x, "batch*seq", "embed")
         return dropout(x, config.dropout, context.keys, name="embedding")
@@ -252,12 +252,12 @@ class Decoder(LayeredModel):
         positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
         context = self.context({"tokens": ids, "positions": positions}, None, comm)
         context = context._replace(index=index)
-        table, ids = self.gathered(comm, "embedding", ids)
+        table, ids = self.gather_param(comm, "embedding", ids)
         x = self._embed(table, ids, context, comm)
         first, n = len(self.prefix), len(self.period)
         out: list[Any] = list(caches)
         for i, block in enumerate(self.prefix):
-            used, x = _used(block, f"prefix.{i}.", comm, x)
+            used, x = _gather_block(block, f"prefix.{i}.", comm, x)
             x, out[i] = used(x, context, comm, layer=i, cache=caches[i])
         parts = [take_apart(block) for block in self.period]
 
@@ -275,9 +275,9 @@ class Decoder(LayeredModel):
         )
         for i, block in enumerate(self.suffix, start=first + n):
             name = f"suffix.{i - first - n}."
-            used, x = _used(block, name, comm, x)
+            used, x = _gather_block(block, name, comm, x)
             x, out[i] = used(x, context, comm, layer=0, cache=caches[i])
-        head = table if self.config.tied else self.gathered(comm, "head", x)[0]
+        head = table if self.config.tied else self.gather_param(comm, "head", x)[0]
         z = logits(self.norm(x), head, self.head_config)
         return z.reshape(rows, new, -1), out
 
@@ -286,7 +286,7 @@ def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:
     return Block(config, place, key=key)
 
 
-def _used(
+def _gather_block(
     block: Block, prefix: str, comm: Communicator, after: jax.Array
 ) -> tuple[Block, jax.Array]:
     """The block with its parameters as they are used, and `after`."""

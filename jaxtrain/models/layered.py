@@ -25,7 +25,7 @@ from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.param import named_key, normal
-from jaxtrain.nn.remat import rematerialised
+from jaxtrain.nn.remat import remat
 from jaxtrain.nn.stack import Body, LayerLoop, Layers
 
 Batch = dict[str, jax.Array]
@@ -138,7 +138,7 @@ class LayeredModel(nnx.Module):
     def gather_lookups(self, comm: Communicator, batch: Batch) -> tuple[Tables, Batch]:
         """The tables that tokens enter by, as they are used, and the batch: here one, `lookup`, by
         the batch's `tokens`."""
-        whole, ids = self.gathered(comm, self.lookup, batch[self.tokens])
+        whole, ids = self.gather_param(comm, self.lookup, batch[self.tokens])
         return {self.lookup: whole}, {**batch, self.tokens: ids}
 
     def loss(
@@ -157,7 +157,7 @@ class LayeredModel(nnx.Module):
         x = self.run_period(x, context, comm, loop)
         return self.leave(tables, x, batch, context, comm, loop)
 
-    def gathered(
+    def gather_param(
         self, comm: Communicator, name: str, after: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """A parameter of the model's own as it is used, and `after`, before which it is not."""
@@ -213,7 +213,7 @@ class LayeredModel(nnx.Module):
             used = put_together(part.static, params)
             return self.run_block(used, x, context, comm, layer=layer)
 
-        return rematerialised(run, loop.remat)(part.params, x, context)
+        return remat(run, loop.remat)(part.params, x, context)
 
 
 def layer_key(key: jax.Array, layer: Index) -> jax.Array:

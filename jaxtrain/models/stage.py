@@ -39,8 +39,8 @@ class ModelStage:
     static: the model without its parameters, as `nn.module.take_apart` gives it. lookups: names of
     the tables that tokens enter by. layout: which layer lies where. split: the schedule has W.
     inner: the communicator within a stage; wide: of what all stages share. params: as they rest.
-    batch: [microbatches, rows, ...]. key: the step's, None for no dropout. settle: one microbatch's
-    gradients of blocks to what is accumulated."""
+    batch: [microbatches, rows, ...]. key: the step's, None for no dropout. reduce_microbatch: one
+    microbatch's gradients of blocks to what is accumulated."""
 
     static: Any
     lookups: tuple[str, ...]
@@ -52,7 +52,7 @@ class ModelStage:
     batch: Arrays
     key: jax.Array | None
     loop: LayerLoop
-    settle: Callable[[Arrays], Arrays]
+    reduce_microbatch: Callable[[Arrays], Arrays]
 
     def enter(self, outside: Arrays, microbatch: Index) -> jax.Array:
         model, batch = self._model(outside), self._batch(microbatch)
@@ -71,22 +71,22 @@ class ModelStage:
     def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
         return self._layers(chunk, x, self._extras(at))
 
-    def linearised(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def forward_with_residuals(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
         layers = self._layers if self._split is None else self._split
-        return layers.linearised(chunk, x, self._extras(at))
+        return layers.forward_with_residuals(chunk, x, self._extras(at))
 
-    def pulled_back(
+    def backward(
         self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
     ) -> tuple[Arrays, jax.Array, Any]:
         if self._split is not None:
-            grads, dx, stash = self._split.pulled_back(saved, chunk, dy, self._extras(at))
-            return self._settled(grads, at), dx, stash
-        grads, dx = self._layers.pulled_back(saved, chunk, dy, self._extras(at))
-        return self._settled(grads, at), dx, ()
+            grads, dx, stash = self._split.backward(saved, chunk, dy, self._extras(at))
+            return self._reduce_chunk(grads, at), dx, stash
+        grads, dx = self._layers.backward(saved, chunk, dy, self._extras(at))
+        return self._reduce_chunk(grads, at), dx, ()
 
     def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
         assert self._split is not None, "a schedule without W asks for none"
-        return self._settled(self._split.weight_gradients(stash, chunk), at)
+        return self._reduce_chunk(self._split.weight_gradients(stash, chunk), at)
 
     @cached_property
     def _split(self) -> SplitLayers | None:
@@ -107,16 +107,18 @@ class ModelStage:
             ),
         )
 
-    def _settled(self, grads: Arrays, at: At) -> Arrays:
-        """Of one chunk, which `settle` knows as a part of the laid leaf only; zero in slots of
-        padding, where the backward pass may have made what is no number."""
+    def _reduce_chunk(self, grads: Arrays, at: At) -> Arrays:
+        """Of one chunk, which `reduce_microbatch` knows as a part of the leaf in slots only; zero
+        in those of padding, where the backward pass may have made what is no number."""
         layout = self.layout
         if layout.padding:
             real = layers_of_stage(layout, STAGE)[at.chunk] >= 0
             grads = {k: where_real(real, g) for k, g in grads.items()}
         many = layout.chunks > 1
-        settled = self.settle({STACK + k: g[None] if many else g for k, g in grads.items()})
-        return {k.removeprefix(STACK): g[0] if many else g for k, g in settled.items()}
+        reduced = self.reduce_microbatch(
+            {STACK + k: g[None] if many else g for k, g in grads.items()}
+        )
+        return {k.removeprefix(STACK): g[0] if many else g for k, g in reduced.items()}
 
     def _body(self, comm: Communicator) -> Body:
         """One turn of the period, asking `comm`."""

@@ -21,7 +21,7 @@ from jaxtrain.collectives.vary import Index, vary, varying_axes
 from jaxtrain.nn.online_softmax import Queries, Scoring
 from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
 
-Arrays = tuple[jax.Array, ...]
+ArrayTuple = tuple[jax.Array, ...]
 Segments = Int[Array, "rows seq"]
 Heads = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
@@ -66,7 +66,7 @@ class Blockwise:
         return _attend(self, scoring, q, k, v, segments)
 
 
-def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: Arrays) -> Tiling:
+def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: ArrayTuple) -> Tiling:
     sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
     return Tiling(*sizes, seq, scoring, segments[0] if segments else None)
 
@@ -84,7 +84,7 @@ def _attend_forward(
     """The output, chunk by chunk, and what the backward pass needs: no scores, but the log-sum-exp
     of each query, from which any tile of weights is exp(scores - lse)."""
 
-    def chunk(segments: Arrays, q: Heads, _: jax.Array, k: Keys, v: Keys) -> Arrays:
+    def chunk(segments: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
         tiling = _tiling(blocks, scoring, q.shape[1], segments)
         rows = _fold_queries(q, k.shape[2])
         o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
@@ -106,7 +106,7 @@ def _attend_backward(
     weights are made again (`online_softmax.backward_tile` has the equations)."""
     q, k, v, segments, o, lse = saved
 
-    def chunk(ahead: Arrays, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> Arrays:
+    def chunk(ahead: ArrayTuple, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> ArrayTuple:
         lse, *segments = ahead
         tiling = _tiling(blocks, scoring, q.shape[1], tuple(segments))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
@@ -146,12 +146,12 @@ def _divisor(n: int, most: int) -> int:
 
 def _over_chunks(
     blocks: Blockwise,
-    chunk: Callable[..., Arrays],
+    chunk: Callable[..., ArrayTuple],
     *,
-    written: Arrays,
-    read: Arrays,
-    ahead: Arrays,
-) -> Arrays:
+    written: ArrayTuple,
+    read: ArrayTuple,
+    ahead: ArrayTuple,
+) -> ArrayTuple:
     """`chunk(ahead, *written, *read)` for every chunk of batch rows and heads, its results put over
     `written`: so that a tile of scores fits into a cache, whatever the batch.
 
@@ -175,7 +175,7 @@ def _over_chunks(
         split = (x.shape[2] // across, *x.shape[3:]) if x.ndim > 2 else ()
         return lax.dynamic_slice(x, corner(x, i), (rows, seq, *split))
 
-    def body(written: Arrays, i: jax.Array, ahead: Arrays) -> Arrays:
+    def body(written: ArrayTuple, i: jax.Array, ahead: ArrayTuple) -> ArrayTuple:
         results = chunk(ahead, *(take(x, i) for x in (*written, *read)))
         pairs = zip(written, results, strict=True)
         return tuple(lax.dynamic_update_slice(x, y, corner(x, i)) for x, y in pairs)

@@ -19,7 +19,7 @@ from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.mesh.sharding import Dims
 
 Arrays = dict[str, jax.Array]
-Split = dict[str, tuple[int, tuple[str, ...]]]
+LeafSplits = dict[str, tuple[int, tuple[str, ...]]]
 """name -> (dim, mesh axes) over which the leaf is to be gathered, or scattered."""
 
 
@@ -28,18 +28,18 @@ class _Group(NamedTuple):
     dtype: str
 
 
-def _groups(arrays: Arrays, split: Split) -> dict[_Group, list[str]]:
+def _groups(arrays: Arrays, split: LeafSplits) -> dict[_Group, list[str]]:
     groups: dict[_Group, list[str]] = defaultdict(list)
     for name in split:
         groups[_Group(split[name][1], str(arrays[name].dtype))].append(name)
     return groups
 
 
-def rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[Split]:
+def rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[LeafSplits]:
     """What lies between two splits of each leaf, (fewer ways, more ways), where every dim's first
     is the beginning of its second. A leaf whose dims differ in several places goes one of them a
     round, the first dim first."""
-    out: list[Split] = []
+    out: list[LeafSplits] = []
     for name, (fewer, more) in splits.items():
         pairs = enumerate(zip(fewer, more, strict=True))
         ways = [(dim, b[len(a) :]) for dim, (a, b) in pairs if a != b]
@@ -50,13 +50,13 @@ def rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[Split]:
     return out
 
 
-def bundles(split: Split, parts: Mapping[str, int], small_leaf: int) -> list[Split]:
+def bundles(split: LeafSplits, parts: Mapping[str, int], small_leaf: int) -> list[LeafSplits]:
     """The leaves of which a device's part has up to `small_leaf` elements; each other one alone."""
     small = {name: way for name, way in split.items() if parts[name] <= small_leaf}
     return [small, *({name: way} for name, way in split.items() if name not in small)]
 
 
-def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
+def gather_bundle(arrays: Arrays, split: LeafSplits, by: Algorithm) -> Arrays:
     """Every leaf of `split` gathered along its dim; the others are as they were. One all-gather for
     all leaves of a dtype and a set of mesh axes."""
     out = dict(arrays)
@@ -78,7 +78,7 @@ def gather_bundle(arrays: Arrays, split: Split, by: Algorithm) -> Arrays:
 
 
 def scatter_bundle(
-    arrays: Arrays, split: Split, by: Algorithm, reduction: str = "weight gradients"
+    arrays: Arrays, split: LeafSplits, by: Algorithm, reduction: str = "weight gradients"
 ) -> Arrays:
     """Adjoint of `gather_bundle`: leaves summed over their axes, each device keeping its tile, by
     the reduction of that name."""

@@ -24,10 +24,10 @@ from jaxtrain.collectives.vary import Index
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
 Segments = Int[Array, "rows seq"] | None
-Params = dict[str, jax.Array]
+Arrays = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
-"""`moe.routed` of (x, router, weights)."""
+"""`moe.moe_layer` of (x, router, weights)."""
 
 
 Pair = tuple[jax.Array, jax.Array]
@@ -37,23 +37,23 @@ Pair = tuple[jax.Array, jax.Array]
 class Communicator(Protocol):
     """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
 
-    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
         """Parameters as they are used: whole over the axes that only split them at rest, in the
         compute dtype; not before `after` exists, which is returned: where a gather stands in the
         source it stays, in the loop over microbatches and in the pass. Differentiable: the adjoint
         is `scatter`."""
         ...
 
-    def fetch(self, params: Params, prefix: str) -> Params:
+    def fetch(self, params: Arrays, prefix: str) -> Arrays:
         """`gather` without a derivative, for loops that write out their own backward pass."""
         ...
 
-    def scatter(self, grads: Params, prefix: str) -> Params:
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         """Adjoint of `fetch`: gradients summed over those axes, each device keeping its part; none
         of frozen leaves."""
         ...
 
-    def frozen_of(self, params: Params, prefix: str) -> frozenset[str]:
+    def frozen_of(self, params: Arrays, prefix: str) -> frozenset[str]:
         """Those of the leaves named below `prefix` that are frozen: nobody asks for gradients."""
         ...
 
@@ -137,10 +137,10 @@ class Local:
     frozen: frozenset[str] = frozenset()
     """Full names of frozen leaves."""
 
-    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
         return self.fetch(params, prefix), after
 
-    def fetch(self, params: Params, prefix: str) -> Params:
+    def fetch(self, params: Arrays, prefix: str) -> Arrays:
         # One-dim leaves keep their dtype: they are small, and norms are computed in fp32. So do
         # routers, whose choices should hang on rounding as little as they can (Fedus et al. 2022).
         def cast(name: str, value: jax.Array) -> jax.Array:
@@ -149,11 +149,11 @@ class Local:
 
         return {k: cast(k, v) for k, v in params.items()}
 
-    def scatter(self, grads: Params, prefix: str) -> Params:
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         frozen = self.frozen_of(grads, prefix)
         return {k: g for k, g in grads.items() if k not in frozen}
 
-    def frozen_of(self, params: Params, prefix: str) -> frozenset[str]:
+    def frozen_of(self, params: Arrays, prefix: str) -> frozenset[str]:
         return frozenset(name for name in params if prefix + name in self.frozen)
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:

@@ -19,8 +19,8 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
-from jaxtrain.nn.bundle import Split, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.communicator import Experts, Local, Pair, Params
+from jaxtrain.nn.bundle import LeafSplits, gather_bundle, rounds, scatter_bundle
+from jaxtrain.nn.communicator import Arrays, Experts, Local, Pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +47,12 @@ class Explicit(Local):
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sizes)
 
-    def gather(self, params: Params, prefix: str, after: jax.Array) -> tuple[Params, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
         if not self.gather_weights:
             return self.fetch(params, prefix), after
         return _gather(self, prefix, params, after)
 
-    def fetch(self, params: Params, prefix: str) -> Params:
+    def fetch(self, params: Arrays, prefix: str) -> Arrays:
         def cast(name: str, value: jax.Array) -> jax.Array:
             stacked = sum(axis in STACKING_AXES for axis in self.places[prefix + name].axes)
             one_dim = len(self.places[prefix + name].axes) - stacked < 2
@@ -61,20 +61,20 @@ class Explicit(Local):
         whole = {k: cast(k, v) for k, v in params.items()}
         if not self.gather_weights:
             return whole
-        for split in self._gathered(params, prefix):
+        for split in self._bundles(params, prefix):
             whole = gather_bundle(whole, split, self.collectives.fsdp)
         return whole
 
-    def scatter(self, grads: Params, prefix: str) -> Params:
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         grads = super().scatter(grads, prefix)
         if not self.gather_weights:
             return grads
         grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
-        for split in reversed(self._gathered(grads, prefix)):
+        for split in reversed(self._bundles(grads, prefix)):
             grads = scatter_bundle(grads, split, self.collectives.fsdp)
         return grads
 
-    def _gathered(self, params: Params, prefix: str) -> list[Split]:
+    def _bundles(self, params: Arrays, prefix: str) -> list[LeafSplits]:
         """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
         FSDP gathers."""
         splits = {}
@@ -152,21 +152,21 @@ class Explicit(Local):
         return replace(self, gather_weights=False)
 
 
-Gathered = tuple[Params, jax.Array]
+Gathered = tuple[Arrays, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(comm: Explicit, prefix: str, params: Params, after: jax.Array) -> Gathered:
+def _gather(comm: Explicit, prefix: str, params: Arrays, after: jax.Array) -> Gathered:
     params, after = lax.optimization_barrier((params, after))
     return comm.fetch(params, prefix), after
 
 
-def _gather_forward(comm: Explicit, prefix: str, params: Params, after: jax.Array) -> Any:
+def _gather_forward(comm: Explicit, prefix: str, params: Arrays, after: jax.Array) -> Any:
     # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
     return _gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
 
 
-def _gather_backward(comm: Explicit, prefix: str, like: Params, grads: Gathered) -> Any:
+def _gather_backward(comm: Explicit, prefix: str, like: Arrays, grads: Gathered) -> Any:
     made = {k: g.astype(like[k].dtype) for k, g in comm.scatter(grads[0], prefix).items()}
     return {k: made.get(k) for k in like}, grads[1]
 

@@ -22,12 +22,12 @@ from jaxtrain.mesh.sharding import (
     partition_spec,
 )
 from jaxtrain.nn.communicator import (
+    Arrays,
     Attend,
     Experts,
     Keys,
     Local,
     Pair,
-    Params,
     Queries,
     Segments,
 )
@@ -45,7 +45,7 @@ class Gspmd(Local):
     places: Mapping[str, Leaf] = field(kw_only=True)
     reduce_dtype: Any = jnp.float32
 
-    def _place(self, params: Params, prefix: str, what: str) -> Params:
+    def _place(self, params: Arrays, prefix: str, what: str) -> Arrays:
         out = {}
         for name, value in params.items():
             split = getattr(self.places[prefix + name], what)
@@ -54,10 +54,10 @@ class Gspmd(Local):
             out[name] = lax.with_sharding_constraint(value, sharding)
         return out
 
-    def fetch(self, params: Params, prefix: str) -> Params:
+    def fetch(self, params: Arrays, prefix: str) -> Arrays:
         return self._place(super().fetch(params, prefix), prefix, "in_use")
 
-    def scatter(self, grads: Params, prefix: str) -> Params:
+    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         return self._place(super().scatter(grads, prefix), prefix, "params")
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:

@@ -17,7 +17,7 @@ STACKED = {nnx.PARTITION_NAME: STACKING_AXES[0], "axes": STACKING_AXES[0]}
 the axis names of each parameter, in flax's spelling and in ours."""
 
 
-class Split(NamedTuple):
+class ModuleSplit(NamedTuple):
     """A module taken apart: its static form, parameters, and all other state (BatchStat, ...)."""
 
     static: Any
@@ -32,7 +32,7 @@ class _Static(NamedTuple):
     variables: tuple[tuple[tuple[Any, ...], Any], ...]
 
 
-def take_apart(module: nnx.Module) -> Split:
+def take_apart(module: nnx.Module) -> ModuleSplit:
     """The module's arrays by dotted path. Raises ValueError where axis names and dims differ in
     number, with every such parameter."""
     graph, state = nnx.split(module)
@@ -54,7 +54,7 @@ def take_apart(module: nnx.Module) -> Split:
             rest[name] = value
     if violations:
         raise ValueError("\n".join(violations))
-    return Split(_Static(graph, tuple(variables)), params, rest, axes)
+    return ModuleSplit(_Static(graph, tuple(variables)), params, rest, axes)
 
 
 def put_together(static: _Static, arrays: Arrays) -> Any:

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     owners: Int[Array, " blocks"]
 
 
-def routed(
+def moe_layer(
     x: Float[Array, "tokens embed"],
     router: Float[Array, "embed experts"],
     weights: tuple[Float[Array, "experts _ _"], ...],
@@ -59,12 +59,12 @@ def routed(
     """
     *into, down = weights
     shares, chosen = route(x, router, k)
-    plan = planned(chosen, len(down))
-    rows = dispatched(x, plan)
-    hidden = [multiplied(rows, w, plan.owners) for w in into]
+    plan = plan_rows(chosen, len(down))
+    rows = dispatch(x, plan)
+    hidden = [grouped_matmul(rows, w, plan.owners) for w in into]
     h = activation(hidden[0])
-    out = multiplied(h * hidden[1] if len(hidden) > 1 else h, down, plan.owners)
-    of_choices = collected(out, plan).astype(jnp.float32)
+    out = grouped_matmul(h * hidden[1] if len(hidden) > 1 else h, down, plan.owners)
+    of_choices = combine(out, plan).astype(jnp.float32)
     return jnp.sum(of_choices * shares[..., None], axis=1).astype(x.dtype)
 
 
@@ -96,7 +96,7 @@ def block_count(rows: int, experts: int) -> int:
     return (rows - taken) // block_rows(rows, experts) + taken
 
 
-def planned(chosen: Int[Array, "tokens k"], experts: int) -> Plan:
+def plan_rows(chosen: Int[Array, "tokens k"], experts: int) -> Plan:
     """Rows for these choices, in the order of experts, and within one of tokens."""
     count = chosen.size
     block, blocks = block_rows(count, experts), block_count(count, experts)
@@ -116,42 +116,42 @@ def planned(chosen: Int[Array, "tokens k"], experts: int) -> Plan:
 
 
 @jax.custom_vjp
-def dispatched(x: Float[Array, "tokens n"], plan: Plan) -> Float[Array, "rows n"]:
+def dispatch(x: Float[Array, "tokens n"], plan: Plan) -> Float[Array, "rows n"]:
     """Each row's token, zeros where a block is padded. Its adjoint is a look-up too, not
     the scatter that a derivative would make."""
-    return _taken(x, plan.slots // plan.places.shape[1])
+    return _take_rows(x, plan.slots // plan.places.shape[1])
 
 
 @jax.custom_vjp
-def collected(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k n"]:
+def combine(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k n"]:
     """Each token's k rows."""
     return rows[plan.places]
 
 
-def _taken(x: Float[Array, "m n"], at: Int[Array, " rows"]) -> Float[Array, "rows n"]:
+def _take_rows(x: Float[Array, "m n"], at: Int[Array, " rows"]) -> Float[Array, "rows n"]:
     """Rows `at` of x; zeros for those beyond its end."""
     return x.at[at].get(mode="fill", fill_value=0)
 
 
-def _dispatched_backward(
+def _dispatch_backward(
     plan: Plan, dy: Float[Array, "rows n"]
 ) -> tuple[Float[Array, "tokens n"], None]:
-    summed = jnp.sum(collected(dy, plan).astype(jnp.float32), axis=1)
+    summed = jnp.sum(combine(dy, plan).astype(jnp.float32), axis=1)
     return summed.astype(dy.dtype), None
 
 
-def _collected_backward(
+def _combine_backward(
     plan: Plan, dy: Float[Array, "tokens k n"]
 ) -> tuple[Float[Array, "rows n"], None]:
-    return _taken(dy.reshape(-1, dy.shape[-1]), plan.slots), None
+    return _take_rows(dy.reshape(-1, dy.shape[-1]), plan.slots), None
 
 
-dispatched.defvjp(lambda x, plan: (dispatched(x, plan), plan), _dispatched_backward)
-collected.defvjp(lambda rows, plan: (collected(rows, plan), plan), _collected_backward)
+dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
+combine.defvjp(lambda rows, plan: (combine(rows, plan), plan), _combine_backward)
 
 
 @jax.custom_vjp
-def multiplied(
+def grouped_matmul(
     rows: Float[Array, "rows n"],
     weights: Float[Array, "experts n m"],
     owners: Int[Array, " blocks"],
@@ -166,7 +166,7 @@ def multiplied(
     return out.reshape(len(rows), weights.shape[-1])
 
 
-def _multiplied_backward(
+def _grouped_matmul_backward(
     saved: tuple[jax.Array, ...], dy: Float[Array, "rows m"]
 ) -> tuple[Float[Array, "rows n"], Float[Array, "experts n m"], None]:
     """The weights' gradients are summed over blocks in fp32."""
@@ -183,9 +183,9 @@ def _multiplied_backward(
     return dx.reshape(rows.shape), dw.astype(weights.dtype), None
 
 
-multiplied.defvjp(
-    lambda rows, weights, owners: (multiplied(rows, weights, owners), (rows, weights, owners)),
-    _multiplied_backward,
+grouped_matmul.defvjp(
+    lambda rows, weights, owners: (grouped_matmul(rows, weights, owners), (rows, weights, owners)),
+    _grouped_matmul_backward,
 )
 
 

@@ -28,7 +28,7 @@ weights, `attention` only what the attention kernel returned (Chen et al. 2016; 
 these: elsewhere the backward pass makes them again."""
 
 
-def rematerialised(function: Callable[P, T], name: str) -> Callable[P, T]:
+def remat(function: Callable[P, T], name: str) -> Callable[P, T]:
     """`function` under the policy of that name; raises ValueError on an unknown one."""
     if name not in REMAT:
         raise ValueError(f"remat={name!r} is unknown; the policies are {', '.join(REMAT)}")

@@ -23,8 +23,8 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator, Pair
-from jaxtrain.nn.remat import rematerialised
-from jaxtrain.nn.stack import Body, Layers, Saved, Stream, depth, like, packed, pinned_slice
+from jaxtrain.nn.remat import remat
+from jaxtrain.nn.stack import Body, Layers, Saved, Stream, depth, like, pack_residuals, pinned_slice
 
 Arrays = dict[str, jax.Array]
 Carry = TypeVar("Carry")
@@ -63,12 +63,12 @@ class Tapped:
         return getattr(self._comm, name)
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        return self._tapped("column", x, weights, self._comm.column(x, *weights))
+        return self._tap("column", x, weights, self._comm.column(x, *weights))
 
     def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        return self._tapped("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
+        return self._tap("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
 
-    def _tapped(
+    def _tap(
         self, way: str, x: Stream, weights: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         known = [i for i, w in enumerate(weights) if id(w) in self._names]
@@ -85,7 +85,7 @@ class Tapped:
 
 @dataclass(frozen=True, eq=False)
 class SplitLayers:
-    """`layers` in three parts: `linearised` is F, `pulled_back` B, `weight_gradients` W.
+    """`layers` in three parts: `forward_with_residuals` is F, `backward` B, `weight_gradients` W.
 
     comm: the communicator that their body asks; body_of: the same body asking another. Their loop's
     `prefetch` says nothing here, and weights are fetched again for the backward pass.
@@ -97,17 +97,19 @@ class SplitLayers:
     vary: Callable[[jax.Array], jax.Array] = field(default=lambda x: x)
     """Gives a zero the type of the program's values: varying over all axes of the shard_map."""
 
-    def linearised(self, params: Arrays, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
-        """x after all layers, and what `pulled_back` needs beside `params` and
+    def forward_with_residuals(
+        self, params: Arrays, x: Stream, extras: PyTree
+    ) -> tuple[Stream, PyTree]:
+        """x after all layers, and what `backward` needs beside `params` and
         `extras`."""
 
         def step(x: Stream, layer: Index) -> tuple[Stream, PyTree]:
             shards, x = pinned_slice(params, layer, x)
-            return self._linearise(self.layers.fetch(shards), x, extras, layer)
+            return self._forward_with_residuals(self.layers.fetch(shards), x, extras, layer)
 
         return self._over_layers(step, x, depth(params))
 
-    def pulled_back(
+    def backward(
         self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
     ) -> tuple[Arrays, Stream, PyTree]:
         """B: gradients of what is no matrix, stacked; of x; and what `weight_gradients` needs."""
@@ -115,7 +117,7 @@ class SplitLayers:
         def step(dx: Stream, layer: Index, one: tuple[Saved, Inputs]) -> tuple[Stream, PyTree]:
             kept, inputs = one
             shards, dx = pinned_slice(params, layer, dx)
-            others, dys, dx, _ = kept.unpacked((self.layers.fetch(shards), extras))(dx)
+            others, dys, dx, _ = kept.unpack((self.layers.fetch(shards), extras))(dx)
             stash = {product: (x, dys[product]) for product, x in inputs.items()}
             return dx, (like(self.layers.scatter(others), params), stash)
 
@@ -123,7 +125,7 @@ class SplitLayers:
         if not self.layers.loop.unroll:
             return made[0], dx, made[1]
         grads, stash = zip(*made, strict=True)
-        return _stacked(grads), dx, list(stash)
+        return _stack(grads), dx, list(stash)
 
     def weight_gradients(self, stash: PyTree, params: Arrays) -> Arrays:
         """W: gradients of the matrices, stacked."""
@@ -136,9 +138,9 @@ class SplitLayers:
             return carry, like(self.layers.scatter(grads), params)
 
         grads = self._over_layers(step, (), depth(params), stash)[1]
-        return _stacked(grads) if self.layers.loop.unroll else grads
+        return _stack(grads) if self.layers.loop.unroll else grads
 
-    def _linearise(
+    def _forward_with_residuals(
         self, weights: Arrays, x: Stream, extras: PyTree, layer: Index
     ) -> tuple[Stream, tuple[Saved, Inputs]]:
         names = self._names(weights)
@@ -151,9 +153,9 @@ class SplitLayers:
             y = self.body_of(comm)({**weights, **others}, x, extras, layer)
             return y, comm.inputs
 
-        body = rematerialised(run, self.layers.loop.remat)
+        body = remat(run, self.layers.loop.remat)
         y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
-        return y, (packed(vjp, (weights, extras)), inputs)
+        return y, (pack_residuals(vjp, (weights, extras)), inputs)
 
     def _zeros(self, weights: Arrays, x: Stream, extras: PyTree) -> Taps:
         """A zero for the output of every product whose matrices are used once in the layer. Of one
@@ -200,5 +202,5 @@ class SplitLayers:
         return carry, out
 
 
-def _stacked(each: Sequence[Arrays]) -> Arrays:
+def _stack(each: Sequence[Arrays]) -> Arrays:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)

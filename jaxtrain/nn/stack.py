@@ -20,13 +20,13 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.remat import rematerialised
+from jaxtrain.nn.remat import remat
 
-Params = dict[str, jax.Array]
+Arrays = dict[str, jax.Array]
 Stream = Float[Array, "tokens embed"]
 """The residual stream, or its cotangent: this device's share."""
 
-Body = Callable[[Params, Stream, PyTree, Index], Stream]
+Body = Callable[[Arrays, Stream, PyTree, Index], Stream]
 """(parameters of one layer as used, x, extras, layer number) -> x."""
 
 
@@ -60,39 +60,41 @@ class Layers:
     """
 
     body: Body
-    fetch: Callable[[Params], Params]
-    scatter: Callable[[Params], Params]
+    fetch: Callable[[Arrays], Arrays]
+    scatter: Callable[[Arrays], Arrays]
     loop: LayerLoop
     frozen: frozenset[str] = frozenset()
 
-    def __call__(self, params: Params, x: Stream, extras: PyTree) -> Stream:
+    def __call__(self, params: Arrays, x: Stream, extras: PyTree) -> Stream:
         """x after all layers."""
         return _run(self, params, x, extras)
 
-    def linearised(self, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, PyTree]:
-        """x after all layers, and what `pulled_back` needs beside `params` and `extras`, a tree of
+    def forward_with_residuals(
+        self, params: Arrays, x: Stream, extras: PyTree
+    ) -> tuple[Stream, PyTree]:
+        """x after all layers, and what `backward` needs beside `params` and `extras`, a tree of
         arrays."""
         y, (_, _, saved) = _forward(self, params, x, extras)
         return y, saved
 
-    def pulled_back(
-        self, saved: PyTree, params: Params, dy: Stream, extras: PyTree
-    ) -> tuple[Params, Stream]:
+    def backward(
+        self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
+    ) -> tuple[Arrays, Stream]:
         """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
         grads, dx, _ = _backward(self, (params, extras, saved), dy)
         return grads, dx
 
 
-def depth(params: Params) -> int:
+def depth(params: Arrays) -> int:
     """How many layers are stacked: the size of dim 0 of every leaf."""
     return len(jax.tree.leaves(params)[0])
 
 
-def _slice(params: Params, layer: Index) -> Params:
+def _slice(params: Arrays, layer: Index) -> Arrays:
     return jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, layer, 0, keepdims=False), params)
 
 
-def pinned_slice(params: Params, layer: Index, x: Stream) -> tuple[Params, Stream]:
+def pinned_slice(params: Arrays, layer: Index, x: Stream) -> tuple[Arrays, Stream]:
     """A layer's shards, not before `x` exists, and x: keeps XLA from merging a backward fetch with
     the forward one (which would keep every layer's weights) or hoisting it out of a loop: of
     layers, or of microbatches."""
@@ -100,7 +102,7 @@ def pinned_slice(params: Params, layer: Index, x: Stream) -> tuple[Params, Strea
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: Layers, params: Params, x: Stream, extras: PyTree) -> Stream:
+def _run(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> Stream:
     """The loop where no derivative is asked for: nothing is saved for a backward pass."""
 
     def step(x: Stream, layer: Index) -> tuple[Stream, None]:
@@ -114,22 +116,22 @@ def _run(stack: Layers, params: Params, x: Stream, extras: PyTree) -> Stream:
     return lax.scan(step, x, jnp.arange(depth(params)))[0]
 
 
-def _linearise(
-    stack: Layers, weights: Params, x: Stream, extras: PyTree, layer: Index
+def _forward_with_residuals(
+    stack: Layers, weights: Arrays, x: Stream, extras: PyTree, layer: Index
 ) -> tuple[Stream, Saved]:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
     held = {k: weights[k] for k in stack.frozen}
     moved = {k: w for k, w in weights.items() if k not in held}
 
-    def run(moved: Params, x: Stream, extras: PyTree) -> Stream:
+    def run(moved: Arrays, x: Stream, extras: PyTree) -> Stream:
         return stack.body({**moved, **held}, x, extras, layer)
 
-    y, vjp = jax.vjp(rematerialised(run, stack.loop.remat), moved, x, extras)
-    return y, packed(vjp, (weights, extras))
+    y, vjp = jax.vjp(remat(run, stack.loop.remat), moved, x, extras)
+    return y, pack_residuals(vjp, (weights, extras))
 
 
-def packed(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
+def pack_residuals(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
     """A function that `jax.vjp` has made, which is a tree of its residual arrays, without those of
     the tree `known`: weights must not be kept for the backward pass."""
     leaves, tree = jax.tree.flatten(vjp)
@@ -155,38 +157,38 @@ class Saved:
     ) -> Saved:
         return cls(children[0], *static)
 
-    def unpacked(self, known: PyTree) -> Callable[[Stream], PyTree]:
+    def unpack(self, known: PyTree) -> Callable[[Stream], PyTree]:
         """The vector-Jacobian product again. known: a tree like the one it was packed without, of
         the same values (weights that were fetched again)."""
         given, kept = jax.tree.leaves(known), iter(self.kept)
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def pull_back(self, weights: Params, extras: PyTree, dy: Stream) -> tuple[Params, Stream]:
+    def pull_back(self, weights: Arrays, extras: PyTree, dy: Stream) -> tuple[Arrays, Stream]:
         """Gradients of the weights and of x."""
-        dw, dx, _ = self.unpacked((weights, extras))(dy)
+        dw, dx, _ = self.unpack((weights, extras))(dy)
         return dw, dx
 
 
-Kept = tuple[Saved, Params | None]
+Kept = tuple[Saved, Arrays | None]
 """Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
 
-Residuals = tuple[Params, PyTree, PyTree]
+Residuals = tuple[Arrays, PyTree, PyTree]
 """Parameters, extras, and what layers keep: `Kept` of each in a list, or stacked; with prefetch the
 last layer's is by itself."""
 
 
-def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[Stream, Residuals]:
+def _forward(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> tuple[Stream, Residuals]:
     """x after all layers, and what the backward pass needs: with prefetch the loop carries the
     weights of the layer to come, fetched while this one is computed."""
     loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
-    def layer_step(x: Stream, weights: Params, layer: Index) -> tuple[Stream, Kept]:
-        y, saved = _linearise(stack, weights, x, extras, layer)
+    def layer_step(x: Stream, weights: Arrays, layer: Index) -> tuple[Stream, Kept]:
+        y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
-    def fetched(layer: Index, x: Stream) -> tuple[Params, Stream]:
+    def fetched(layer: Index, x: Stream) -> tuple[Arrays, Stream]:
         shards, x = pinned_slice(params, layer, x)
         return stack.fetch(shards), x
 
@@ -206,7 +208,7 @@ def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[
         x, out = lax.scan(step, x, jnp.arange(layers))
         return x, (params, extras, out)
 
-    def ahead(carry: tuple[Stream, Params], layer: Index) -> tuple[tuple[Stream, Params], Kept]:
+    def ahead(carry: tuple[Stream, Arrays], layer: Index) -> tuple[tuple[Stream, Arrays], Kept]:
         x, weights = carry
         following, x = fetched(layer + 1, x)
         x, saved = layer_step(x, weights, layer)
@@ -218,7 +220,7 @@ def _forward(stack: Layers, params: Params, x: Stream, extras: PyTree) -> tuple[
     return x, (params, extras, (out, saved))
 
 
-def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Params, Stream, None]:
+def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Arrays, Stream, None]:
     """Gradients of the parameters (but of frozen ones), stacked, and of x; None for the extras.
     Layers from the last to the first: weights fetched again where they were not kept, the layer
     pulled back, its weights' gradients scattered to where the parameters rest."""
@@ -228,7 +230,7 @@ def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Params, 
         return _backward_prefetched(stack, residuals, dy)
     params, extras, out = residuals
 
-    def step(dx: Stream, at: tuple[Index, Kept]) -> tuple[Stream, Params]:
+    def step(dx: Stream, at: tuple[Index, Kept]) -> tuple[Stream, Arrays]:
         layer, (saved, weights) = at
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
@@ -242,7 +244,7 @@ def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Params, 
 
 def _backward_unrolled(
     stack: Layers, residuals: Residuals, dx: Stream
-) -> tuple[Params, Stream, None]:
+) -> tuple[Arrays, Stream, None]:
     params, extras, out = residuals
     grads = []
     for layer in reversed(range(depth(params))):
@@ -257,7 +259,7 @@ def _backward_unrolled(
 
 def _backward_prefetched(
     stack: Layers, residuals: Residuals, dy: Stream
-) -> tuple[Params, Stream, None]:
+) -> tuple[Arrays, Stream, None]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)) = residuals
     layers = depth(params)
@@ -265,13 +267,13 @@ def _backward_prefetched(
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
-    def fetched(layer: Index, dx: Stream) -> tuple[Params, Stream]:
+    def fetched(layer: Index, dx: Stream) -> tuple[Arrays, Stream]:
         shards, dx = pinned_slice(params, layer, dx)
         return stack.fetch(shards), dx
 
     def step(
-        carry: tuple[Stream, PyTree, Params], at: tuple[Index, Kept]
-    ) -> tuple[tuple[Stream, PyTree, Params], Params]:
+        carry: tuple[Stream, PyTree, Arrays], at: tuple[Index, Kept]
+    ) -> tuple[tuple[Stream, PyTree, Arrays], Arrays]:
         dx, weights, pending = carry
         layer, (saved, kept) = at
         done = like(stack.scatter(pending), params)
@@ -296,7 +298,7 @@ def _backward_prefetched(
     return grads, dx, None
 
 
-def like(grads: Params, params: Params) -> Params:
+def like(grads: Arrays, params: Arrays) -> Arrays:
     """Gradients cast to the dtypes of their parameters."""
     return {k: g.astype(params[k].dtype) for k, g in grads.items()}
 

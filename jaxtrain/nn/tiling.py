@@ -34,7 +34,7 @@ from jaxtrain.nn.online_softmax import (
 UNROLLED_TILES = 8
 """Up to so many tiles are written out: more would cost compile time for no speed."""
 
-Arrays = tuple[jax.Array, ...]
+ArrayTuple = tuple[jax.Array, ...]
 Carry = TypeVar("Carry")
 Fetched = TypeVar("Fetched")
 
@@ -187,11 +187,11 @@ def _forward_scan(
         full((*rows.shape[:2], 1), 0.0, q),
     )
 
-    def fetch(at: Int32[Array, " 3"]) -> Arrays:
+    def fetch(at: Int32[Array, " 3"]) -> ArrayTuple:
         return tiling.segments_of(at[0], size_q, at[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], segments: Arrays
+        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], segments: ArrayTuple
     ) -> tuple[jax.Array, jax.Array, Partial]:
         o, lse, found = carry
         a, b, first = at
@@ -222,12 +222,12 @@ def _backward_scan(
     rows = Queries(*(_pad(x, size_q, 2, pad) for x, pad in zip(rows, pads, strict=True)))
     tiling, k, v = tiling.padded(), _pad(k, size_k, 1), _pad(v, size_k, 1)
 
-    def fetch(at: Int32[Array, " 3"]) -> tuple[Arrays, Arrays]:
+    def fetch(at: Int32[Array, " 3"]) -> tuple[ArrayTuple, ArrayTuple]:
         mine = tuple(_rows(x, at[0], size_q) for x in (rows.lse, rows.delta))
         return mine, tiling.segments_of(at[0], size_q, at[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, ...], at: Int32[Array, " 3"], ahead: tuple[Arrays, Arrays]
+        carry: tuple[jax.Array, ...], at: Int32[Array, " 3"], ahead: tuple[ArrayTuple, ArrayTuple]
     ) -> tuple[jax.Array, ...]:
         dq, dk, dv, found = carry
         (a, b, first), ((lse, delta), segments) = at, ahead

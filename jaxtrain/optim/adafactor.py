@@ -11,13 +11,13 @@ import optax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, Int32, PyTree
 
-from jaxtrain.mesh.sharding import Axes
-from jaxtrain.optim.fields import at_least, count, fraction, positive, refuse
+from jaxtrain.mesh.sharding import LogicalAxes
+from jaxtrain.optim.fields import at_least, count, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
     LeafDims,
     LeafMask,
-    checked,
+    check_axes,
     decoupled_decay,
     leaf_dims,
     matrices,
@@ -48,7 +48,7 @@ class _Moments(NamedTuple):
     full: Any
 
 
-def factored(shape: tuple[int, ...], names: Axes, smallest: int) -> LeafDims | None:
+def factored(shape: tuple[int, ...], names: LogicalAxes, smallest: int) -> LeafDims | None:
     """The dims of a leaf whose second moment is factored: no side of its matrices is below
     `smallest`. None: it is kept whole, as a vector's is."""
     dims = leaf_dims(names)
@@ -69,7 +69,7 @@ def scale_by_factored_rms(
     `min_dim_size_to_factor` keeps the full moment, as vectors do. Padding counts nowhere.
     """
 
-    def zeros(leaf: jax.Array, names: Axes) -> _Moments:
+    def zeros(leaf: jax.Array, names: LogicalAxes) -> _Moments:
         dims = factored(leaf.shape, names, min_dim_size_to_factor)
         square = jnp.zeros_like(leaf, dtype=jnp.float32)
         if dims is None:
@@ -120,7 +120,7 @@ def scale_by_factored_rms(
 def _factors(
     shards: Shards,
     squares: list[jax.Array],
-    names: list[Axes],
+    names: list[LogicalAxes],
     split: dict[int, LeafDims],
     moments: list[_Moments],
     decay: Float32[Array, ""],
@@ -212,7 +212,7 @@ class Adafactor:
         violations += count("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
         if self.clipping_threshold is not None:
             violations += positive("clipping_threshold", self.clipping_threshold)
-        refuse(violations)
+        raise_violations(violations)
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -238,7 +238,7 @@ class Adafactor:
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.float32))
         parts.append(decoupled_decay(self._decay_fn(rate), self.decay, axes))
-        return checked(optax.chain(*parts, optax.scale(-1.0)), axes)
+        return check_axes(optax.chain(*parts, optax.scale(-1.0)), axes)
 
     def _decay_fn(self, rate: RateFn) -> RateFn | float:
         if self.weight_decay == 0:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxtrain.collectives.buckets import Bucket
 from jaxtrain.collectives.named import sum_over
-from jaxtrain.mesh.sharding import Axes, Dims, partition_spec
+from jaxtrain.mesh.sharding import Dims, LogicalAxes, partition_spec
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.shards import ByMatrix, LeafSum
 
@@ -29,7 +29,7 @@ class OnMesh:
     axes of size > 1, in mesh order."""
 
     mesh: jax.sharding.Mesh
-    split_of: Callable[[Axes], Dims]
+    split_of: Callable[[LogicalAxes], Dims]
     sizes: Mapping[str, int]
 
     def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
@@ -52,8 +52,8 @@ class OnMesh:
             pairs = enumerate(zip(arrays, parts, strict=True))
             found = {str(i): x.sum(p.dims, keepdims=True) for i, (x, p) in pairs}
             for bucket in buckets:
-                total = sum_over("optimizer", bucket.joined(found), bucket.axes)
-                found |= bucket.parted(total, found)
+                total = sum_over("optimizer", bucket.concatenate(found), bucket.axes)
+                found |= bucket.split(total, found)
             return list(found.values())
 
         run = jax.shard_map(
@@ -68,7 +68,7 @@ class OnMesh:
         pairs = zip(part.x.shape, self.split_of(part.names), strict=True)
         return tuple(() if size == 1 else axes for size, axes in pairs)
 
-    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: LogicalAxes) -> jax.Array:
         """The devices that a leaf's matrices are split over exchange its shards (all-to-all), so
         that each holds whole matrices of a few layers, and exchange them back: 2 (n-1)/n of the
         bytes that a device holds (Liu et al. 2025, section 3, without its replication). A single

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxtrain.optim.fields import at_least, fraction, positive, refuse
-from jaxtrain.optim.leaves import AxesTree, LeafMask, checked, decoupled_decay, matrices
+from jaxtrain.optim.fields import at_least, fraction, positive, raise_violations
+from jaxtrain.optim.leaves import AxesTree, LeafMask, check_axes, decoupled_decay, matrices
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
 
 
@@ -37,7 +37,7 @@ class AdamW:
     def __post_init__(self) -> None:
         violations = rate_fields(self.learning_rate)
         violations += at_least("weight_decay", self.weight_decay, 0) + positive("eps", self.eps)
-        refuse(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
+        raise_violations(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -48,7 +48,7 @@ class AdamW:
             decoupled_decay(self.weight_decay, self.decay, axes),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SGD:
                 "nesterov=True looks ahead along a momentum and momentum=0 is none; "
                 "use momentum=0.9 or nesterov=False"
             )
-        refuse(violations)
+        raise_violations(violations)
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -91,7 +91,7 @@ class SGD:
             trace if self.momentum else optax.identity(),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Lion:
     def __post_init__(self) -> None:
         violations = rate_fields(self.learning_rate)
         violations += at_least("weight_decay", self.weight_decay, 0)
-        refuse(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
+        raise_violations(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -127,4 +127,4 @@ class Lion:
             decoupled_decay(self.weight_decay, self.decay, axes),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 
-def refuse(violations: Iterable[str]) -> None:
+def raise_violations(violations: Iterable[str]) -> None:
     """Raise one ValueError that lists every violation; none is no error."""
     found = list(violations)
     if found:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from jaxtrain.optim.fields import at_least, fraction, positive, refuse
+from jaxtrain.optim.fields import at_least, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
     LeafMask,
-    checked,
+    check_axes,
     decoupled_decay,
     matrices,
 )
@@ -72,7 +72,7 @@ class Lamb:
     def __post_init__(self) -> None:
         violations = rate_fields(self.learning_rate)
         violations += at_least("weight_decay", self.weight_decay, 0) + positive("eps", self.eps)
-        refuse(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
+        raise_violations(violations + fraction("b1", self.b1) + fraction("b2", self.b2))
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -86,7 +86,7 @@ class Lamb:
             scale_by_trust_ratio(axes, where=self.adapt, coefficient=1.0, shards=shards),
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Lars:
     def __post_init__(self) -> None:
         violations = rate_fields(self.learning_rate) + fraction("momentum", self.momentum)
         violations += at_least("weight_decay", self.weight_decay, 0)
-        refuse(violations + positive("trust_coefficient", self.trust_coefficient))
+        raise_violations(violations + positive("trust_coefficient", self.trust_coefficient))
 
     def violations(self, steps: int) -> list[str]:
         return rate_violations(self.learning_rate, steps)
@@ -129,4 +129,4 @@ class Lars:
             optax.scale_by_learning_rate(rate_fn(self.learning_rate, steps=steps, batch=batch)),
             optax.trace(decay=self.momentum, nesterov=self.nesterov),
         )
-        return checked(transform, axes)
+        return check_axes(transform, axes)

@@ -16,14 +16,14 @@ import optax
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from jaxtrain.mesh.sharding import Axes, PaddedAxis
-from jaxtrain.optim.fields import refuse
+from jaxtrain.mesh.sharding import LogicalAxes, PaddedAxis
+from jaxtrain.optim.fields import raise_violations
 from jaxtrain.optim.schedule import RateFn
 
 AxesTree = PyTree
 """A tree like the parameters' whose leaves are tuples of logical axis names, one for each dim."""
 
-LeafMask = Callable[[Axes], bool]
+LeafMask = Callable[[LogicalAxes], bool]
 """Which leaves something applies to; a module-level function, so that a config can hold it."""
 
 _ONE_DIM = {("heads", "head_dim"), ("kv_heads", "head_dim")}
@@ -41,7 +41,7 @@ class LeafDims(NamedTuple):
     columns: tuple[int, ...]
 
 
-def leaf_dims(axes: Axes) -> LeafDims:
+def leaf_dims(axes: LogicalAxes) -> LeafDims:
     """How a leaf divides into stacking dims, rows and columns.
 
     Stacking dims are those up to the last `layers`, then `experts` unless it is the last dim (a
@@ -61,24 +61,24 @@ def leaf_dims(axes: Axes) -> LeafDims:
     return LeafDims(stacked, rows, groups[-1] if groups else ())
 
 
-def real_size(shape: tuple[int, ...], axes: Axes, dims: tuple[int, ...]) -> int:
+def real_size(shape: tuple[int, ...], axes: LogicalAxes, dims: tuple[int, ...]) -> int:
     """How many entries the dims have together, padding left out."""
     names = ((axes[d], shape[d]) for d in dims)
     return math.prod(n.real if isinstance(n, PaddedAxis) else size for n, size in names)
 
 
-def matrices(axes: Axes) -> bool:
+def matrices(axes: LogicalAxes) -> bool:
     """Every weight matrix and embedding table; not norms, biases and scalars (the usual mask of
     weight decay: Radford et al. 2019 and after)."""
     return bool(leaf_dims(axes).rows)
 
 
-def hidden_matrices(axes: Axes) -> bool:
+def hidden_matrices(axes: LogicalAxes) -> bool:
     """`matrices` without embeddings, heads and learned positions."""
     return matrices(axes) and _TABLES.isdisjoint(axes)
 
 
-def everything(axes: Axes) -> bool:
+def everything(axes: LogicalAxes) -> bool:
     """All leaves."""
     del axes
     return True
@@ -89,7 +89,7 @@ def is_axes(node: object) -> bool:
     return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
 
 
-def map_axes(fn: Callable[[Axes], object], axes: AxesTree) -> PyTree:
+def map_axes(fn: Callable[[LogicalAxes], object], axes: AxesTree) -> PyTree:
     """The tree with `fn` of each leaf's logical axes."""
     return jax.tree.map(fn, axes, is_leaf=is_axes)
 
@@ -103,7 +103,7 @@ def decoupled_decay(
     return optax.add_decayed_weights(rate, mask=map_axes(where, axes))
 
 
-def checked(
+def check_axes(
     transform: optax.GradientTransformation, axes: AxesTree
 ) -> optax.GradientTransformation:
     """`transform`, whose init raises ValueError unless every leaf has one name for each dim."""
@@ -111,7 +111,7 @@ def checked(
     def init(params: PyTree) -> PyTree:
         violations = []
 
-        def check(path: KeyPath, leaf: jax.Array, names: Axes) -> None:
+        def check(path: KeyPath, leaf: jax.Array, names: LogicalAxes) -> None:
             if not is_axes(names) or len(names) != leaf.ndim:
                 violations.append(
                     f"{jax.tree_util.keystr(path, simple=True, separator='.')} has shape "
@@ -119,7 +119,7 @@ def checked(
                 )
 
         jax.tree_util.tree_map_with_path(check, params, axes)
-        refuse(violations)
+        raise_violations(violations)
         return transform.init(params)
 
     return optax.GradientTransformation(init, transform.update)

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32, PyTree
 
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.optim.elementwise import AdamW
-from jaxtrain.optim.fields import at_least, count, fraction, positive, refuse
+from jaxtrain.optim.fields import at_least, count, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
-    checked,
+    check_axes,
     decoupled_decay,
     everything,
     hidden_matrices,
@@ -92,7 +92,7 @@ def scale_by_muon(
     debiased, which Jordan's is not). `orthogonalize` takes whole matrices [..., m, n].
     """
 
-    def direction(x: jax.Array, names: Axes) -> jax.Array:
+    def direction(x: jax.Array, names: LogicalAxes) -> jax.Array:
         dims = leaf_dims(names)
         fan_in = math.prod(x.shape[d] for d in dims.rows)
         fan_out = math.prod(x.shape[d] for d in dims.columns)
@@ -164,7 +164,7 @@ class Muon:
             )
         if not jnp.issubdtype(self.dtype, jnp.floating):
             violations.append(f"dtype={self.dtype!r} must be a floating type; use jnp.bfloat16")
-        refuse(violations)
+        raise_violations(violations)
 
     def violations(self, steps: int) -> list[str]:
         found = rate_violations(self.learning_rate, steps)
@@ -173,7 +173,7 @@ class Muon:
     def build(
         self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE
     ) -> optax.GradientTransformation:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         iterate = functools.partial(
             newton_schulz,
             steps=self.newton_schulz_steps,
@@ -199,7 +199,7 @@ class Muon:
             "muon": muon,
             "adam": adam.build(groups.adam, steps=steps, batch=batch),
         }
-        return checked(optax.partition(transforms, partition(axes)), axes)
+        return check_axes(optax.partition(transforms, partition(axes)), axes)
 
 
 class _Groups(NamedTuple):

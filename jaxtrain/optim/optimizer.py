@@ -14,7 +14,7 @@ import optax
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.optim.adafactor import Adafactor
 from jaxtrain.optim.elementwise import SGD, AdamW, Lion
 from jaxtrain.optim.layerwise import Lamb, Lars
@@ -88,11 +88,11 @@ def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
 
     def of(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
         start = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
-        names: Axes = ()
+        names: LogicalAxes = ()
         found: tuple[Any, ...] = ()
         if start is not None:
             names, found = by_path[path[start:]]
-            kept = _kept(names, getattr(path[start - 1], "name", ""))
+            kept = _remaining_dims(names, getattr(path[start - 1], "name", ""))
             names, found = (tuple(each[dim] for dim in kept) for each in (names, found))
         if len(names) != leaf.ndim:
             where = jax.tree_util.keystr(path)
@@ -106,7 +106,7 @@ def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def _kept(names: Axes, field: str) -> list[int]:
+def _remaining_dims(names: LogicalAxes, field: str) -> list[int]:
     """The dims that a `FactoredState` field has not averaged away."""
     dims = leaf_dims(names)
     gone = {"rows": dims.columns, "columns": dims.rows}.get(field, ())

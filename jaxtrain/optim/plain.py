@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.fields import raise_violations
 from jaxtrain.optim.leaves import AxesTree
 
 MIXING = ("reduce_", "cum", "sort", "arg", "top_k", "conv_", "fft", "dot_general")
@@ -62,7 +62,7 @@ class Optax:
         """The transformation, whatever the logical axes. Raises ValueError with all violations, and
         in `update` where that asks for more than gradients, state and parameters."""
         del axes, batch
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         given = self.given
         transform = given if isinstance(given, optax.GradientTransformation) else given()
 

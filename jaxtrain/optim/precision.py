@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
-from jaxtrain.optim.fields import at_least, count, positive, refuse
+from jaxtrain.optim.fields import at_least, count, positive, raise_violations
 
 Tree = TypeVar("Tree")
 MATMUL_PRECISIONS = ("default", "high", "highest")
@@ -51,7 +51,7 @@ class LossScale:
                 f"initial={self.initial} must lie in [minimum={self.minimum}, "
                 f"maximum={self.maximum}]; use initial={self.minimum} or another within"
             )
-        refuse(violations)
+        raise_violations(violations)
 
     def init(self) -> LossScaleState:
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
@@ -110,7 +110,7 @@ class Precision:
                 "compute=float16 loses gradients below 6e-8; use loss_scale=LossScale(), or "
                 "compute=jnp.bfloat16"
             )
-        refuse(violations)
+        raise_violations(violations)
 
 
 fp32 = Precision()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxtrain.optim.fields import count, positive, refuse
+from jaxtrain.optim.fields import count, positive, raise_violations
 from jaxtrain.optim.schedule import Constant, RateFn, Schedule
 
 
@@ -42,7 +42,7 @@ class ScaledRate:
             violations.append(
                 f"rule={self.rule!r} must be a function; use linear_scaling or square_root_scaling"
             )
-        refuse(violations + rate_fields(self.schedule, name="schedule"))
+        raise_violations(violations + rate_fields(self.schedule, name="schedule"))
 
     def factor(self, batch: int) -> float:
         return self.rule(batch / self.reference_batch)
@@ -94,7 +94,7 @@ def _function_violations(function: RateFn) -> list[str]:
 
 def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
     """The learning rate of a run as a function of the step; ValueError with all violations."""
-    refuse(rate_violations(value, steps) + count("batch", batch, 1))
+    raise_violations(rate_violations(value, steps) + count("batch", batch, 1))
     factor = 1.0
     if isinstance(value, ScaledRate):
         factor, value = value.factor(batch), value.schedule

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jaxtrain.optim.fields import at_least, count, positive, refuse
+from jaxtrain.optim.fields import at_least, count, positive, raise_violations
 
 RateFn = Callable[[jax.typing.ArrayLike], Float32[Array, ""]]
 """From a step, a whole number, to the learning rate."""
@@ -99,13 +99,13 @@ class Constant:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        refuse(_peak_fields(self.peak, self.warmup, final_fraction=1.0))
+        raise_violations(_peak_fields(self.peak, self.warmup, final_fraction=1.0))
 
     def violations(self, steps: int) -> list[str]:
         return _fits(steps, warmup=self.warmup)
 
     def build(self, steps: int) -> RateFn:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         return _warm_then_decay(
             peak=self.peak,
             warmup=self.warmup,
@@ -128,13 +128,13 @@ class WarmupCosine:
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        refuse(_peak_fields(self.peak, self.warmup, self.final_fraction))
+        raise_violations(_peak_fields(self.peak, self.warmup, self.final_fraction))
 
     def violations(self, steps: int) -> list[str]:
         return _fits(steps, warmup=self.warmup)
 
     def build(self, steps: int) -> RateFn:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         return _warm_then_decay(
             peak=self.peak,
             warmup=self.warmup,
@@ -157,13 +157,13 @@ class WarmupLinear:
     final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        refuse(_peak_fields(self.peak, self.warmup, self.final_fraction))
+        raise_violations(_peak_fields(self.peak, self.warmup, self.final_fraction))
 
     def violations(self, steps: int) -> list[str]:
         return _fits(steps, warmup=self.warmup)
 
     def build(self, steps: int) -> RateFn:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         return _warm_then_decay(
             peak=self.peak,
             warmup=self.warmup,
@@ -191,13 +191,13 @@ class WarmupStableDecay:
 
     def __post_init__(self) -> None:
         violations = _peak_fields(self.peak, self.warmup, self.final_fraction)
-        refuse(violations + count("decay", self.decay, 0))
+        raise_violations(violations + count("decay", self.decay, 0))
 
     def violations(self, steps: int) -> list[str]:
         return _fits(steps, warmup=self.warmup, decay=self.decay)
 
     def build(self, steps: int) -> RateFn:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
         return _warm_then_decay(
             peak=self.peak,
             warmup=self.warmup,
@@ -222,13 +222,13 @@ class InverseSqrt:
     warmup: int
 
     def __post_init__(self) -> None:
-        refuse(_peak_fields(self.peak, self.warmup, final_fraction=0.0))
+        raise_violations(_peak_fields(self.peak, self.warmup, final_fraction=0.0))
 
     def violations(self, steps: int) -> list[str]:
         return _fits(steps, warmup=self.warmup)
 
     def build(self, steps: int) -> RateFn:
-        refuse(self.violations(steps))
+        raise_violations(self.violations(steps))
 
         def rate(step: jax.typing.ArrayLike) -> Float32[Array, " ..."]:
             now = jnp.minimum(jnp.asarray(step, jnp.float32), steps) + 1.0

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.mesh.sharding import Axes, PaddedAxis
+from jaxtrain.mesh.sharding import LogicalAxes, PaddedAxis
 from jaxtrain.optim.leaves import leaf_dims, real_size
 
 ByMatrix = Callable[[jax.Array], jax.Array]
@@ -25,7 +25,7 @@ class LeafSum(NamedTuple):
     `names`; those of size 1 were summed before."""
 
     x: jax.Array
-    names: Axes
+    names: LogicalAxes
     dims: tuple[int, ...]
 
 
@@ -37,7 +37,7 @@ class Shards(Protocol):
         """All of them at once: many small sums should cost one collective."""
         ...
 
-    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: LogicalAxes) -> jax.Array:
         """`function` of a leaf with these logical axes."""
         ...
 
@@ -48,7 +48,7 @@ class Whole:
     def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
         return [x.sum(dims, keepdims=True) for x, _, dims in parts]
 
-    def by_matrix(self, function: ByMatrix, x: jax.Array, names: Axes) -> jax.Array:
+    def by_matrix(self, function: ByMatrix, x: jax.Array, names: LogicalAxes) -> jax.Array:
         del names
         return function(x)
 
@@ -56,7 +56,7 @@ class Whole:
 WHOLE = Whole()
 
 
-def squares_of_layers(x: jax.Array, names: Axes) -> LeafSum:
+def squares_of_layers(x: jax.Array, names: LogicalAxes) -> LeafSum:
     """The sum of squares of each layer's tensor, in fp32."""
     dims = leaf_dims(names)
     return LeafSum(jnp.square(x.astype(jnp.float32)), names, (*dims.rows, *dims.columns))

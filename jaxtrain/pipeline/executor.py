@@ -29,7 +29,7 @@ from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Tr
 
 class Sums(NamedTuple):
     """Over all microbatches: this device's shares of what `Stage.leave` sums, and gradients of
-    scale * loss. `blocks`: [V, ...] as `Stage.pulled_back` gives them; `outside`: fp32."""
+    scale * loss. `blocks`: [V, ...] as `Stage.backward` gives them; `outside`: fp32."""
 
     sums: LossSums
     blocks: Arrays
@@ -81,8 +81,8 @@ class Executor(Tables):
             return empty, Trees(None, None)
 
         def every(chunk: Arrays, x: jax.Array) -> tuple[PyTree, PyTree, Arrays]:
-            y, saved = stage.linearised(chunk, x, At(0, 0))
-            grads, _, stash = stage.pulled_back(saved, chunk, y, At(0, 0))
+            y, saved = stage.forward_with_residuals(chunk, x, At(0, 0))
+            grads, _, stash = stage.backward(saved, chunk, y, At(0, 0))
             if self.buffers.stashes:
                 grads = {**grads, **stage.weight_gradients(stash, chunk, At(0, 0))}
             return saved, stash, grads

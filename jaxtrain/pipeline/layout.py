@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32, Shaped
 
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 
 AnyArray = jax.Array | np.ndarray
 CHUNKS = "chunks"
@@ -65,15 +65,15 @@ class StageLayout:
 
     @property
     def natural(self) -> bool:
-        """Whether a laid leaf is the natural one."""
+        """Whether a leaf in slots is the natural one."""
         return self.chunks == 1 and not self.padding
 
     def shape(self, shape: tuple[int, ...], dim: int = 0) -> tuple[int, ...]:
-        """Of a leaf whose dim `dim` counts layers, laid."""
+        """Of a leaf whose dim `dim` counts layers, in slots."""
         lead = self.layer_of.shape if self.chunks > 1 else self.layer_of.shape[1:]
         return (*shape[:dim], *lead, *shape[dim + 1 :])
 
-    def laid(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
+    def to_slots(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
         """A natural leaf in its slots."""
         if self.natural:
             return leaf
@@ -85,8 +85,8 @@ class StageLayout:
         shape = (*leaf.shape[:dim], self.layers, *leaf.shape[dim + 1 :])
         return leaf.reshape(self.shape(shape, dim))
 
-    def ordered(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
-        """Inverse of `laid`."""
+    def from_slots(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
+        """Inverse of `to_slots`."""
         if self.natural:
             return leaf
         rest = leaf.shape[dim + (2 if self.chunks > 1 else 1) :]
@@ -94,15 +94,16 @@ class StageLayout:
         return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
 
     def by_chunk(self, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "chunks depth ..."]:
-        """A device's part of a laid leaf, with a dim of chunks whether it has several or not."""
+        """A device's part of a leaf in slots, with a dim of chunks whether it has several or
+        not."""
         return leaf if self.chunks > 1 else leaf[None]
 
     def from_chunks(self, leaf: Shaped[Array, "chunks depth ..."]) -> Shaped[Array, " ..."]:
         """Inverse of `by_chunk`."""
         return leaf if self.chunks > 1 else leaf[0]
 
-    def axes(self, axes: Axes) -> Axes:
-        """Logical axes of a laid leaf."""
+    def axes(self, axes: LogicalAxes) -> LogicalAxes:
+        """Logical axes of a leaf in slots."""
         if self.chunks == 1 or "layers" not in axes:
             return axes
         dim = axes.index("layers")

@@ -72,7 +72,7 @@ class Buffers(NamedTuple):
     late_head: bool = False
 
 
-def numbered(life: Lifetimes) -> Works:
+def number_buffers(life: Lifetimes) -> Works:
     """The number of the buffer that each work is given on each stage: the lowest that is free all
     its life (intervals in order of their beginning, so no more numbers than lives at once)."""
     found = np.empty_like(life.first)
@@ -96,14 +96,14 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
     held = inputs(schedule)
     kept = np.zeros_like(forward)
     if keep_residuals:
-        kept = numbered(Lifetimes(forward, backward))
+        kept = number_buffers(Lifetimes(forward, backward))
         held = Lifetimes(held.first, forward)
     stashed, weight = stashes(schedule), schedule.weight
-    stash = np.zeros_like(forward) if stashed is None else numbered(stashed)
+    stash = np.zeros_like(forward) if stashed is None else number_buffers(stashed)
     if weight is None:
         weight = np.full_like(schedule.forward, -1)
-    input_of = numbered(held)
-    cotangent_of = numbered(cotangents(schedule, keep_residuals=keep_residuals))
+    input_of = number_buffers(held)
+    cotangent_of = number_buffers(cotangents(schedule, keep_residuals=keep_residuals))
     rows = _forward_rows(schedule, input_of, kept)
     head = schedule.forward
     if head_waits(schedule) and not keep_residuals:
@@ -117,7 +117,7 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
         backward_cotangent=_at(schedule.backward, cotangent_of),
         backward_stash=_at(schedule.backward, stash),
         exit=_microbatches(schedule.backward[:, 0], schedule.chunks, 0),
-        receive_cotangent=_received(schedule.backward, cotangent_of, schedule.chunks, -1),
+        receive_cotangent=_receive(schedule.backward, cotangent_of, schedule.chunks, -1),
         weight=weight,
         weight_stash=_at(weight, stash),
     )
@@ -136,7 +136,7 @@ def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
     works = schedule.microbatches * schedule.chunks
     last = int(np.nonzero((schedule.forward >= 0).any(1))[0][-1]) + 1
     forward = times(schedule.forward, works)
-    input_of = numbered(Lifetimes(inputs(schedule).first, forward))
+    input_of = number_buffers(Lifetimes(inputs(schedule).first, forward))
     rows = _forward_rows(schedule, input_of, np.zeros_like(forward))
     count = Buffers(int(input_of.max()) + 1, 0, 0, 0)
     return Rows(*(table[:last].astype(np.int32) for table in rows)), count
@@ -153,7 +153,7 @@ def _forward_rows(schedule: Schedule, input_of: Works, kept: Works) -> Rows:
         enter=_microbatches(schedule.forward[:, 0], schedule.chunks, 0),
         leave=_microbatches(schedule.forward[:, -1], schedule.chunks, last),
         leave_cotangent=of_all,
-        receive_input=_received(schedule.forward, input_of, schedule.chunks, +1),
+        receive_input=_receive(schedule.forward, input_of, schedule.chunks, +1),
         backward=none,
         backward_input=none,
         backward_kept=none,
@@ -179,7 +179,7 @@ def _microbatches(
     return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
 
 
-def _received(table: Table, number: Works, chunks: int, way: int) -> Table:
+def _receive(table: Table, number: Works, chunks: int, way: int) -> Table:
     """The buffer for what the neighbour sends at a tick's end: of the stage before
     (way 1), or behind (-1). From the last stage to the first it goes on to the next chunk."""
     sent = np.roll(table, way, axis=1)

@@ -21,7 +21,7 @@ from statistics import median_low
 import numpy as np
 
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.pipeline.analysis import violations
 from jaxtrain.pipeline.schedule import Schedule
 
@@ -41,12 +41,12 @@ def read_schedule(path: str | Path) -> Schedule:
         for number, line in enumerate(lines, 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
-    schedule, problems = _parsed(path.stem, rows)
-    refuse(str(path), problems or violations(schedule))
+    schedule, problems = _parse(path.stem, rows)
+    raise_problems(str(path), problems or violations(schedule))
     return schedule
 
 
-def _parsed(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
+def _parse(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
     stages = _width([len(cells) for _, cells in rows])
     problems = [] if rows else ["no tick is in it; write a line for each, such as: F0, F1 B0"]
     found: list[tuple[int, int, str, int, int]] = []

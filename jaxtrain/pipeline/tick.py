@@ -46,11 +46,11 @@ class Stage(Protocol):
         """The chunk's layers."""
         ...
 
-    def linearised(self, chunk: Arrays, x: Stream, at: At) -> tuple[Stream, PyTree]:
-        """`forward`, and what `pulled_back` needs beside the chunk: arrays, no weights."""
+    def forward_with_residuals(self, chunk: Arrays, x: Stream, at: At) -> tuple[Stream, PyTree]:
+        """`forward`, and what `backward` needs beside the chunk: arrays, no weights."""
         ...
 
-    def pulled_back(
+    def backward(
         self, saved: PyTree, chunk: Arrays, dy: Stream, at: At
     ) -> tuple[Arrays, Stream, PyTree]:
         """Gradients of the chunk, as they are accumulated, and of x; and what `weight_gradients`
@@ -58,7 +58,7 @@ class Stage(Protocol):
         ...
 
     def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
-        """The gradients that `pulled_back` left, of a schedule that has W."""
+        """The gradients that `backward` left, of a schedule that has W."""
         ...
 
 
@@ -99,7 +99,7 @@ class Carry(NamedTuple):
     """A scalar, made after all that was sent so far: what is sent next reads it (`_in_turn`). Made
     of what came or was added, not of the buffers it went to: XLA would copy those."""
 
-    def sent(self, what: PyTree, **changes: Any) -> Carry:
+    def after_sending(self, what: PyTree, **changes: Any) -> Carry:
         """With these fields, `what` having been sent for them."""
         return self._replace(turn=after(self.turn, what), **changes)
 
@@ -130,7 +130,7 @@ class Tables:
     frozen: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
 
-    def stacked(self, sums: LossSums) -> jax.Array:
+    def stack(self, sums: LossSums) -> jax.Array:
         """[loss, count, those beside in the order of `beside`]."""
         return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.beside)])
 
@@ -164,20 +164,22 @@ class Tick:
         if "F" in self.kinds:
             carry, y = self._forward(carry, row)
             if not self.run.buffers.late_head:
-                carry = self._left(carry, row, y)
+                carry = self._leave(carry, row, y)
             if (self.rows.receive_input >= 0).any():
-                arriving = self._sent(_in_turn(carry, y), +1)
-                carry = carry.sent(arriving, arriving=arriving)
+                arriving = self._permute(_in_turn(carry, y), +1)
+                carry = carry.after_sending(arriving, arriving=arriving)
         if "B" in self.kinds:
             carry, dx = self._backward(carry, row)
-            carry = self._exited(carry, row, dx)
+            carry = self._backward_of_enter(carry, row, dx)
             # After B has read its own: what comes may be put where that was.
             if (self.rows.receive_cotangent >= 0).any():
                 slot = self._mine(row.receive_cotangent)
-                arriving = self._sent(_in_turn(carry, dx), -1)
-                carry = carry.sent(arriving, cotangents=_put(carry.cotangents, slot, arriving))
+                arriving = self._permute(_in_turn(carry, dx), -1)
+                carry = carry.after_sending(
+                    arriving, cotangents=_put(carry.cotangents, slot, arriving)
+                )
         if "W" in self.kinds:
-            carry = self._weighed(carry, row)
+            carry = self._weight_gradients(carry, row)
         return carry, None
 
     def _forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
@@ -193,10 +195,10 @@ class Tick:
         with jax.named_scope("F"):
             if not carry.kept:
                 return carry, stage.forward(chunk, x, at)
-            y, saved = stage.linearised(chunk, x, at)
+            y, saved = stage.forward_with_residuals(chunk, x, at)
         return carry._replace(kept=_put_all(carry.kept, self._mine(row.forward_kept), saved)), y
 
-    def _left(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
+    def _leave(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
         """The head and the loss of the microbatch that has run through, and its gradient."""
         last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
         y = jnp.where(last & (row.leave >= 0), y, jnp.zeros((), y.dtype))
@@ -204,11 +206,11 @@ class Tick:
         if not self.run.training:
             total = self._sometimes(
                 "leave",
-                lambda m, total: total + self.run.stacked(stage.leave(outside, y, m)),
+                lambda m, total: total + self.run.stack(stage.leave(outside, y, m)),
                 carry.total,
                 row,
             )
-            return carry.sent(total, total=total)
+            return carry.after_sending(total, total=total)
         names = [k for k in self.run.leaving if k not in self.run.frozen]
         mine = {k: carry.outside[k] for k in names}
 
@@ -217,15 +219,15 @@ class Tick:
 
             def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
                 sums = stage.leave({**outside, **used}, y, m)
-                return sums.loss * self.given.scale, self.run.stacked(sums)
+                return sums.loss * self.given.scale, self.run.stack(sums)
 
             used = {k: outside[k] for k in names}
             (grads, dy), more = jax.grad(scaled, argnums=(0, 1), has_aux=True)(used, y)
-            return total + more, _added(sums, grads), dy
+            return total + more, _add(sums, grads), dy
 
         total, sums, dy = self._sometimes("leave", leave, (carry.total, mine, y), row)
         slot = jnp.where(last, row.leave_cotangent, -1)
-        return carry.sent(
+        return carry.after_sending(
             dy,
             total=total,
             outside={**carry.outside, **sums},
@@ -245,38 +247,38 @@ class Tick:
             if carry.kept:
                 saved = _take_all(carry.kept, self._mine(row.backward_kept), self.trees.kept)
             else:
-                y, saved = self.given.stage.linearised(chunk, x, at)
+                y, saved = self.given.stage.forward_with_residuals(chunk, x, at)
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"
-            carry = self._left(carry, row, y)
+            carry = self._leave(carry, row, y)
         dy = _in_turn(carry, _take(carry.cotangents, self._mine(row.backward_cotangent)))
         with jax.named_scope("B"):
-            grads, dx, stash = self.given.stage.pulled_back(saved, chunk, dy, at)
-        carry = self._accumulated(carry, row.backward, grads)
+            grads, dx, stash = self.given.stage.backward(saved, chunk, dy, at)
+        carry = self._accumulate(carry, row.backward, grads)
         if carry.stash:
             slot = self._mine(row.backward_stash)
             carry = carry._replace(stash=_put_all(carry.stash, slot, stash))
         return carry, dx
 
-    def _weighed(self, carry: Carry, row: Rows) -> Carry:
+    def _weight_gradients(self, carry: Carry, row: Rows) -> Carry:
         at = self._at(row.weight)
         chunk = chunk_of(self.given.blocks, at.chunk)
         stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
         stash = _in_turn(carry, stash)
         with jax.named_scope("W"):
             grads = self.given.stage.weight_gradients(stash, chunk, at)
-        return self._accumulated(carry, row.weight, grads)
+        return self._accumulate(carry, row.weight, grads)
 
-    def _accumulated(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:
+    def _accumulate(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:
         """Gradients of the work's chunk added to its sums, where there is a work."""
         chunk = self._at(works).chunk
         slot = jnp.where(self._mine(works) >= 0, chunk, -1)
         sums = {
             k: _put(carry.blocks[k], slot, _take(carry.blocks[k], chunk) + grads[k]) for k in grads
         }
-        return carry.sent(grads, blocks={**carry.blocks, **sums})
+        return carry.after_sending(grads, blocks={**carry.blocks, **sums})
 
-    def _exited(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
+    def _backward_of_enter(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
         """The gradient that comes out of the pipeline's beginning, into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
         dx = jnp.where(first & (row.exit >= 0), _in_turn(carry, dx), jnp.zeros((), dx.dtype))
@@ -289,10 +291,10 @@ class Tick:
                 return self.given.stage.enter({**self.given.outside, **used}, m)
 
             _, pull_back = jax.vjp(entered, {k: self.given.outside[k] for k in names})
-            return _added(sums, pull_back(dx)[0])
+            return _add(sums, pull_back(dx)[0])
 
         sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)
-        return carry.sent(sums, outside={**carry.outside, **sums})
+        return carry.after_sending(sums, outside={**carry.outside, **sums})
 
     def _sometimes(
         self, name: str, work: Callable[[Index, Tree], Tree], before: Tree, row: Rows
@@ -312,7 +314,7 @@ class Tick:
                 return typed(m, before)
             return lax.cond(m >= 0, typed, lambda m, before: before, m, before)
 
-    def _sent(self, x: jax.Array, way: int) -> jax.Array:
+    def _permute(self, x: jax.Array, way: int) -> jax.Array:
         """What the neighbour has sent, of the stage before (way 1) or behind (-1)."""
         n = lax.axis_size(self.run.stage)
         pairs = [(i, (i + way) % n) for i in range(n)]
@@ -360,5 +362,5 @@ def _put_all(buffers: list[jax.Array], slot: Index, tree: PyTree) -> list[jax.Ar
     return [_put(b, slot, leaf) for b, leaf in zip(buffers, leaves, strict=True)]
 
 
-def _added(sums: Arrays, grads: Arrays) -> Arrays:
+def _add(sums: Arrays, grads: Arrays) -> Arrays:
     return {k: sums[k] + grads[k].astype(jnp.float32) for k in sums}

@@ -58,14 +58,14 @@ def asked_flops(assembly: Assembly) -> float | None:
     rows //= ways(assembly.batch_splits[model.tokens][1], assembly.sizes)
     total = 3 * 2 * rows * seq * model.embed * model.head.padded / tensor
     for call in (each for block in model.layers for each in operations(block)):
-        asked = _asked(assembly, call, rows, seq)
+        asked = _operation_flops(assembly, call, rows, seq)
         if asked is None:
             return None
         total += asked / tensor
     return micro * total
 
 
-def _asked(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | None:
+def _operation_flops(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | None:
     """Of one operation on all devices of `tensor` together: three times a forward pass, and what is
     made again."""
     remat, tokens = assembly.loop.remat, rows * seq
@@ -73,7 +73,7 @@ def _asked(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | 
         again = 3 + (remat in ("full", "attention"))
         return 2 * tokens * sum(weight.size for weight in call.weights) * again
     if isinstance(call, AttentionCall):
-        return _attended(assembly, call, rows, seq)
+        return _attention_flops(assembly, call, rows, seq)
     if not isinstance(call, ExpertCall):
         return 0.0
     tensor, chosen = ways(assembly.tensor, assembly.sizes), tokens * call.per_token
@@ -82,7 +82,7 @@ def _asked(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | 
     return 2 * routed * (3 + (remat != "none"))
 
 
-def _attended(assembly: Assembly, a: AttentionCall, rows: int, seq: int) -> float | None:
+def _attention_flops(assembly: Assembly, a: AttentionCall, rows: int, seq: int) -> float | None:
     """Of the products of queries with keys, and of weights with values, in all heads."""
     remat, kernel = assembly.loop.remat, _kernel(assembly, a, seq)
     if isinstance(kernel, OPAQUE):

@@ -15,7 +15,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.compression.residuals import Part
+from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
@@ -44,7 +44,7 @@ def steady(assembly: Assembly) -> Choice:
     return Choice(reducer.at(e.steps - 1)) if isinstance(reducer, Compressed) else Choice()
 
 
-def unpredicted(assembly: Assembly) -> str | None:
+def why_not_predicted(assembly: Assembly) -> str | None:
     """Why an assembly's collectives are not predicted; None where they are."""
     if not assembly.explicit or assembly.description is None:
         return (
@@ -54,7 +54,7 @@ def unpredicted(assembly: Assembly) -> str | None:
     optimizer = assembly.experiment.optimizer
     if not isinstance(optimizer, (*ELEMENTWISE, *SHARDED)):
         return f"what an optimizer of your own sends, {type(optimizer).__name__}, is not known here"
-    if assembly.frozen and _split(assembly):
+    if assembly.frozen and _splits_backward(assembly):
         return (
             "with frozen leaves a schedule that has W gathers for some products of a layer and not "
             "for others, which is not predicted"
@@ -90,8 +90,8 @@ def facts_of(assembly: Assembly) -> StepFacts:
         loop=LoopFacts(
             loop.unroll,
             loop.remat,
-            loop.prefetch and not _split(assembly),
-            loop.reshard_after_forward or _kept(assembly) or _split(assembly),
+            loop.prefetch and not _splits_backward(assembly),
+            loop.reshard_after_forward or _keeps_residuals(assembly) or _splits_backward(assembly),
         ),
         compute=jnp.dtype(e.precision.compute).name,
         reduce=jnp.dtype(e.precision.reduce).name,
@@ -106,26 +106,26 @@ def facts_of(assembly: Assembly) -> StepFacts:
     )
 
 
-def _kept(assembly: Assembly) -> bool:
+def _keeps_residuals(assembly: Assembly) -> bool:
     """Whether F keeps what B needs, in a pipeline: never weights, whatever the loop says."""
     keeps = assembly.experiment.execution.pipeline.keeps_residuals
     return assembly.pipeline is not None and keeps
 
 
-def _split(assembly: Assembly) -> bool:
+def _splits_backward(assembly: Assembly) -> bool:
     """Whether the backward pass is: in a loop that neither prefetches nor keeps weights."""
     return assembly.pipeline is not None and assembly.pipeline.schedule.weight is not None
 
 
-def followed(assembly: Assembly) -> tuple[Rows, list[Span]]:
+def pipeline_tables(assembly: Assembly) -> tuple[Rows, list[Span]]:
     """The tables that the step of a pipeline follows, and the loops it makes of them."""
-    rows, _ = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
+    rows, _ = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
     return rows, rows.spans
 
 
 def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
-    rows, loops = followed(assembly)
-    _, buffers = training(assembly.on_stages.schedule, keep_residuals=_kept(assembly))
+    rows, loops = pipeline_tables(assembly)
+    _, buffers = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
 
     def ticks(kind: str, received: np.ndarray | None = None) -> int:
         """Of that kind of work; in loops in which any stage receives, where that is said."""
@@ -146,7 +146,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
         sent_back=ticks("B", rows.receive_cotangent),
         chunks=layout.chunks,
         depth=layout.depth,
-        kept=_kept(assembly),
+        kept=_keeps_residuals(assembly),
         late_head=buffers.late_head,
         ends_alone=loops[-1].stop - loops[-1].start == 1,
     )
@@ -173,11 +173,11 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
     )
 
 
-def _tile_bytes(part: Part, codec: Any) -> int:
+def _tile_bytes(part: CompressedLeaf, codec: Any) -> int:
     return codec.payload_bytes(math.ceil(math.prod(part.shape) / ways(part.whole, part.sizes)))
 
 
-def _factor_sizes(part: Part, codec: PowerSGD) -> tuple[int, int]:
+def _factor_sizes(part: CompressedLeaf, codec: PowerSGD) -> tuple[int, int]:
     stack, rows, cols = part.matrices
     return stack * rows * codec.rank, stack * cols * codec.rank
 

@@ -216,7 +216,7 @@ def needed_for_kept(block: Block, remat: str, *, split: bool = False) -> frozens
     return frozenset(found)
 
 
-def counted(block: Block, kind: str) -> int:
+def count_values(block: Block, kind: str) -> int:
     """How often a block gathers or scatters tokens in its forward pass."""
     return sum(value.kind == kind for value in chain((block,)))
 

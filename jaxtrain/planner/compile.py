@@ -16,14 +16,14 @@ import jax
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
-from jaxtrain.planner.assembled import steady, unpredicted
-from jaxtrain.planner.contract import Contract, Key, contract, seen
+from jaxtrain.planner.assembled import steady, why_not_predicted
+from jaxtrain.planner.contract import Contract, Key, collective_totals, contract
 from jaxtrain.planner.overhead import Overhead, overhead
-from jaxtrain.run.check import CheckReport, weighed
+from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
@@ -120,7 +120,7 @@ class CompileReport:
             for kind, each in sorted(self.overlap.items())
             if each.asynchronous
         ]
-        if why := unpredicted(self.checked.assembly):
+        if why := why_not_predicted(self.checked.assembly):
             lines.append(f"no contract: {why}")
         if codec := steady(self.checked.assembly).codec:
             lines.append(f"gradients are summed as in the last step, by {codec}")
@@ -183,11 +183,13 @@ def compile_experiment(
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    checked = weighed(experiment, mesh)
+    checked = check_anywhere(experiment, mesh)
     assembly = checked.assembly
     spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
-    refuse(spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0]))
+    raise_problems(
+        spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0])
+    )
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
@@ -197,9 +199,9 @@ def compile_experiment(
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - began, program_text(compiled)
     found, memory = collectives(text), peak_memory(compiled)
-    stated = unpredicted(assembly) is None
+    stated = why_not_predicted(assembly) is None
     held = contract(assembly, lowered_collectives(lowered), found) if stated else None
-    peak, squeezed = memory["peak_bytes"], _squeezed(log())
+    peak, squeezed = memory["peak_bytes"], _memory_warnings(log())
     flops, asked = dot_flops(text), asked_flops(assembly)
     scheduled = "is_scheduled=true" in text.partition("\n")[0]
     return CompileReport(
@@ -210,13 +212,13 @@ def compile_experiment(
         flops=flops,
         asked_flops=asked,
         opaque=opaque_kernels(text),
-        sent=seen(found, assembly.sizes),
+        sent=collective_totals(found, assembly.sizes),
         contract=held,
         overlap=tally(overlaps(text)) if scheduled else {},
         violations=(
             *law,
             *(side_by_side(text) if spec.simulated else ()),
-            *_rematerialised(log()),
+            *_remat_warnings(log()),
             *squeezed,
             *_made_again(flops, asked),
             *_broken(held),
@@ -247,12 +249,12 @@ def _unseen() -> AbstractContextManager[Callable[[], str]]:
     return nullcontext(lambda: "")
 
 
-def _rematerialised(log: str) -> list[str]:
+def _remat_warnings(log: str) -> list[str]:
     lines = [line.strip() for line in log.splitlines() if REMATERIALISED in line]
     return [f"XLA gathers a whole tensor to split it another way: {line}" for line in lines]
 
 
-def _squeezed(log: str) -> list[str]:
+def _memory_warnings(log: str) -> list[str]:
     return [
         f"XLA can make the step no smaller than {found[2]}, and has {found[1]} for it: use more "
         f"microbatches or devices"

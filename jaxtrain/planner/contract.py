@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.planner.assembled import facts_of, unpredicted
+from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.step.assembly import Assembly, platform_of
 from jaxtrain.telemetry.hlo import SENT, Collective
@@ -57,7 +57,7 @@ class Line:
     def __str__(self) -> str:
         unread = "at most, in a branch whose predicate cannot be read, " if self.unread else ""
         return (
-            f"{_told(self.key)}: predicted {self.predicted} of {self.predicted_bytes:,.0f} bytes, "
+            f"{_words(self.key)}: predicted {self.predicted} of {self.predicted_bytes:,.0f} bytes, "
             f"compiled {unread}{self.compiled} of {self.compiled_bytes:,.0f}"
         )
 
@@ -78,8 +78,8 @@ class Handed:
 
     def __str__(self) -> str:
         return (
-            f"{_told(self.key)} of {self.buffer_bytes:,} bytes: predicted {self.predicted}, handed "
-            f"to XLA {self.lowered}"
+            f"{_words(self.key)} of {self.buffer_bytes:,} bytes: predicted {self.predicted}, "
+            f"handed to XLA {self.lowered}"
         )
 
 
@@ -100,17 +100,18 @@ class Contract:
 def contract(
     assembly: Assembly, lowered: Sequence[Collective], compiled: Sequence[Collective]
 ) -> Contract:
-    """The contract of an explicit step. Raises ValueError where it is `unpredicted`.
+    """The contract of an explicit step. Raises ValueError with `why_not_predicted`, where there is
+    a reason.
 
     lowered, compiled: what `lowered_collectives` and `collectives` read of its program.
     """
-    if why := unpredicted(assembly):
+    if why := why_not_predicted(assembly):
         raise ValueError(why)
     stated = step_traffic(facts_of(assembly))
-    sent, rewrites = rewritten(stated, assembly)
+    sent, rewrites = as_compiled(stated, assembly)
     predicted = _totals(sent, assembly.sizes)
-    found = seen(compiled, assembly.sizes)
-    unread = set(seen((each for each in compiled if each.in_branch), assembly.sizes))
+    found = collective_totals(compiled, assembly.sizes)
+    unread = set(collective_totals((each for each in compiled if each.in_branch), assembly.sizes))
     lines = []
     for key in sorted({**predicted, **found}):
         count, size = predicted.get(key, (0, 0.0))
@@ -119,10 +120,10 @@ def contract(
         lines.append(
             Line(key, count, size, compiled_count, compiled_size, why, unread=key in unread)
         )
-    return Contract(tuple(lines), _handed(stated, lowered, assembly.sizes), rewrites)
+    return Contract(tuple(lines), _handed_collectives(stated, lowered, assembly.sizes), rewrites)
 
 
-def _handed(
+def _handed_collectives(
     stated: Iterable[Sent], lowered: Iterable[Collective], sizes: Mapping[str, int]
 ) -> tuple[Handed, ...]:
     predicted: Counter[tuple[Key, int]] = Counter()
@@ -137,15 +138,15 @@ def _handed(
     return tuple(Handed(*which, predicted[which], found[which]) for which in both)
 
 
-def rewritten(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
+def as_compiled(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
     """`sent` as the platform's compiler is known to change it, and those changes in words."""
-    wide = [_widened(each) for each in sent]
+    wide = [_widen(each) for each in sent]
     if platform_of(assembly.spec) != "cpu" or wide == sent:
         return sent, ()
     return wide, ("XLA:CPU sends bf16 as fp32",)
 
 
-def _widened(sent: Sent) -> Sent:
+def _widen(sent: Sent) -> Sent:
     if sent.dtype != "bfloat16":
         return sent
     return replace(sent, dtype="float32", buffer_bytes=2 * sent.buffer_bytes)
@@ -155,7 +156,7 @@ def _key(sent: Sent) -> Key:
     return Key(sent.kind, sent.axes, DTYPES[sent.dtype])
 
 
-def _told(key: Key) -> str:
+def _words(key: Key) -> str:
     return f"{key.kind} over {' x '.join(key.axes)} in {key.dtype}"
 
 
@@ -170,7 +171,9 @@ def _totals(sent: list[Sent], sizes: Mapping[str, int]) -> dict[Key, tuple[int, 
     return {key: (counts[key], nbytes[key]) for key in counts}
 
 
-def seen(compiled: Iterable[Collective], sizes: Mapping[str, int]) -> dict[Key, tuple[int, float]]:
+def collective_totals(
+    compiled: Iterable[Collective], sizes: Mapping[str, int]
+) -> dict[Key, tuple[int, float]]:
     """Counts and bytes of a program's collectives by key; `sizes` are its mesh axes, in order."""
     found: dict[Key, tuple[int, float]] = {}
     for each in compiled:

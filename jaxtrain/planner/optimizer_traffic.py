@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from jaxtrain.planner.facts import LeafSumFacts, StepFacts
-from jaxtrain.planner.sent import Sent, local_elements, moved
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements
 
 
 def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
@@ -15,15 +15,17 @@ def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
     for why, parts in facts.optimizer.sums:
         together: dict[tuple[tuple[str, ...], frozenset[str]], int] = defaultdict(int)
         for part in parts:
-            over, kept, elements = _summed(facts, part)
+            over, kept, elements = _leaf_sum(facts, part)
             together[over, kept] += elements
         for (over, _), elements in together.items():
-            yield from moved(facts, why, "all_reduce", "lax", over, "float32", elements)
+            yield from collective_traffic(
+                facts, why, "all_reduce", "lax", over, "float32", elements
+            )
     for name, stacked in facts.optimizer.matrices.items():
         yield from _made_whole(facts, name, stacked)
 
 
-def _summed(facts: StepFacts, part: LeafSumFacts) -> tuple[tuple[str, ...], frozenset[str], int]:
+def _leaf_sum(facts: StepFacts, part: LeafSumFacts) -> tuple[tuple[str, ...], frozenset[str], int]:
     """(mesh axes summed over, those the sums are still split over, elements of them a device)."""
     leaf = facts.leaves[part.leaf]
     split = [() if d in part.gone else axes for d, axes in enumerate(leaf.optimizer)]
@@ -46,11 +48,13 @@ def _made_whole(facts: StepFacts, name: str, stacked: int) -> Iterator[Sent]:
     if stack == 1:
         for axes in inner:
             held *= math.prod(facts.sizes[a] for a in axes)
-            yield from moved(facts, f"{name} whole", "all_gather", "lax", axes, "float32", held)
+            yield from collective_traffic(
+                facts, f"{name} whole", "all_gather", "lax", axes, "float32", held
+            )
         return
     ways = math.prod(facts.sizes[a] for axes in inner for a in axes)
     padded = held // stack * (stack + -stack % ways)
     for way in ("whole", "split again"):
         for axes in inner:
             why = f"{name} {way}"
-            yield from moved(facts, why, "all_to_all", "lax", axes, "float32", padded)
+            yield from collective_traffic(facts, why, "all_to_all", "lax", axes, "float32", padded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.planner.assembled import facts_of, unpredicted
+from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.facts import FlopFacts
 from jaxtrain.planner.pipeline_work import Work, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
@@ -24,7 +24,7 @@ class Overhead:
     def summary(self) -> str:
         """One line; "" where nothing is known."""
         known = ((self.flops, "matmul FLOPs"), (self.sent, "bytes sent"))
-        told = "; ".join(work.told(what) for work, what in known if work is not None)
+        told = "; ".join(work.summary(what) for work, what in known if work is not None)
         return f"the step does {told}" if told else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def overhead(assembly: Assembly) -> Overhead | None:
     flops = sent = None
     if not assembly.frozen:
         flops = pipeline_flops(facts, facts.pipeline, flop_facts(assembly))
-    if unpredicted(assembly) is None:
+    if why_not_predicted(assembly) is None:
         sent = pipeline_bytes(facts, facts.pipeline, step_traffic, SENT)
     return Overhead(flops, sent)
 

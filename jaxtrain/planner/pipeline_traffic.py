@@ -23,13 +23,13 @@ from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import (
     body_work,
     chain,
-    counted,
+    count_values,
     fetched_again,
     needed_for_kept,
     stack_works,
 )
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
-from jaxtrain.planner.sent import Sent, moved, times, ways
+from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimizer
 
 KEEPS_PRODUCTS = ("dots", "dots_and_attention")
@@ -50,9 +50,9 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from times(_backward(facts, p, below=True), p.backward - alone)
     yield from times(_backward(facts, p, below=False), alone)
     yield from times(_weights(facts, p), p.weight)
-    yield from times(_handed(facts, p, "activations to the next stage"), p.sent_on)
-    yield from times(_handed(facts, p, "gradients to the stage before"), p.sent_back)
-    blocks, outside = _parted(facts)
+    yield from times(_stage_sends(facts, p, "activations to the next stage"), p.sent_on)
+    yield from times(_stage_sends(facts, p, "gradients to the stage before"), p.sent_back)
+    blocks, outside = _stack_and_outside(facts)
     why = "weights outside the pipeline"
     yield from gathers(facts, why, outside)
     if facts.sharded:
@@ -63,29 +63,31 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         yield from to_optimizer(facts, facts.leaves)
 
 
-def _parted(facts: StepFacts) -> tuple[Leaves, Leaves]:
+def _stack_and_outside(facts: StepFacts) -> tuple[Leaves, Leaves]:
     """Those of the pipeline, and those outside it."""
     blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(STACK)}
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
 
 
-def _handed(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
+def _stage_sends(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
     """What every stage but one, or with chunks every stage, hands to a neighbour."""
     size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
-    whole = moved(facts, why, "all_gather", "lax", (p.axis,), facts.compute, size)
+    whole = collective_traffic(facts, why, "all_gather", "lax", (p.axis,), facts.compute, size)
     return [Sent(why, "collective-permute", e.axes, e.dtype, e.buffer_bytes, 1) for e in whole]
 
 
 def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> list[Sent]:
     """A stage's tokens, gathered from the shares of all stages or scattered to them."""
     size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
-    return moved(facts, why, collective, facts.tensor_by, (p.axis,), facts.compute, size)
+    return collective_traffic(
+        facts, why, collective, facts.tensor_by, (p.axis,), facts.compute, size
+    )
 
 
 def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """From ids to the first stage."""
     wide = (*facts.tensor, p.axis)
-    yield from tokens.looked_up(facts, wide)
+    yield from tokens.embedding_lookup(facts, wide)
     yield from tokens.forward(facts, wide, facts.model.before.values())
     yield from _between(facts, p, "pipeline input", "all_gather")
 
@@ -96,14 +98,14 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     wide, before = (*facts.tensor, p.axis), facts.model.before
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
     if before or any(isinstance(each, Elementwise) for each in facts.model.entry):
-        yield from tokens.looked_up(facts, wide, "embedding, again for B")
+        yield from tokens.embedding_lookup(facts, wide, "embedding, again for B")
     if before:
         *whole, last = before.values()
         yield from _rerun(facts, wide, whole)
         yield from _rerun_to_kept(facts, wide, last)
     for path in before:
         yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
-    yield from tokens.looked_up_backward(facts, wide)
+    yield from tokens.embedding_lookup_backward(facts, wide)
 
 
 def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -120,7 +122,7 @@ def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's F: one chunk forward."""
     yield from tokens.forward(facts, facts.tensor, facts.model.period * p.depth)
-    yield from _fetched(facts, p, "weights of a layer", p.depth)
+    yield from _weight_gathers(facts, p, "weights of a layer", p.depth)
 
 
 def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Sent]:
@@ -134,7 +136,7 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
             split = p.weight > 0
             yield from _rerun_to_kept(facts, axes, period[-1], before=period[:-1], split=split)
         turns = whole + part * _needs_weights(facts, p)
-        yield from _fetched(facts, p, "weights of a layer, again for B", turns)
+        yield from _weight_gathers(facts, p, "weights of a layer, again for B", turns)
     again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
     found = stack_works(facts, p.depth, below=below)
     for work, turns in found:
@@ -142,9 +144,11 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
         yield from times(tokens.backward(facts, axes, work), turns)
     if not again:
         count = mixtures(period) * p.depth
-        yield from tokens.gathered(facts, "inputs of experts, again", axes, count)
-    yield from _fetched(facts, p, "weights of a layer, backward", fetched_again(facts, found))
-    blocks, _ = _parted(facts)
+        yield from tokens.token_gathers(facts, "inputs of experts, again", axes, count)
+    yield from _weight_gathers(
+        facts, p, "weights of a layer, backward", fetched_again(facts, found)
+    )
+    blocks, _ = _stack_and_outside(facts)
     yield from _weight_gradients(facts, p, _of_experts(facts, blocks) if p.weight else blocks)
 
 
@@ -166,9 +170,11 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
 
 def _rerun(facts: StepFacts, axes: tuple[str, ...], blocks: Sequence[Block]) -> Iterator[Sent]:
     """Blocks forward again, whole."""
-    gathers, scatters = (sum(counted(b, kind) for b in blocks) for kind in ("gather", "scatter"))
-    yield from tokens.gathered(facts, "columns, again for B", axes, gathers)
-    yield from tokens.scattered(facts, "rows, again for B", axes, scatters)
+    gathers, scatters = (
+        sum(count_values(b, kind) for b in blocks) for kind in ("gather", "scatter")
+    )
+    yield from tokens.token_gathers(facts, "columns, again for B", axes, gathers)
+    yield from tokens.token_scatters(facts, "rows, again for B", axes, scatters)
 
 
 def _rerun_to_kept(
@@ -186,8 +192,8 @@ def _rerun_to_kept(
         return
     yield from _rerun(facts, axes, before)
     kinds = [chain((block,))[number].kind for number in needed]
-    yield from tokens.gathered(facts, "columns, again for B", axes, kinds.count("gather"))
-    yield from tokens.scattered(facts, "rows, again for B", axes, kinds.count("scatter"))
+    yield from tokens.token_gathers(facts, "columns, again for B", axes, kinds.count("gather"))
+    yield from tokens.token_scatters(facts, "rows, again for B", axes, kinds.count("scatter"))
 
 
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -198,9 +204,9 @@ def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         sum(isinstance(each, kind) for each in every) * p.depth
         for kind in (ColumnParallel, RowParallel)
     )
-    yield from tokens.gathered(facts, "columns, for weight gradients", facts.tensor, columns)
-    yield from tokens.gathered(facts, "rows, for weight gradients", facts.tensor, rows)
-    blocks, _ = _parted(facts)
+    yield from tokens.token_gathers(facts, "columns, for weight gradients", facts.tensor, columns)
+    yield from tokens.token_gathers(facts, "rows, for weight gradients", facts.tensor, rows)
+    blocks, _ = _stack_and_outside(facts)
     made = _of_experts(facts, blocks)
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made})
 
@@ -222,10 +228,10 @@ def mixtures(blocks: Sequence[Block]) -> int:
     return sum(isinstance(each, ExpertCall) for block in blocks for each in operations(block))
 
 
-def _fetched(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
+def _weight_gathers(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
     """A turn's weights, gathered for use so often; nothing where they are gathered once a step."""
     if facts.sharded:
-        blocks, _ = _parted(facts)
+        blocks, _ = _stack_and_outside(facts)
         yield from times(gathers(facts, why, blocks, layers=p.chunks * p.depth), turns)
 
 

@@ -49,7 +49,7 @@ class Work(NamedTuple):
     def over_needed(self) -> float:
         return sum(self) / self.needed if self.needed else 1.0
 
-    def told(self, what: str) -> str:
+    def summary(self, what: str) -> str:
         """In words; shares that round to nothing are left out."""
         words = {"idle": "idle ticks", "again": "F again in B", "remat": "remat"}
         words["padding"] = "padding"
@@ -66,7 +66,7 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
     turn = sum(_all(flops, block) for block in period)
     rerun = 0.0 if p.kept else _rerun(facts, p, flops)
     made = sum(
-        turns * _made(flops, period, work.made, split=p.weight > 0)
+        turns * _remat_flops(flops, period, work.made, split=p.weight > 0)
         for work, turns in stack_works(facts, p.depth, below=True)
     )
     late = _left_to_weight(facts, flops) if p.weight else 0.0
@@ -127,7 +127,7 @@ def _needed(flops: FlopFacts, block: Block, remat: str, *, split: bool = False) 
     return sum(_of_value(flops, values[number]) for number in needed)
 
 
-def _made(
+def _remat_flops(
     flops: FlopFacts, blocks: tuple[Block, ...], made: Iterable[int], *, split: bool = False
 ) -> float:
     """What a policy has made again of a turn of these blocks. split: W has the inputs of products
@@ -153,7 +153,7 @@ def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
     for blocks in (facts.model.before, facts.model.after):
         for path, block in blocks.items():
             needed += 3 * _all(flops, block)
-            remat += _made(flops, (block,), body_work(facts, [path], below=True).made)
+            remat += _remat_flops(flops, (block,), body_work(facts, [path], below=True).made)
     if facts.model.before:
         *whole, last = facts.model.before.values()
         again += sum(_all(flops, block) for block in whole)

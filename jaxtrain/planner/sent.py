@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from jaxtrain.collectives.steps import Permute, itemsize_of, schedule
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 
+MeshAxes = tuple[str, ...]
+
 KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -28,7 +30,7 @@ class Sent:
 
     why: str
     kind: str
-    axes: tuple[str, ...]
+    axes: MeshAxes
     dtype: str
     buffer_bytes: int
     count: int
@@ -39,12 +41,12 @@ def times(some: Iterable[Sent], n: int) -> Iterator[Sent]:
     yield from (replace(each, count=each.count * n) for each in some if n)
 
 
-def moved(
+def collective_traffic(
     facts: StepFacts,
     why: str,
     collective: str,
     by: str,
-    axes: tuple[str, ...],
+    axes: MeshAxes,
     dtype: str,
     elements: int,
 ) -> list[Sent]:
@@ -60,11 +62,11 @@ def moved(
         Sent(why, "collective-permute", crossed, permute.dtype, round(permute.nbytes), step.times)
         for step in schedule(collective, by, n, size, dtype)
         for permute in step.permutes
-        for crossed in [_crossed(facts.sizes, axes, permute)]
+        for crossed in [_axes_crossed(facts.sizes, axes, permute)]
     ]
 
 
-def _crossed(sizes: Mapping[str, int], axes: tuple[str, ...], permute: Permute) -> tuple[str, ...]:
+def _axes_crossed(sizes: Mapping[str, int], axes: MeshAxes, permute: Permute) -> MeshAxes:
     """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
     product of axes may be a neighbour along one of them."""
     found, n = set(), math.prod(sizes[a] for a in axes)

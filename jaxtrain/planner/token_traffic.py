@@ -11,64 +11,66 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxtrain.models.description import Block
-from jaxtrain.planner.backward_work import Work, counted
+from jaxtrain.planner.backward_work import Work, count_values
 from jaxtrain.planner.facts import StepFacts
-from jaxtrain.planner.sent import Sent, moved, times
-
-Axes = tuple[str, ...]
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times
 
 
-def gathered(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Sent]:
+def token_gathers(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
     """A microbatch's residual stream on a device, gathered over `axes` so often."""
-    yield from _moved(facts, why, "all_gather", axes, count)
+    yield from _token_collectives(facts, why, "all_gather", axes, count)
 
 
-def scattered(facts: StepFacts, why: str, axes: Axes, count: int) -> Iterator[Sent]:
+def token_scatters(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
     """The same, summed and scattered."""
-    yield from _moved(facts, why, "reduce_scatter", axes, count)
+    yield from _token_collectives(facts, why, "reduce_scatter", axes, count)
 
 
-def _moved(facts: StepFacts, why: str, collective: str, axes: Axes, count: int) -> Iterator[Sent]:
+def _token_collectives(
+    facts: StepFacts, why: str, collective: str, axes: MeshAxes, count: int
+) -> Iterator[Sent]:
     size = facts.tokens * facts.model.embed
     by = facts.tensor_by if axes == facts.tensor else "lax"
-    one = moved(facts, why, collective, by, axes, facts.compute, size)
+    one = collective_traffic(facts, why, collective, by, axes, facts.compute, size)
     return times(one, count)
 
 
-def looked_up(facts: StepFacts, axes: Axes, why: str = "embedding") -> Iterator[Sent]:
+def embedding_lookup(facts: StepFacts, axes: MeshAxes, why: str = "embedding") -> Iterator[Sent]:
     """Tokens by the tables that are split over the vocabulary."""
-    yield from scattered(facts, why, axes, len(facts.model.lookups))
+    yield from token_scatters(facts, why, axes, len(facts.model.lookups))
 
 
-def looked_up_backward(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
+def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
     """The gradients of those tables that are trained."""
     trained = sum(facts.trains(name) for name in facts.model.lookups)
-    yield from gathered(facts, "embedding, backward", axes, trained)
+    yield from token_gathers(facts, "embedding, backward", axes, trained)
 
 
-def forward(facts: StepFacts, axes: Axes, blocks: Iterable[Block]) -> Iterator[Sent]:
+def forward(facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block]) -> Iterator[Sent]:
     """The forward pass of these blocks."""
     blocks = list(blocks)
-    gathers, scatters = (sum(counted(b, kind) for b in blocks) for kind in ("gather", "scatter"))
-    yield from gathered(facts, "columns", axes, gathers)
-    yield from scattered(facts, "rows", axes, scatters)
+    gathers, scatters = (
+        sum(count_values(b, kind) for b in blocks) for kind in ("gather", "scatter")
+    )
+    yield from token_gathers(facts, "columns", axes, gathers)
+    yield from token_scatters(facts, "rows", axes, scatters)
 
 
-def backward(facts: StepFacts, axes: Axes, work: Work) -> Iterator[Sent]:
+def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:
     """The backward pass of one turn of the remat policy's body."""
-    yield from gathered(facts, "rows, backward", axes, work.rows)
-    yield from scattered(facts, "columns, backward", axes, work.columns)
-    yield from gathered(facts, "columns, again", axes, work.columns_again)
-    yield from scattered(facts, "rows, again", axes, work.rows_again)
+    yield from token_gathers(facts, "rows, backward", axes, work.rows)
+    yield from token_scatters(facts, "columns, backward", axes, work.columns)
+    yield from token_gathers(facts, "columns, again", axes, work.columns_again)
+    yield from token_scatters(facts, "rows, again", axes, work.rows_again)
 
 
-def head(facts: StepFacts, axes: Axes) -> Iterator[Sent]:
+def head(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
     """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
-    yield from gathered(facts, "head", axes, 1)
+    yield from token_gathers(facts, "head", axes, 1)
     alone = () if facts.model.tied else (facts.model.head.leaf,)
     below = any(leaf.trained for name, leaf in facts.leaves.items() if name not in alone)
-    yield from scattered(facts, "head gradients", axes, int(below))
+    yield from token_scatters(facts, "head gradients", axes, int(below))
     chunk = facts.tokens // facts.chunks
     for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
-        sums = moved(facts, why, "all_reduce", "lax", axes, "float32", each)
+        sums = collective_traffic(facts, why, "all_reduce", "lax", axes, "float32", each)
         yield from times(sums, facts.chunks)

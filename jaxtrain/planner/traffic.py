@@ -17,15 +17,18 @@ from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline_traffic import pipeline_traffic
-from jaxtrain.planner.sent import Sent, local_elements, moved, times
-from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated
-
-Axes = tuple[str, ...]
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
+from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated_param_gathers
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
     """Everything that one training step sends, optimizer included."""
-    once = [*_summed(facts), *_norms(facts), *optimizer_traffic(facts), *updated(facts)]
+    once = [
+        *_gradient_sums(facts),
+        *_norms(facts),
+        *optimizer_traffic(facts),
+        *updated_param_gathers(facts),
+    ]
     if facts.pipeline is not None:
         return [*pipeline_traffic(facts, facts.pipeline), *once]
     micro = [*_activations(facts), *tokens.head(facts, facts.tensor)]
@@ -61,14 +64,14 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
 def _activations(facts: StepFacts) -> Iterator[Sent]:
     """Embedding and blocks, over `tensor`."""
     axes = facts.tensor
-    yield from tokens.looked_up(facts, axes)
-    yield from tokens.looked_up_backward(facts, axes)
+    yield from tokens.embedding_lookup(facts, axes)
+    yield from tokens.embedding_lookup_backward(facts, axes)
     yield from tokens.forward(facts, axes, facts.model.layers)
     for work, turns in (each for several in works(facts).values() for each in several):
         yield from times(tokens.backward(facts, axes, work), turns)
 
 
-def _summed(facts: StepFacts) -> Iterator[Sent]:
+def _gradient_sums(facts: StepFacts) -> Iterator[Sent]:
     """Gradients over the axes on which a leaf is whole: once a step, but for the stacked leaves
     that are summed layer by layer in the backward pass."""
     trained = {name for name, leaf in facts.leaves.items() if leaf.trained}
@@ -87,7 +90,7 @@ def _by_layer(facts: StepFacts, name: str) -> bool:
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
     """All-reduces of leaves, or of one layer in `layers` of each; small ones in a bucket."""
-    buckets: dict[Axes, int] = defaultdict(int)
+    buckets: dict[MeshAxes, int] = defaultdict(int)
     found = []
     for name in sorted(names):
         leaf = facts.leaves[name]
@@ -95,43 +98,47 @@ def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[
         axes = tuple(a for a in facts.sizes if a not in split)
         elements = local_elements(facts, leaf, leaf.optimizer) // layers
         if name in facts.sums.apart:
-            found += _compressed(facts, name, axes, elements)
+            found += _compressed_sum(facts, name, axes, elements)
         elif elements <= facts.sums.small_leaf:
             buckets[axes] += elements
         else:
-            found += _all_reduced(facts, f"{why}: {name}", axes, elements)
+            found += _all_reduce(facts, f"{why}: {name}", axes, elements)
     for axes, elements in buckets.items():
-        found += _all_reduced(facts, f"{why}: small leaves", axes, elements)
+        found += _all_reduce(facts, f"{why}: small leaves", axes, elements)
     return found
 
 
-def _compressed(facts: StepFacts, name: str, axes: Axes, elements: int) -> Iterator[Sent]:
+def _compressed_sum(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
     thin factors of it; or, where the codec cannot act, all of it."""
     by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
     if name in facts.sums.encoded:
         size = n * facts.sums.encoded[name]
-        yield from moved(facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size)
-        yield from moved(facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size)
+        yield from collective_traffic(
+            facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size
+        )
+        yield from collective_traffic(
+            facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size
+        )
         return
     for each in facts.sums.factors.get(name, (elements,)):
-        yield from _all_reduced(facts, why, axes, each)
+        yield from _all_reduce(facts, why, axes, each)
 
 
-def _all_reduced(facts: StepFacts, why: str, axes: Axes, elements: int) -> Iterator[Sent]:
+def _all_reduce(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
     """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if fast is None or not axes:
-        yield from moved(facts, why, "all_reduce", slow, axes, "float32", elements)
+        yield from collective_traffic(facts, why, "all_reduce", slow, axes, "float32", elements)
         return
     slowest, *others = axes
     within = math.prod(facts.sizes[a] for a in others)
     held = -(-elements // within) * within
     for axis in reversed(others):
         for collective in ("reduce_scatter", "all_gather"):
-            yield from moved(facts, why, collective, fast, (axis,), "float32", held)
+            yield from collective_traffic(facts, why, collective, fast, (axis,), "float32", held)
         held //= facts.sizes[axis]
-    yield from moved(facts, why, "all_reduce", slow, (slowest,), "float32", held)
+    yield from collective_traffic(facts, why, "all_reduce", slow, (slowest,), "float32", held)
 
 
 def _norms(facts: StepFacts) -> Iterator[Sent]:
@@ -140,4 +147,4 @@ def _norms(facts: StepFacts) -> Iterator[Sent]:
         f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
     }
     for why, count in numbers.items():
-        yield from moved(facts, why, "all_reduce", "lax", everywhere, "float32", count)
+        yield from collective_traffic(facts, why, "all_reduce", "lax", everywhere, "float32", count)

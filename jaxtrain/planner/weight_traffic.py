@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-from jaxtrain.planner.sent import Sent, local_elements, moved, ways
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
 
-Axes = tuple[str, ...]
 Leaves = Mapping[str, LeafFacts]
 
 
@@ -20,24 +19,26 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
         return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
 
     found = []
-    for axes, name, elements in _grouped(facts, leaves, dtype):
-        found += moved(facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers)
+    for axes, name, elements in _group(facts, leaves, dtype):
+        found += collective_traffic(
+            facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers
+        )
     return found
 
 
 def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
     """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
     found = []
-    for axes, name, elements in _grouped(facts, _trained(leaves), lambda leaf: facts.reduce):
+    for axes, name, elements in _group(facts, _trained_leaves(leaves), lambda leaf: facts.reduce):
         size = elements // layers
-        found += moved(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
+        found += collective_traffic(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
     return found
 
 
 def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
     """Gradients on their way from where the backward pass leaves them to the optimizer's split; of
     one part in `parts` of each leaf."""
-    leaves = _trained(leaves)
+    leaves = _trained_leaves(leaves)
     begins = {k: leaf.params if facts.sharded else leaf.in_use for k, leaf in leaves.items()}
     held = {k: local_elements(facts, leaf, begins[k]) // parts for k, leaf in leaves.items()}
     why = "gradients to their optimizer state"
@@ -47,9 +48,9 @@ def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterato
         held |= {k: held[k] // ways(facts, axes) for k, axes in turn.items()}
 
 
-def updated(facts: StepFacts) -> Iterator[Sent]:
+def updated_param_gathers(facts: StepFacts) -> Iterator[Sent]:
     """Parameters updated in parts and used whole (ZeRO-1 and 2): gathered in their own dtype."""
-    trained = _trained(facts.leaves)
+    trained = _trained_leaves(facts.leaves)
     held = {k: local_elements(facts, leaf, leaf.optimizer) for k, leaf in trained.items()}
     for turn in _rounds({k: (leaf.params, leaf.optimizer) for k, leaf in trained.items()}):
         held |= {k: held[k] * ways(facts, axes) for k, axes in turn.items()}
@@ -57,25 +58,25 @@ def updated(facts: StepFacts) -> Iterator[Sent]:
         yield from _together(facts, "updated parameters", "all_gather", leaves)
 
 
-def _trained(leaves: Leaves) -> Leaves:
+def _trained_leaves(leaves: Leaves) -> Leaves:
     return {k: leaf for k, leaf in leaves.items() if leaf.trained}
 
 
-def _grouped(
+def _group(
     facts: StepFacts, leaves: Leaves, dtype: Callable[[LeafFacts], str]
-) -> Iterator[tuple[Axes, str, int]]:
+) -> Iterator[tuple[MeshAxes, str, int]]:
     """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
     are gathered together. A leaf with several such dims takes a turn for each."""
     held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
     for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
-        found: dict[tuple[Axes, str], int] = defaultdict(int)
+        found: dict[tuple[MeshAxes, str], int] = defaultdict(int)
         for name, axes in turn.items():
             held[name] *= ways(facts, axes)
             found[axes, dtype(leaves[name])] += held[name]
         yield from ((*key, elements) for key, elements in found.items())
 
 
-def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
+def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, MeshAxes]]:
     """The mesh axes that lie between two splits of each leaf, (fewer ways, more ways): a dim of
     each leaf a round."""
     between = {
@@ -87,17 +88,17 @@ def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, Axes]]:
 
 
 def _together(
-    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[Axes, str, int]]
+    facts: StepFacts, why: str, collective: str, leaves: Mapping[str, tuple[MeshAxes, str, int]]
 ) -> Iterator[Sent]:
     """A reduce-scatter or all-gather of leaves (mesh axes, dtype, elements of the whole); those of
     which a device's part is small in one for each dtype and set of axes."""
-    small: dict[tuple[Axes, str], int] = defaultdict(int)
+    small: dict[tuple[MeshAxes, str], int] = defaultdict(int)
     for name, (axes, dtype, elements) in leaves.items():
         if elements // ways(facts, axes) <= facts.sums.small_leaf:
             small[axes, dtype] += elements
             continue
         line = f"{why}: {name}"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
     for (axes, dtype), elements in small.items():
         line = f"{why}: small leaves"
-        yield from moved(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Axes, Dims, Leaf, PaddedAxis, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
@@ -22,12 +22,12 @@ from jaxtrain.run.memory import argument_bytes, memory_violations
 from jaxtrain.run.notes import notes
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR
-from jaxtrain.step.assembly import Assembly, examined
+from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.step.pipeline import activation_share
 from jaxtrain.step.train_step import trace_loss
-from jaxtrain.step.violations import listed
+from jaxtrain.step.violations import format_violations
 from jaxtrain.weights.start import settled_start
 
 MUCH = 0.4
@@ -161,28 +161,30 @@ def check(
     for. Raises ValueError with every violation at once: of the two files, of the data, of what the
     run begins with, and a state that the chip has no room for.
     """
-    return _reported(experiment, mesh, data_here=data_here, held_to_memory=True)
+    return _report(experiment, mesh, data_here=data_here, held_to_memory=True)
 
 
-def weighed(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
+def check_anywhere(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
     """`check` wherever the data is, whatever the chip has room for. Raises ValueError with every
     other violation."""
-    return _reported(experiment, mesh, data_here=False, held_to_memory=False)
+    return _report(experiment, mesh, data_here=False, held_to_memory=False)
 
 
-def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
+def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     spec, strange = load_mesh(mesh), _of_other_kinds(experiment)
     try:
-        fields, absent = _looked_at(experiment, data_here=data_here)
-        assembly, found = examined(experiment, spec, fields)
+        fields, absent = _look_at(experiment, data_here=data_here)
+        assembly, found = try_assemble(experiment, spec, fields)
     except Exception:
         if not strange:
             raise
-        raise ValueError(listed(strange, spec)) from None  # what else reads those values may fail
+        raise ValueError(
+            format_violations(strange, spec)
+        ) from None  # what else reads those values may fail
     found += absent
-    found = [each for each in strange if not _told(each, found)] + found
+    found = [each for each in strange if not _already_found(each, found)] + found
     if assembly is not None:
         found += memory_violations(assembly) if held_to_memory else []
         try:
@@ -192,7 +194,7 @@ def _reported(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bo
                 raise
             found.append(str(error))
     if assembly is None or found:
-        raise ValueError(listed(found, spec))
+        raise ValueError(format_violations(found, spec))
     if assembly.description is None:
         trace_loss(assembly)
     weights = argument_bytes(assembly)
@@ -213,13 +215,13 @@ def _of_other_kinds(experiment: Experiment) -> list[str]:
     return unreadable(config)
 
 
-def _told(strange: str, found: list[str]) -> bool:
+def _already_found(strange: str, found: list[str]) -> bool:
     """Whether another violation is of the same field."""
     field = strange.removeprefix("experiment.").partition(" is ")[0]
     return any(each.startswith(f"{field}=") for each in found)
 
 
-def _looked_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
+def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
     """The fields of a batch, None for those of text; and what of the data is not here. Only data of
     one's own is opened: there is no other way to know what it gives."""
     data = experiment.data
@@ -256,6 +258,6 @@ def _shape(leaf: Leaf) -> str:
     return "[" + ", ".join(f"{axis or '-'} {size}" for axis, size in named) + "]"
 
 
-def _split(axes: Axes, split: Dims) -> str:
+def _split(axes: LogicalAxes, split: Dims) -> str:
     parts = [f"{axis}: {'*'.join(d)}" for axis, d in zip(axes, split, strict=True) if d]
     return ", ".join(parts) or "whole"

@@ -16,7 +16,7 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.batches import PlacedRows
 from jaxtrain.step.layer_order import placed
 from jaxtrain.step.pipeline import evaluated_at_once
-from jaxtrain.step.state import TrainState, averaged
+from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.step.train_step import make_evaluation_step
 
 Values = dict[str, float]
@@ -44,7 +44,7 @@ class Evaluator:
         """
         self.open()
         chosen = range(self._pieces(batches, self._data))
-        params = averaged(state)
+        params = averaged_params(state)
         parts: list[Any] = []
         for first in chosen[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)
@@ -96,7 +96,9 @@ class Evaluator:
         self.open()
         abstract = self._assembly.abstract
         given = jax.tree.map(
-            placed, (averaged(abstract), abstract.rest), (averaged(shardings), shardings.rest)
+            placed,
+            (averaged_params(abstract), abstract.rest),
+            (averaged_params(shardings), shardings.rest),
         )
         rows = self._placed.rows(self._numbers(0, self._at_once))
         self._step = self._step.lower(*given, rows).compile(compiler_options=compiler_options)

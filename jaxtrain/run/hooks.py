@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
-from jaxtrain.optim.fields import refuse
+from jaxtrain.optim.fields import raise_violations
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.run.rates import Rates
 from jaxtrain.telemetry.metrics import MetricsWriter
@@ -25,7 +25,7 @@ from jaxtrain.telemetry.progress import Progress
 def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:
     """The experiment's callbacks and those given to `train`, made where functions make them.
     Raises ValueError for what is none."""
-    refuse(callback_violations("callbacks", tuple(given)))
+    raise_violations(callback_violations("callbacks", tuple(given)))
     made = []
     for each in (*experiment.logging.callbacks, *given):
         found = each if isinstance(each, Callback) else each()
@@ -125,7 +125,7 @@ class MetricsFiles(Callback):
         self._run_dir, self._logging, self._rates = run_dir, logging, rates
         self._held: tuple[int, Mapping[str, Any]] | None = None
         self._latest = start
-        self._writer = self._opened(start + 1)
+        self._writer = self._open(start + 1)
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         self._latest = step
@@ -151,9 +151,9 @@ class MetricsFiles(Callback):
         """Go on in new files: the old ones were removed."""
         if self._writer is not None:
             self._close(run)
-            self._writer = self._opened(self._latest + 1)
+            self._writer = self._open(self._latest + 1)
 
-    def _opened(self, start: int) -> MetricsWriter | None:
+    def _open(self, start: int) -> MetricsWriter | None:
         if self._run_dir is None:
             return None
         tensorboard, process = self._logging.tensorboard, jax.process_index()

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import jax
 
-from jaxtrain.checkpoint.exchange import together
+from jaxtrain.checkpoint.exchange import share_failure
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
@@ -33,7 +33,7 @@ from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
 from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.session import CACHE_DIR, Session, open_session
-from jaxtrain.run.shielded import Shielded
+from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.weights.generate import generate
@@ -133,7 +133,7 @@ class _Loop:
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
         self.hooks = Hooks(self.run, (profiling, progress, guard, self.files), callbacks)
         self.saving = Saving(saves, session, self.tell) if saves else None
-        self.shielded = Shielded()
+        self.uninterrupted = Uninterrupted()
         self.result.history = self.readings.history.lines
         self.evaluated_at: int | None = None
 
@@ -143,16 +143,16 @@ class _Loop:
     def whole(self) -> Result:
         """The run from its first words to its last."""
         if self.saving:
-            self.shielded(self.saving.begin)
+            self.uninterrupted(self.saving.begin)
         self.tell(self.headline())
         with self.hooks.ended():
             try:
                 self.loop()
             except KeyboardInterrupt:
-                self.shielded.to_the_end(self.leave, "interrupted")
+                self.uninterrupted.to_the_end(self.leave, "interrupted")
                 raise
             except Exception as error:
-                self.shielded.to_the_end(self.failed, error)
+                self.uninterrupted.to_the_end(self.save_after_error, error)
                 raise
             if not self.result.stopped:
                 if self.session.start == self.run.last:
@@ -182,7 +182,7 @@ class _Loop:
     def evaluate_and_save(self, done: int) -> None:
         """What is due after `done` steps."""
         evaluates, last = self.run.evaluates(done), done == self.run.last
-        tier = self.saving and self.shielded(self.saving.due, done)
+        tier = self.saving and self.uninterrupted(self.saving.due, done)
         rated = self.saving and self.saving.rated
         if evaluates and rated:
             self.run_evaluation(done)
@@ -237,7 +237,7 @@ class _Loop:
 
     def save(self, *, last: bool, durable: bool = True) -> None:
         """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it."""
-        if self.shielded(self.save_now, last, durable):
+        if self.uninterrupted(self.save_now, last, durable):
             self.hooks.tell("after_save", self.result.steps)
 
     def save_now(self, last: bool, durable: bool = True) -> bool:
@@ -248,8 +248,8 @@ class _Loop:
             return False
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
-            step, metrics = self.result.steps, self.evaluated(self.result.steps)
-            if not self.mended(last):
+            step, metrics = self.result.steps, self.evaluation_at(self.result.steps)
+            if not self.directory_is_whole(last):
                 self.saving.manager.put_off(step, durable=durable)
                 return False
             if not last:
@@ -258,11 +258,11 @@ class _Loop:
         self.result.saved = step
         return begun
 
-    def mended(self, last: bool) -> bool:
+    def directory_is_whole(self, last: bool) -> bool:
         """Whether the run directory is there to save in, and can be gone on from: the same on every
         process, for they all wait for each other in a save."""
         try:
-            together(self.write_again)
+            share_failure(self.write_again)
         except (OSError, ValueError) as error:
             if last:
                 raise
@@ -279,7 +279,7 @@ class _Loop:
             self.tell(f"NOTE {found}")
             self.files.write_again(self.run)
 
-    def evaluated(self, step: int) -> dict[str, float]:
+    def evaluation_at(self, step: int) -> dict[str, float]:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
         e = self.experiment.evaluation
         alike = e is not None and (step < self.run.last or e.final_batches == e.batches)
@@ -302,7 +302,7 @@ class _Loop:
         self.readings.flush()
         self.files.write_held(self.run)
 
-    def failed(self, error: Exception) -> None:
+    def save_after_error(self, error: Exception) -> None:
         """As for an interrupt; what else fails then is noted on the error that came first."""
         try:
             self.leave("failed")
@@ -322,11 +322,11 @@ class _Loop:
                 f"entropy {unigram:.3f}; an interpolated bigram model reaches {bigram:.3f}"
             )
         if e.sample is not None:
-            self.result.sample = self.sampled()
+            self.result.sample = self.sample_text()
             say(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}")
             say(self.result.sample)
 
-    def sampled(self) -> str:
+    def sample_text(self) -> str:
         sample = self.experiment.sample
         assert sample is not None
         return sample.prompt + generate(
@@ -338,5 +338,5 @@ class _Loop:
         )
 
     def close(self) -> None:
-        self.shielded.close()
+        self.uninterrupted.close()
         self.hooks.close()

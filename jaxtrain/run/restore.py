@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.compression.residuals import no_residuals, redistributed, stored_splits
+from jaxtrain.compression.residuals import no_residuals, redistribute, stored_splits
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.step.layer_order import AtRest, natural_shapes, placed
 from jaxtrain.step.state import TrainState
@@ -17,7 +17,7 @@ from jaxtrain.step.state import TrainState
 PREFIX = "residuals."
 
 
-def restored(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState:
+def restore_state(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState:
     """The state saved as `step`, as it rests on this mesh: each device reads what it holds.
 
     All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
@@ -44,14 +44,14 @@ def restored(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState
     residuals = jax.tree_util.tree_map_with_path(as_stored, abstract, splits)
     template = replace(at_rest.template, residuals=residuals)
     state = checkpoints.restore(step, template, at_rest.slots)[0]
-    deal = jax.jit(partial(_dealt, at_rest=at_rest), out_shardings=at_rest.shardings.residuals)
+    deal = jax.jit(partial(_deal_out, at_rest=at_rest), out_shardings=at_rest.shardings.residuals)
     return replace(state, residuals=jax.block_until_ready(deal(state.residuals)))
 
 
-def _dealt(stored: Any, at_rest: AtRest) -> Any:
+def _deal_out(stored: Any, at_rest: AtRest) -> Any:
     e, parts = at_rest.assembly.experiment, at_rest.assembly.parts
     first = no_residuals(e.execution.reducer, parts, e.seed)
-    return redistributed(stored, at_rest.assembly.abstract.residuals, first)
+    return redistribute(stored, at_rest.assembly.abstract.residuals, first)
 
 
 def _name(path: Any) -> str:

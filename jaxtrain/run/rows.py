@@ -32,8 +32,8 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
     lacking = [name for name in reads if name not in row]
     if lacking:
         raise ValueError(
-            f"the {split} rows of {type(experiment.data).__name__} have {_listed(row)} and no "
-            f"{_listed(lacking)}; a {type(experiment.model).__name__} reads {_listed(reads)}, "
+            f"the {split} rows of {type(experiment.data).__name__} have {_list(row)} and no "
+            f"{_list(lacking)}; a {type(experiment.model).__name__} reads {_list(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
@@ -136,7 +136,7 @@ def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any) -> None:
     raise ValueError(
         f"an evaluation would read {-(-rows // piece) * piece} rows, in pieces of {piece}, of a "
         f"held-out split of {rows}: those behind its end need weights of 0, and rows have "
-        f"{_listed(fields)} and no weights; "
+        f"{_list(fields)} and no weights; "
         + (f"use Evaluation(batches={most}, final_batches={most}) or fewer, " if most else "use ")
         + f"a held-out split of a multiple of {piece} rows, or give rows weights, float32, by "
         f"which the model's loss multiplies"
@@ -147,5 +147,5 @@ def _field(field: Any) -> str:
     return "none" if field is None else f"{np.dtype(field[1]).name}{list(field[0])}"
 
 
-def _listed(names: Any) -> str:
+def _list(names: Any) -> str:
     return ", ".join(name for name in names if name != "rows") or "nothing"

@@ -47,12 +47,12 @@ class Saving:
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
             if self.manager.latest() != start:
-                self._told(lambda: self._save(start, {}, durable=True))
+                self._succeeds(lambda: self._save(start, {}, durable=True))
         self._tell_troubles()
 
     def due(self, done: int) -> str | None:
         """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
-        self._told(self.manager.poll)
+        self._succeeds(self.manager.poll)
         if self.manager.agrees(done):
             jax.block_until_ready(self.session.state)
         return self.manager.should_save(done)
@@ -61,15 +61,15 @@ class Saving:
         """Begin to save the state after `step`, unless it is there already; whether it has begun. A
         failure is told."""
         if durable:
-            self._told(self.manager.wait)  # what is in flight may be this very step
+            self._succeeds(self.manager.wait)  # what is in flight may be this very step
         if durable and self.manager.latest() == step:
             return False
-        return self._told(lambda: self._save(step, metrics, durable=durable))
+        return self._succeeds(lambda: self._save(step, metrics, durable=durable))
 
     def save_last(self, step: int, metrics: dict[str, float]) -> bool:
         """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
         later save makes up for it."""
-        self._told(self.manager.wait)
+        self._succeeds(self.manager.wait)
         try:
             if self.manager.latest() == step:
                 return False
@@ -92,7 +92,7 @@ class Saving:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
 
-    def _told(self, act: Callable[[], Any]) -> bool:
+    def _succeeds(self, act: Callable[[], Any]) -> bool:
         """Whether it succeeded; a failure is told."""
         failed = False
         try:

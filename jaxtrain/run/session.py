@@ -18,14 +18,14 @@ from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rates import DocumentsOf, counts_flops
-from jaxtrain.run.restore import restored
+from jaxtrain.run.restore import restore_state
 from jaxtrain.run.rows import Documents, open_split
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.model_violations import vocab_of
@@ -120,7 +120,7 @@ def open_session(
     """
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
-    refuse(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
+    raise_problems(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
     dataset = open_split(experiment, "train", cache_dir)
@@ -150,7 +150,7 @@ def open_session(
         counted = Documents(dataset, experiment.batch, start)
     read = dataset if counted is None else counted
     placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
-    loader = Loader(placed, numbered(experiment.batch), lambda batch: batch, start=start)
+    loader = Loader(placed, row_numbers(experiment.batch), lambda batch: batch, start=start)
     where = at_rest.shardings
     session = Session(
         assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
@@ -186,7 +186,7 @@ def _first_state(
     sharded: initialised under jit, each device making its part, or reading it."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
         with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
-            return restored(at_rest, checkpoints, start), start
+            return restore_state(at_rest, checkpoints, start), start
     given = starting_params(at_rest, begins)
     return initialise(at_rest.assembly, at_rest.shardings, given), 0
 

@@ -15,14 +15,14 @@ import optax
 
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.compression.residuals import Part, compressed_parts
+from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
     STAGE,
-    Axes,
     Dims,
     Leaf,
+    LogicalAxes,
     activation_dims,
     dims,
     named_sharding,
@@ -33,7 +33,7 @@ from jaxtrain.models.build import abstract_model
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.attention import PlatformKernel
-from jaxtrain.nn.module import Split
+from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
@@ -49,7 +49,7 @@ from jaxtrain.step.violations import (
     batch_sizes,
     chosen_mode,
     field_violations,
-    listed,
+    format_violations,
     mesh_violations,
     unused_reducer,
 )
@@ -78,9 +78,9 @@ class Assembly:
     sizes: Mapping[str, int]
     mode: str
     loop: LayerLoop
-    split: Split
+    split: ModuleSplit
     places: Mapping[str, Leaf]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, CompressedLeaf]
     """The leaves whose gradients are summed compressed."""
     transform: optax.GradientTransformation
     abstract: TrainState
@@ -208,7 +208,7 @@ class Assembly:
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
 
-        def split_of(names: Axes) -> Dims:
+        def split_of(names: LogicalAxes) -> Dims:
             table = e.sharding.of(names, self.sizes).optimizer_table
             return dims(names, table, sizes=self.sizes)
 
@@ -235,13 +235,13 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
 
     `fields`: what a batch of the opened data holds; None takes `TextData`'s.
     """
-    assembly, violations = examined(experiment, spec, fields)
+    assembly, violations = try_assemble(experiment, spec, fields)
     if assembly is None or violations:
-        raise ValueError(listed(violations, spec))
+        raise ValueError(format_violations(violations, spec))
     return assembly
 
 
-def examined(
+def try_assemble(
     experiment: Experiment, spec: MeshSpec, fields: Any = None
 ) -> tuple[Assembly | None, list[str]]:
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
@@ -265,7 +265,7 @@ def examined(
     pipeline, unpiped = _on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:
-        split = _laid(split, pipeline.layout)
+        split = _split_in_slots(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     trained, untrained = trained_leaves(experiment, split.params, sizes)
     places, violations = with_trained(places, trained), violations + untrained
@@ -277,7 +277,7 @@ def examined(
     parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     try:
-        made = _made(
+        made = _build(
             fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
             places=places, parts=parts, pipeline=pipeline,
         )  # fmt: skip
@@ -288,8 +288,8 @@ def examined(
         return None, violations
 
 
-def _made(fields: Any, **found: Any) -> Assembly:
-    """The assembly of the fields that were examined."""
+def _build(fields: Any, **found: Any) -> Assembly:
+    """The assembly of these fields."""
     e, places, parts = found["experiment"], found["places"], found["parts"]
     axes = _trained_axes(found["split"].axes, places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
@@ -305,7 +305,9 @@ def _made(fields: Any, **found: Any) -> Assembly:
     )
 
 
-def _trained_axes(axes: Mapping[str, Axes], places: Mapping[str, Leaf]) -> dict[str, Axes]:
+def _trained_axes(
+    axes: Mapping[str, LogicalAxes], places: Mapping[str, Leaf]
+) -> dict[str, LogicalAxes]:
     return {k: names for k, names in axes.items() if places[k].trained}
 
 
@@ -333,11 +335,11 @@ def _on_stages(
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 
-def _laid(split: Split, layout: StageLayout) -> Split:
+def _split_in_slots(split: ModuleSplit, layout: StageLayout) -> ModuleSplit:
     """The stacked parameters and their axes as they rest on stages."""
     stacked = {k for k, axes in split.axes.items() if "layers" in axes}
     params = {
-        k: jax.eval_shape(layout.laid, leaf) if k in stacked else leaf
+        k: jax.eval_shape(layout.to_slots, leaf) if k in stacked else leaf
         for k, leaf in split.params.items()
     }
     axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}

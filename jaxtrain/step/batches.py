@@ -71,6 +71,6 @@ class PlacedRows:
         return {name: array(name, sharding) for name, sharding in self._shardings.items()}
 
 
-def numbered(batch: int | BatchRamp) -> Callable[[int], np.ndarray]:
+def row_numbers(batch: int | BatchRamp) -> Callable[[int], np.ndarray]:
     """step -> the global numbers of its rows."""
     return lambda step: rows_of_step(batch, step)

@@ -25,7 +25,7 @@ from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import same, vary
 from jaxtrain.compression.residuals import Residuals
-from jaxtrain.compression.sums import CompressedSums, flushed
+from jaxtrain.compression.sums import CompressedSums, pay_back
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
 from jaxtrain.nn.loss import LossSums
@@ -57,15 +57,15 @@ def accumulate(
     *,
     key: jax.Array,
     scale: jax.Array,
-    settle: Callable[[Arrays], Arrays],
+    reduce_microbatch: Callable[[Arrays], Arrays],
     types: Callable[[Any], Any],
     frozen: Set[str] = frozenset(),
 ) -> Gradients:
     """Sums over microbatches (dim 0 of every leaf of `batch`), gradients of scale * loss in fp32 by
     the parameters that are not `frozen`.
 
-    `settle` reduces one microbatch's gradients to what is accumulated; `types` gives the scan's
-    starting values the types its body returns.
+    `reduce_microbatch` reduces one microbatch's gradients to what is accumulated; `types` gives the
+    scan's starting values the types its body returns.
     """
 
     moved = {k: p for k, p in params.items() if k not in frozen}
@@ -79,7 +79,7 @@ def accumulate(
             return sums.loss * scale, (sums, after)
 
         grads, (sums, after) = jax.grad(scaled, has_aux=True)(moved)
-        return sums, settle(grads), after
+        return sums, reduce_microbatch(grads), after
 
     microbatches = len(jax.tree.leaves(batch)[0])
     first = jax.tree.map(lambda x: x[0], batch)
@@ -119,32 +119,32 @@ class Reduction(NamedTuple):
         """Leaves that have no gradient."""
         return frozenset(name for name, place in self.places.items() if not place.trained)
 
-    def settle(self, grads: Arrays) -> Arrays:
+    def reduce_microbatch(self, grads: Arrays) -> Arrays:
         """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
         grads = {k: g.astype(jnp.float32) for k, g in grads.items()}
-        return self._scattered(grads) if self.sharded else grads
+        return self._scatter(grads) if self.sharded else grads
 
-    def finish(self, grads: Arrays) -> Arrays:
+    def reduce_step(self, grads: Arrays) -> Arrays:
         """Once a step: what is left to scatter, and sums over the axes a leaf is whole on."""
-        return self.summed(self.split(grads))
+        return self.all_reduce(self.scatter_rest(grads))
 
-    def split(self, grads: Arrays) -> Arrays:
+    def scatter_rest(self, grads: Arrays) -> Arrays:
         """Once a step: what is left to scatter."""
-        return grads if self.sharded else self._scattered(grads)
+        return grads if self.sharded else self._scatter(grads)
 
-    def begins(self, place: Leaf) -> Dims:
+    def gradient_split(self, place: Leaf) -> Dims:
         """The split in which the backward pass leaves a leaf's gradient."""
         return place.params if self.sharded else place.in_use
 
-    def _scattered(self, grads: Arrays) -> Arrays:
+    def _scatter(self, grads: Arrays) -> Arrays:
         places = {name: self.places[name] for name in grads}
-        for split in rounds({k: (self.begins(p), p.optimizer) for k, p in places.items()}):
+        for split in rounds({k: (self.gradient_split(p), p.optimizer) for k, p in places.items()}):
             parts = {k: grads[k].size // ways(axes, self.sizes) for k, (_, axes) in split.items()}
             for each in bundles(split, parts, self.small_leaf):
                 grads = scatter_bundle(grads, each, self.scatter_by, "optimizer gradients")
         return grads
 
-    def updated(self, shards: Arrays) -> Arrays:
+    def gather_updated_params(self, shards: Arrays) -> Arrays:
         """Parameters that each device has updated in its part, gathered to be as they rest (ZeRO-1
         and 2); small ones together."""
         places = {name: self.places[name] for name in shards}
@@ -168,26 +168,26 @@ class Reduction(NamedTuple):
         """Whether the backward pass sums the leaf's gradient, a layer at a time: one that is
         stacked over layers, and that nothing is to scatter first."""
         place = self.places[name]
-        return self.layers and "layers" in place.axes and self.begins(place) == place.optimizer
+        return (
+            self.layers and "layers" in place.axes and self.gradient_split(place) == place.optimizer
+        )
 
-    def sum_layer(self, grads: Arrays, prefix: str) -> Arrays:
+    def all_reduce_layer(self, grads: Arrays, prefix: str) -> Arrays:
         """One layer's gradients, named without `prefix`, summed in fp32 where that is `by_layer`;
         typed as varying, as all values of the backward pass are."""
         axes = {k: self.whole_on(prefix + k) for k in grads if self.by_layer(prefix + k)}
         mine = {k: grads[k].astype(jnp.float32) for k in axes}
-        summed = self._all_reduced(mine, axes, "layer gradients", "layer gradients")
+        summed = self._all_reduce(mine, axes, "layer gradients", "layer gradients")
         return {**grads, **{k: vary(g, tuple(self.sizes)) for k, g in summed.items()}}
 
-    def summed(self, grads: Arrays) -> Arrays:
+    def all_reduce(self, grads: Arrays) -> Arrays:
         """Sums over the axes on which a leaf is whole, of those the backward pass has not made."""
         axes = {name: self.whole_on(name) for name in grads}
         done = {k: same(g, axes[k]) for k, g in grads.items() if self.by_layer(k)}
         rest = {k: g for k, g in grads.items() if k not in done}
-        return done | self._all_reduced(rest, axes, "gradients", "small gradients")
+        return done | self._all_reduce(rest, axes, "gradients", "small gradients")
 
-    def _all_reduced(
-        self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str
-    ) -> Arrays:
+    def _all_reduce(self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str) -> Arrays:
         """`grads` summed by the reductions of those names; small leaves in buckets."""
         together = buckets(grads, axes, self.small_leaf)
         bucketed = {name for bucket in together for name in bucket.names}
@@ -197,17 +197,17 @@ class Reduction(NamedTuple):
             if k not in bucketed
         }
         for bucket in together:
-            flat = gradient_sum(small, bucket.joined(grads), bucket.axes, self.reducer)
-            out |= bucket.parted(flat, grads)
+            flat = gradient_sum(small, bucket.concatenate(grads), bucket.axes, self.reducer)
+            out |= bucket.split(flat, grads)
         return out
 
 
 LocalSums = Callable[[Arrays, Arrays, Any, jax.Array], Gradients]
-"""(params, batch, key, scale) -> a device's shares, gradients as `Reduction.finish` takes them; all
-of them typed as varying over all mesh axes."""
+"""(params, batch, key, scale) -> a device's shares, gradients as `Reduction.reduce_step` takes
+them; all of them typed as varying over all mesh axes."""
 
 
-def accumulated(
+def microbatch_sums(
     loss: LossFunction, reduction: Reduction, fetch: Callable[[Arrays], Arrays]
 ) -> LocalSums:
     """One microbatch after another. `fetch` gathers all parameters for use; needed when gradients
@@ -218,7 +218,9 @@ def accumulated(
         if not reduction.sharded:
             params = fetch(params)
         typed = partial(jax.tree.map, lambda x: vary(x, axes))
-        how: Any = dict(settle=reduction.settle, types=typed, frozen=reduction.frozen)
+        how: Any = dict(
+            reduce_microbatch=reduction.reduce_microbatch, types=typed, frozen=reduction.frozen
+        )
         found = accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
         # Some are made before the loop over layers goes back: not summed beside it.
         return after(found, found)
@@ -226,7 +228,7 @@ def accumulated(
     return sums
 
 
-def explicit(
+def explicit_gradients(
     local: LocalSums,
     *,
     mesh: jax.sharding.Mesh,
@@ -249,11 +251,13 @@ def explicit(
     def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
         unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
         found = local(params, batch, key, scale)
-        sums = summed_over(found.sums, axes)
+        sums = all_reduce_sums(found.sums, axes)
         if compressed is None:
-            return sums, reduction.finish(found.grads), residuals, {}
+            return sums, reduction.reduce_step(found.grads), residuals, {}
         unit = unit * jnp.where(sums.count > 0, sums.count, 1.0)
-        return sums, *_finished(reduction, compressed, found.grads, residuals, unit, key)
+        return sums, *_reduce_step_compressed(
+            reduction, compressed, found.grads, residuals, unit, key
+        )
 
     whole = partition_spec(())
     specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
@@ -277,23 +281,23 @@ def explicit(
     return sums
 
 
-def summed_over(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
+def all_reduce_sums(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
     """The devices' shares added up, by one all-reduce."""
     leaves, tree = jax.tree.flatten(sums)
     return jax.tree.unflatten(tree, list(sum_over("loss", jnp.stack(leaves), axes)))
 
 
-def updated(
+def gather_updated_params(
     params: Arrays, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
 ) -> Arrays:
-    """`Reduction.updated` of whole arrays: those that the optimizer has split more ways than they
-    rest; the others pass."""
+    """`Reduction.gather_updated_params` of whole arrays: those that the optimizer has split more
+    ways than they rest; the others pass."""
     places = {k: reduction.places[k] for k in params}
     places = {k: p for k, p in places.items() if p.optimizer != p.params}
     if not places:
         return params
     run = jax.shard_map(
-        reduction.updated,
+        reduction.gather_updated_params,
         mesh=mesh,
         in_specs=({k: partition_spec(p.optimizer) for k, p in places.items()},),
         out_specs={k: partition_spec(p.params) for k, p in places.items()},
@@ -302,7 +306,7 @@ def updated(
     return params | run({k: params[k] for k in places})
 
 
-def _finished(
+def _reduce_step_compressed(
     reduction: Reduction,
     compressed: CompressedSums,
     grads: Arrays,
@@ -310,35 +314,36 @@ def _finished(
     unit: jax.Array,
     key: jax.Array,
 ) -> tuple[Arrays, Residuals, Arrays]:
-    """`Reduction.finish` where some leaves are summed compressed: (gradients, residuals after,
+    """`Reduction.reduce_step` where some leaves are summed compressed: (gradients, residuals after,
     exact sums where measured)."""
-    split = reduction.split(grads)
+    split = reduction.scatter_rest(grads)
     mine = {k: g for k, g in split.items() if k in compressed.parts}
     rest = {k: g for k, g in split.items() if k not in compressed.parts}
     made, residuals, exact = compressed.sum(mine, residuals, unit, key)
-    return made | reduction.summed(rest), residuals, exact
+    return made | reduction.all_reduce(rest), residuals, exact
 
 
-def gspmd(
+def gspmd_gradients(
     loss: LossFunction,
     *,
     constrain: Callable[[Arrays], Arrays],
     frozen: Set[str] = frozenset(),
 ) -> Callable[..., Gradients]:
-    """As `explicit`, under sharding constraints: `constrain` states the optimizer's split of
-    gradients, and XLA chooses the collectives, whose dtype is that of the operations they complete
-    (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid back."""
+    """As `explicit_gradients`, under sharding constraints: `constrain` states the optimizer's split
+    of gradients, and XLA chooses the collectives, whose dtype is that of the operations they
+    complete (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid
+    back."""
 
     def run(
         params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
     ) -> Gradients:
-        def settle(grads: Arrays) -> Arrays:
+        def reduce_microbatch(grads: Arrays) -> Arrays:
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
-        how: Any = dict(settle=settle, types=lambda x: x, frozen=frozen)
+        how: Any = dict(reduce_microbatch=reduce_microbatch, types=lambda x: x, frozen=frozen)
         found = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
         unit = scale * jnp.where(found.sums.count > 0, found.sums.count, 1.0)
-        grads, residuals = flushed(found.grads, residuals, unit)
+        grads, residuals = pay_back(found.grads, residuals, unit)
         return found._replace(grads=grads, residuals=residuals)
 
     return run

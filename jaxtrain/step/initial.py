@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxtrain.compression.residuals import Part, no_residuals
+from jaxtrain.compression.residuals import CompressedLeaf, no_residuals
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.build import build_model
 from jaxtrain.nn.module import take_apart
@@ -22,7 +22,7 @@ from jaxtrain.step.tuning import adapters_of
 def initial_state(
     experiment: Experiment,
     transform: optax.GradientTransformation,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CompressedLeaf],
     layout: StageLayout | None,
     trained: Set[str],
     given: Mapping[str, jax.Array] | None = None,
@@ -32,7 +32,9 @@ def initial_state(
     split = take_apart(make_model(experiment))
     params = dict(split.params)
     if layout is not None:
-        params = {k: layout.laid(v) if "layers" in split.axes[k] else v for k, v in params.items()}
+        params = {
+            k: layout.to_slots(v) if "layers" in split.axes[k] else v for k, v in params.items()
+        }
     dtype = experiment.precision.params
     params = {k: v.astype(dtype) for k, v in {**params, **(given or {})}.items()}
     moved = {k: v for k, v in params.items() if k in trained}

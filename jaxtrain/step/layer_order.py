@@ -16,7 +16,7 @@ import jax
 
 from jaxtrain.checkpoint.leaves import named_leaves
 from jaxtrain.checkpoint.slots import AllSlots, Slots
-from jaxtrain.mesh.sharding import Axes
+from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
@@ -37,8 +37,8 @@ def slots_of(assembly: Assembly) -> dict[str, Slots]:
     }
 
 
-def _first_dim(layout: StageLayout, axes: Axes) -> int:
-    """That of slots in a laid leaf; that of chunks, if there is one, stands before it."""
+def _first_dim(layout: StageLayout, axes: LogicalAxes) -> int:
+    """That of slots in a leaf in slots; that of chunks, if there is one, stands before it."""
     return axes.index("layers") - (layout.chunks > 1)
 
 
@@ -53,17 +53,19 @@ def natural_shapes(assembly: Assembly) -> TrainState:
     return structure.unflatten(shapes)
 
 
-def in_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
+def params_in_natural_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
     """Leaves by the names of parameters, in natural layer order."""
-    return {k: ordered(assembly, leaf, assembly.places[k].axes) for k, leaf in params.items()}
+    return {
+        k: to_natural_order(assembly, leaf, assembly.places[k].axes) for k, leaf in params.items()
+    }
 
 
-def ordered(assembly: Assembly, leaf: Any, axes: Axes) -> Any:
+def to_natural_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
     """A leaf of the state in natural layer order; `axes` are its logical axes as it rests."""
     if assembly.pipeline is None or "layers" not in axes:
         return leaf
     layout = assembly.pipeline.layout
-    return layout.ordered(leaf, _first_dim(layout, axes))
+    return layout.from_slots(leaf, _first_dim(layout, axes))
 
 
 @dataclass(frozen=True, eq=False)

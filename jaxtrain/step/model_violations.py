@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.description import ABILITIES, STACK, ModelDescription, products
 from jaxtrain.models.layered import description_of
-from jaxtrain.nn.module import Split
+from jaxtrain.nn.module import ModuleSplit
 
 
 def model_violations(experiment: Experiment) -> list[str]:
@@ -39,7 +39,7 @@ def model_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def untrue(model: Any, split: Split) -> list[str]:
+def untrue(model: Any, split: ModuleSplit) -> list[str]:
     """What a model says of its leaves that is not so, and leaves of which it says nothing."""
     described = description_of(model)
     if described is None:

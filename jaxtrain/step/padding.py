@@ -21,11 +21,11 @@ def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
     pay back what was never sent."""
     residuals = sums.residuals
     if "errors" in residuals:
-        residuals = {**residuals, "errors": _zeroed(assembly, residuals["errors"])}
-    return sums._replace(grads=_zeroed(assembly, sums.grads), residuals=residuals)
+        residuals = {**residuals, "errors": _zero_padding(assembly, residuals["errors"])}
+    return sums._replace(grads=_zero_padding(assembly, sums.grads), residuals=residuals)
 
 
-def _zeroed(assembly: Assembly, leaves: Arrays) -> Arrays:
+def _zero_padding(assembly: Assembly, leaves: Arrays) -> Arrays:
     """`leaves`: named and shaped as parameters, those of residuals with a dim of devices before."""
     out = dict(leaves)
     for name, leaf in leaves.items():

@@ -39,7 +39,9 @@ def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> L
         rest = found.outside
         if reduction.sharded:
             scattered = wide.scatter(rest, "")
-            rest = reduction.settle({k: g.astype(params[k].dtype) for k, g in scattered.items()})
+            rest = reduction.reduce_microbatch(
+                {k: g.astype(params[k].dtype) for k, g in scattered.items()}
+            )
         return Gradients(found.sums, {**grads, **rest}, {})
 
     return sums
@@ -56,14 +58,14 @@ def on_device(
 ) -> OnDevice:
     """This device's part of a step. Names of its blocks are without `period.`. reduction: of
     training; None where the tables have no B."""
-    blocks, outside = _parted(params)
+    blocks, outside = _stack_and_outside(params)
     wide, inner, loop = _wide(assembly, comm), comm, assembly.loop
     if reduction is not None:
         if assembly.experiment.execution.pipeline.keeps_residuals:
             loop = replace(loop, reshard_after_forward=True)
         if not reduction.sharded:
             inner, blocks = comm.whole(), comm.fetch(blocks, "")
-    settle = (lambda g: g) if reduction is None else reduction.settle
+    reduce_microbatch = (lambda g: g) if reduction is None else reduction.reduce_microbatch
     # Of the rows that are here: a batch ramp has more than one number of them.
     shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
     layout = assembly.on_stages.layout
@@ -74,7 +76,7 @@ def on_device(
         assembly.on_stages.schedule.weight is not None,
         inner,
         wide.whole(),
-        *(params, batch, key, loop, settle),
+        *(params, batch, key, loop, reduce_microbatch),
     )
     return OnDevice(
         stage,
@@ -133,7 +135,7 @@ def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
     return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
 
 
-def _parted(params: Arrays) -> tuple[Arrays, Arrays]:
+def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
     """Those of the pipeline, and those outside it."""
     blocks = {k: p for k, p in params.items() if k.startswith(STACK)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.compression.residuals import Part, residual_axes, residual_splits
+from jaxtrain.compression.residuals import CompressedLeaf, residual_axes, residual_splits
 from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
 from jaxtrain.optim.optimizer import state_axes
 
@@ -34,7 +34,7 @@ class TrainState:
     residuals: Any = field(default_factory=dict)
 
 
-def averaged(state: TrainState) -> Arrays:
+def averaged_params(state: TrainState) -> Arrays:
     """The parameters, averaged where an average is kept."""
     return {**state.params, **state.ema}
 
@@ -42,7 +42,7 @@ def averaged(state: TrainState) -> Arrays:
 def state_splits(
     abstract: TrainState,
     places: Mapping[str, Leaf],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CompressedLeaf],
 ) -> TrainState:
     """How every leaf is split: parameters and their average by the `params` table, optimizer state
     by `optimizer` (factored moments as their parameter is along the dims they keep), residuals of

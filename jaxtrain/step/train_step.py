@@ -13,7 +13,7 @@ import optax
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.vary import vary
-from jaxtrain.compression.residuals import carried, trusted
+from jaxtrain.compression.residuals import codec_state, usable_codec_state
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Local
@@ -32,12 +32,12 @@ from jaxtrain.step.gradients import (
     LocalSums,
     LossFunction,
     Reduction,
-    accumulated,
-    explicit,
-    gspmd,
+    all_reduce_sums,
+    explicit_gradients,
+    gather_updated_params,
+    gspmd_gradients,
+    microbatch_sums,
     squared_norm,
-    summed_over,
-    updated,
 )
 from jaxtrain.step.guard import make_watch
 from jaxtrain.step.own_module import own_loss
@@ -70,7 +70,7 @@ def make_train_step(
     sums = make_gradients(assembly, mesh, choice)
     watch = make_watch(assembly, mesh, choice)
     update = make_update(assembly, mesh)
-    norm = partial(norms, assembly=assembly, mesh=mesh)
+    norm = partial(global_norms, assembly=assembly, mesh=mesh)
     rate = make_rate(assembly)
     step_key = named_key(jax.random.key(e.seed), "step")
 
@@ -79,7 +79,7 @@ def make_train_step(
         # The loss is a sum over tokens; a loss scale is meant for their mean.
         seed = scale / assembly.tokens_power_of_two(batch)
         key = jax.random.fold_in(step_key, state.step)
-        g = sums(state.params, state.rest, batch, key, seed, trusted(state.residuals))
+        g = sums(state.params, state.rest, batch, key, seed, usable_codec_state(state.residuals))
         count = jnp.where(g.sums.count > 0, g.sums.count, 1.0)
         grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
         (grad_norm,) = norm((grads,), "optimizer")
@@ -91,9 +91,9 @@ def make_train_step(
         params, optimizer, updates = update(state, clipped)
         (update_norm,) = norm((updates,), "optimizer")
         (param_norm,) = norm(({**state.params, **params},), "params")
-        ema = averages(state, params, e.ema_decay)
+        ema = update_averages(state, params, e.ema_decay)
         found = (params, optimizer, g.rest, ema, g.residuals)
-        after = advanced(state, found, finite, verdict, assembly)
+        after = next_state(state, found, finite, verdict, assembly)
         metrics = {
             **{name: total / count for name, total in g.sums.beside.items()},
             "loss": g.sums.loss / count,
@@ -121,19 +121,23 @@ def make_update(
         shards = assembly.constrain({k: state.params[k] for k in grads}, mesh, "optimizer")
         updates, taken = transform.update(grads, state.optimizer, shards)
         optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
-        return at_rest(optax.apply_updates(shards, updates), assembly, mesh), optimizer, updates
+        return (
+            to_rest_sharding(optax.apply_updates(shards, updates), assembly, mesh),
+            optimizer,
+            updates,
+        )
 
     return update
 
 
-def advanced(
+def next_state(
     state: TrainState, found: tuple[Any, ...], finite: jax.Array, verdict: Any, assembly: Assembly
 ) -> TrainState:
     """The state one step later: with what was `found` (trained parameters, optimizer state, rest,
     averages, residuals) where the gradients are finite, else as it was. verdict: on compressed
     sums; it stands after a skipped step too, for its sums may be why it is one."""
     trained = {k: state.params[k] for k in found[0]}
-    kept = (trained, state.optimizer, state.rest, state.ema, carried(state.residuals))
+    kept = (trained, state.optimizer, state.rest, state.ema, codec_state(state.residuals))
     params, optimizer, rest, ema, residuals = select_if_finite(finite, found, kept)
     return TrainState(
         step=state.step + 1,
@@ -162,7 +166,7 @@ def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
     return said
 
 
-def averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
+def update_averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
     """The average after a step to `params`, {} where none is kept."""
     if decay is None:
         return {}
@@ -204,14 +208,14 @@ def make_gradients(
         splits = assembly.splits.residuals
         specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
         compressed = isinstance(reducer, Compressed)
-        sums = explicit(
+        sums = explicit_gradients(
             local_sums(assembly, reduction),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
             check_vma=assembly.check_vma,
             compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
-            residual_specs=carried(specs),
+            residual_specs=codec_state(specs),
         )
         if not compressed:
             return sums
@@ -222,7 +226,7 @@ def make_gradients(
         return assembly.constrain(grads, mesh, "optimizer")
 
     loss = make_loss(assembly, gspmd_communicator(assembly, mesh))
-    return gspmd(loss, constrain=constrain, frozen=assembly.frozen)
+    return gspmd_gradients(loss, constrain=constrain, frozen=assembly.frozen)
 
 
 def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
@@ -231,7 +235,7 @@ def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
     if assembly.pipeline is not None:
         return pipeline_sums(assembly, comm, reduction)
     loss = make_loss(assembly, comm if reduction.sharded else comm.whole())
-    return accumulated(loss, reduction, lambda params: comm.fetch(params, ""))
+    return microbatch_sums(loss, reduction, lambda params: comm.fetch(params, ""))
 
 
 def make_reduction(assembly: Assembly) -> Reduction:
@@ -249,11 +253,11 @@ def make_reduction(assembly: Assembly) -> Reduction:
     )
 
 
-def at_rest(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
+def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
     """Parameters that the optimizer's split was updated in, as they rest."""
     if assembly.explicit:
         reduction, check_vma = make_reduction(assembly), assembly.check_vma
-        params = updated(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
+        params = gather_updated_params(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
     return assembly.constrain(params, mesh, "params")
 
 
@@ -264,7 +268,7 @@ class _SummedByLayer(Explicit):
     reduction: Reduction = field(kw_only=True)
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
-        return self.reduction.sum_layer(super().scatter(grads, prefix), prefix)
+        return self.reduction.all_reduce_layer(super().scatter(grads, prefix), prefix)
 
 
 def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
@@ -298,7 +302,7 @@ def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communica
     )
 
 
-def norms(
+def global_norms(
     trees: tuple[Any, ...], table: str, *, assembly: Assembly, mesh: jax.sharding.Mesh
 ) -> jax.Array:
     """2-norms of trees that rest as `table` says."""
@@ -328,7 +332,7 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
     def summed(params: Arrays, rest: Arrays, batch: Arrays) -> LossSums:
         axes = tuple(assembly.sizes)
         params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
-        return summed_over(on_device(params, rest, batch), axes)
+        return all_reduce_sums(on_device(params, rest, batch), axes)
 
     run = jax.shard_map(
         summed,

@@ -27,7 +27,7 @@ def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
             f"{kind}; use lora=None"
         ]
     sides = adapter_places(described)
-    chosen, problems = matched(
+    chosen, problems = match_patterns(
         lora.targets, sides, f"{where}.targets", among="matrices that can have adapters"
     )
     problems += [
@@ -50,7 +50,7 @@ def trained_leaves(
     found = frozenset(name for name in everything if is_adapter(name))
     if tuning.trainable is not None:
         others = sorted(everything - found)
-        chosen, problems = matched(tuning.trainable, others, "fine_tuning.trainable")
+        chosen, problems = match_patterns(tuning.trainable, others, "fine_tuning.trainable")
         found |= set(chosen)
     described = description_of(experiment.model)
     in_pipeline = described is None or any(
@@ -64,7 +64,7 @@ def trained_leaves(
     return found, problems
 
 
-def matched(
+def match_patterns(
     patterns: tuple[str, ...], names: Iterable[str], field: str, *, among: str = "leaves"
 ) -> tuple[tuple[str, ...], list[str]]:
     """The names that any pattern fits, in their order, and each pattern that fits none."""

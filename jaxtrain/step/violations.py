@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.compression.residuals import Part
+from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.data import BatchRamp, BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.experiment.fields import length_violations
@@ -66,7 +66,7 @@ def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
     return mode
 
 
-def unused_reducer(reducer: Any, parts: Mapping[str, Part], small_leaf: int) -> list[str]:
+def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf: int) -> list[str]:
     """A compressed reducer that would compress nothing; `parts` are the leaves that are large
     enough. On one device there is nothing to sum, and the reducer may stand."""
     if not isinstance(reducer, Compressed):
@@ -330,7 +330,7 @@ def _mesh_axes(table: Any) -> set[str]:
     return {axis for _, mesh_axes in table for axis in mesh_axes}
 
 
-def listed(violations: list[str], spec: MeshSpec) -> str:
+def format_violations(violations: list[str], spec: MeshSpec) -> str:
     """The message of the one error that tells them all."""
     count = len(violations)
     head = f"{count} thing{'s' if count > 1 else ''} to mend before this can run on {spec.where}:"

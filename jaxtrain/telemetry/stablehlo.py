@@ -127,12 +127,12 @@ def _shape(value: ir.Value) -> Shape:
 def _turns(loop: ir.Operation) -> int:
     """Of a `while` whose counter goes by constant steps from a constant to below another."""
     condition, body = (region.blocks[0] for region in loop.regions)
-    test: Any = _returned(condition)[0].owner  # an operation, or the block that is given it
+    test: Any = _returns(condition)[0].owner  # an operation, or the block that is given it
     if getattr(test, "name", "") == "stablehlo.compare":
         counter, bound = test.operands
         numbers = [i for i, value in enumerate(condition.arguments) if value == counter]
         for number in numbers:
-            step = _added(_returned(body)[number], body.arguments[number])
+            step = _added(_returns(body)[number], body.arguments[number])
             first, last = _constant(loop.operands[number]), _constant(bound)
             below = "LT" in str(test.attributes["comparison_direction"])
             if below and step and first is not None and last is not None:
@@ -143,7 +143,7 @@ def _turns(loop: ir.Operation) -> int:
     )
 
 
-def _returned(block: ir.Block) -> list[ir.Value]:
+def _returns(block: ir.Block) -> list[ir.Value]:
     *_, last = block.operations
     return list(last.operation.operands)
 

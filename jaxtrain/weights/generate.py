@@ -18,11 +18,11 @@ from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
-from jaxtrain.optim.fields import at_least, count, refuse
+from jaxtrain.optim.fields import at_least, count, raise_violations
 from jaxtrain.optim.precision import Precision
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.layer_order import in_order
-from jaxtrain.step.state import TrainState, averaged
+from jaxtrain.step.layer_order import params_in_natural_order
+from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.weights.loading import load, static_of
 
 
@@ -53,11 +53,11 @@ def generate(
             "run has another; sample from it by its own methods, with the parameters of "
             "session.state"
         )
-    refuse(sampling_violations(tokens, temperature, seed))
+    raise_violations(sampling_violations(tokens, temperature, seed))
     begun = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,
-        averaged(session.state),
+        averaged_params(session.state),
         begun,
         tokens=tokens,
         temperature=temperature,
@@ -83,7 +83,7 @@ def generate_ids(
     there are learned positions.
     """
     e = assembly.experiment
-    return continued(
+    return sample_ids(
         assembly.split.static,
         e.model,
         e.precision,
@@ -92,7 +92,7 @@ def generate_ids(
         tokens=tokens,
         temperature=temperature,
         seed=seed,
-        order=partial(in_order, assembly),
+        order=partial(params_in_natural_order, assembly),
     )
 
 
@@ -116,15 +116,15 @@ def generate_text(
     Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer: before a
     weight is read.
     """
-    refuse(sampling_violations(tokens, temperature, seed))
+    raise_violations(sampling_violations(tokens, temperature, seed))
     found = load(path, step=step, trust=trust)
     if (kept := found.tokenizer) is None:
         why = f": {found.lacking}" if found.lacking else ""
         raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{why}")
     begun = kept.vocabulary.encode(prompt)
     given = [*([] if kept.bos is None else [kept.bos]), *begun]
-    refuse(_violations(found.config, given, tokens, temperature))
-    ids = continued(
+    raise_violations(_violations(found.config, given, tokens, temperature))
+    ids = sample_ids(
         static_of(found.config),
         found.config,
         found.precision,
@@ -176,7 +176,7 @@ def following(
     return whole[len(before) :] if whole.startswith(before) else decode(ids)
 
 
-def continued(
+def sample_ids(
     static: Any,
     config: ModelConfig,
     precision: Precision,
@@ -190,7 +190,7 @@ def continued(
 ) -> list[int]:
     """`generate_ids` of a model's static form, config and parameters, which `order` puts in natural
     layer order."""
-    refuse(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
+    raise_violations(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
     comm = Local(precision.compute)
     run = jax.jit(partial(_generate, static, comm, order, tokens, temperature))
     key = named_key(jax.random.key(seed), "sample")

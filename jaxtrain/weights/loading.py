@@ -17,13 +17,13 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh.hardware import refuse
+from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
-from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merged
+from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merge_adapters
 from jaxtrain.models.build import abstract_model
 from jaxtrain.models.layered import ModelConfig
-from jaxtrain.nn.module import Split
+from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
@@ -120,7 +120,7 @@ def _of_run(
         raise ValueError(own) from error
     if not isinstance(config, ModelConfig):
         raise ValueError(own)
-    refuse(f"{path}: its model", getattr(config, "violations", list)())
+    raise_problems(f"{path}: its model", getattr(config, "violations", list)())
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)
@@ -160,7 +160,7 @@ def _refuse_unsaved(path: Path) -> None:
 
 
 def _read_run(stored: Stored, wanted: dict[str, Any], scale: float) -> dict[str, jax.Array]:
-    return _merged(read_stored(stored, wanted), scale)
+    return _merge(read_stored(stored, wanted), scale)
 
 
 def static_of(config: ModelConfig) -> Any:
@@ -168,25 +168,25 @@ def static_of(config: ModelConfig) -> Any:
     return abstract_model(config).static
 
 
-def _template(split: Split, spec: MeshSpec, dtype: Any = "float32") -> dict[str, Any]:
+def _template(split: ModuleSplit, spec: MeshSpec, dtype: Any = "float32") -> dict[str, Any]:
     """The leaves of a model as they rest on a mesh. Raises ValueError where they do not split."""
     mesh = make_mesh(spec)
     sizes = {axis: n for axis, n in mesh.shape.items() if n > 1}
     places, violations = place(split.params, split.axes, fsdp() | tensor(), sizes=sizes)
-    refuse(spec.where, violations)
+    raise_problems(spec.where, violations)
     return {
         k: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named_sharding(mesh, places[k].params))
         for k, leaf in split.params.items()
     }
 
 
-def _merged(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
+def _merge(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
     """Without adapters: in their matrices, one after the other."""
     out = {k: v for k, v in params.items() if not is_adapter(k)}
     for name in (k.removesuffix(INTO) for k in params if k.endswith(INTO)):
         mine = {k: params[k] for k in (name, name + INTO, name + OUT_OF)}
         with jax.default_matmul_precision("highest"):
-            run = jax.jit(partial(merged, scale=scale), out_shardings=_places(mine))
+            run = jax.jit(partial(merge_adapters, scale=scale), out_shardings=_places(mine))
             out[name] = jax.block_until_ready(run(mine))[name]
     return out
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.exchange import gathered, together
+from jaxtrain.checkpoint.exchange import all_gather_text, share_failure
 from jaxtrain.checkpoint.manifest import Manifest
 from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
@@ -23,7 +23,7 @@ from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.essence import differences, essence
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
-from jaxtrain.step.tuning import matched
+from jaxtrain.step.tuning import match_patterns
 from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
 
 PARAMS, AVERAGES = "params.", "ema."
@@ -55,12 +55,12 @@ def settled_start(assembly: Assembly) -> Start | None:
     start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
         folder, model = start.folder, assembly.experiment.model
-        together(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
+        share_failure(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
     elif isinstance(start, FromRun):
         run = start
-        step, _ = together(lambda: manifest_of(run.run_dir, run.step))
-        start = settled = replace(run, step=int(gathered(str(step))[0]))
-        together(lambda: _refuse_unfit_run(settled, assembly))
+        step, _ = share_failure(lambda: manifest_of(run.run_dir, run.step))
+        start = settled = replace(run, step=int(all_gather_text(str(step))[0]))
+        share_failure(lambda: _refuse_unfit_run(settled, assembly))
     return start
 
 
@@ -88,7 +88,7 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
 def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:
     """Adapters that are taken at another scale are other adapters."""
     _, manifest = manifest_of(start.run_dir, start.step)
-    chosen = wanted if start.leaves is None else matched(start.leaves, wanted, "leaves")[0]
+    chosen = wanted if start.leaves is None else match_patterns(start.leaves, wanted, "leaves")[0]
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
     ours = getattr(experiment.fine_tuning, "lora", None)
@@ -114,11 +114,11 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
         base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
-        return together(
+        return share_failure(
             lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
         )
     shapes = natural_shapes(at_rest.assembly).params
-    stored = together(lambda: stored_params(start, shapes))
+    stored = share_failure(lambda: stored_params(start, shapes))
     return _cast(read_stored(stored, wanted, slots), wanted)
 
 
@@ -148,7 +148,7 @@ def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) ->
     held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
     chosen, problems = list(wanted), []
     if start.leaves is not None:
-        found, problems = matched(start.leaves, wanted, "leaves")
+        found, problems = match_patterns(start.leaves, wanted, "leaves")
         chosen = list(found)
     elif not any(map(is_adapter, held)):  # adapters begin with the run that asks for them
         chosen = [name for name in wanted if not is_adapter(name)]
@@ -229,7 +229,7 @@ def read_stored(
         arrays = read_arrays(stored.manifest, request, slots=laid)
     except Damaged as error:
         damages = error.damages
-    if any(gathered("damaged" if damages else "")):
+    if any(all_gather_text("damaged" if damages else "")):
         raise DamagedCheckpoint(
             damages or ["what another process read"],
             step=stored.step,

@@ -14,12 +14,12 @@ from typing import Any
 
 from jaxtrain.checkpoint.run_config import NAME
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import LARGEST_ID, HuggingFaceVocabulary, Vocabulary, opened
+from jaxtrain.data.tokenizer import LARGEST_ID, HuggingFaceVocabulary, Vocabulary, open_tokenizer
 from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -214,7 +214,7 @@ def _said_of_same(folder: Path | None, bare: HuggingFaceVocabulary) -> _Said:
 
 
 def _token_of(content: str, number: int) -> str | None:
-    return opened(content).id_to_token(number)
+    return open_tokenizer(content).id_to_token(number)
 
 
 def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, said: _Said) -> int | None:
@@ -242,7 +242,7 @@ def text_of(path: Path) -> str | None:
 def json_object(path: Path) -> dict[str, Any]:
     """An object of a file; {} where there is no such file. Raises ValueError."""
     try:
-        found = parsed(text_of(path) or "{}")
+        found = parse_json(text_of(path) or "{}")
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}

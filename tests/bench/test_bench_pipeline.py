@@ -173,7 +173,7 @@ def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
     """In multiplications, as compiled: the step costs what its table says, of costs counted in the
     programs that are timed."""
     machine, m = bench._Machine(small, 2), 3
-    one, split = (machine.assembled(pipeline, m) for pipeline in (ONE, SPLIT))
+    one, split = (machine.assemble(pipeline, m) for pipeline in (ONE, SPLIT))
 
     def counted(assembly: Any, kind: str) -> float:
         run, passes = ticks_of(assembly, machine.mesh, kind), max(PASSES)
@@ -210,7 +210,7 @@ def test_a_step_without_ticks_makes_its_buffers_and_updates(
 ) -> None:
     machine = bench._Machine(small, 2)
     for number, pipeline in enumerate((ONE, SPLIT)):
-        assembly = machine.assembled(pipeline, 3)
+        assembly = machine.assemble(pipeline, 3)
         where = shardings(assembly.abstract, assembly.splits, machine.mesh)
         still, step = (
             compile_step(each, machine.mesh, where) for each in (without_ticks(assembly), assembly)

@@ -16,7 +16,7 @@ import pytest
 import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.certify import Difference
-from jaxtrain.certificate.layouts import LOOPS, MODES, PIPELINES, Layout, arranged, layouts
+from jaxtrain.certificate.layouts import LOOPS, MODES, PIPELINES, Layout, experiment_on, layouts
 from jaxtrain.certificate.outcome import STEPS, Outcome, Program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
@@ -118,12 +118,12 @@ MISTAKES: dict[str, tuple[Mistake, str, set[str]]] = {
     "none": (lambda patch, e: e, "own", set()),
     "no weight decay": (lambda patch, e: without_decay(e), "own", {"state_rel"}),
     "averages frozen": (
-        patched("jaxtrain.step.train_step.averages", lambda state, params, decay: state.ema),
+        patched("jaxtrain.step.train_step.update_averages", lambda state, params, decay: state.ema),
         "SGD, averages",
         {"state_rel", "eval_rel"},
     ),
     "evaluation without averages": (
-        patched("jaxtrain.run.evaluate.averaged", lambda state: state.params),
+        patched("jaxtrain.run.evaluate.averaged_params", lambda state: state.params),
         "SGD, averages",
         {"eval_rel"},
     ),
@@ -399,14 +399,14 @@ def test_every_layout_of_any_count_of_devices_is_accepted(devices: int) -> None:
     every, count = layouts(devices, "all")
     assert len(every) == count
     for layout in dict.fromkeys([*every, *(layout.reference() for layout in every)]):
-        assemble(arranged(small, layout), mesh_from_axes(**dict(layout.axes)))
+        assemble(experiment_on(small, layout), mesh_from_axes(**dict(layout.axes)))
 
 
 def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment) -> None:
     (block,) = decoder.model.period
     noisy = replace(block, dropout=0.3)
     model = replace(decoder.model, layers=3, prefix=(noisy,), period=(noisy,), suffix=(noisy,))
-    found = arranged(replace(decoder, model=model), Layout((("data", 1),), dropout=0.1))
+    found = experiment_on(replace(decoder, model=model), Layout((("data", 1),), dropout=0.1))
     assert [b.dropout for b in found.model.blocks] == [0.1, 0.1, 0.1]
     assert found.model.dropout == 0.1
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.certificate import certify
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
 from jaxtrain.models.small import HIDDEN
@@ -99,7 +99,7 @@ def test_shrinking_keeps_experts_and_bf16_layouts_leave_no_choice() -> None:
     routed = small.model.period[0].mlp
     assert routed == jaxtrain.MoeConfig(HIDDEN, experts=8)
     for precision, k in (("fp32", 2), ("bf16", 8)):
-        found = arranged(small, Layout(CUBE, precision=precision)).model.period
+        found = experiment_on(small, Layout(CUBE, precision=precision)).model.period
         assert found[0].mlp == replace(routed, experts_per_token=k)
     block = replace(small.model.period[0], mlp=replace(routed, experts=64, experts_per_token=6))
     wide = shrink(replace(small, model=replace(small.model, period=(block,))), devices=8)

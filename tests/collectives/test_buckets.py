@@ -35,9 +35,9 @@ def test_a_bucket_is_of_one_set_of_axes_and_one_dtype(small_leaf, wanted):
 
 def test_parted_is_the_inverse_of_joined():
     for bucket in buckets(LEAVES, AXES, 10**9):
-        flat = bucket.joined(LEAVES)
+        flat = bucket.concatenate(LEAVES)
         assert flat.shape == (sum(LEAVES[name].size for name in bucket.names),)
-        back = bucket.parted(flat, LEAVES)
+        back = bucket.split(flat, LEAVES)
         assert back.keys() == set(bucket.names)
         for name, leaf in back.items():
             np.testing.assert_array_equal(leaf, LEAVES[name], strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.packing import PackedDataset, build_index
-from jaxtrain.data.permutation import shuffled
+from jaxtrain.data.permutation import shuffle
 from jaxtrain.data.token_file import TokenDocument, TokenStore, open_token_file, write_token_file
 from jaxtrain.data.tokenizer import ByteTokenizer
 
@@ -95,7 +95,7 @@ def test_rows_equal_the_packer_of_loops(
         order = data.index(epoch).order.tolist()
         expected = packed_by_hand(documents, order, seq=seq, isolate=isolate)
         assert sorted(order) == list(range(len(documents)))
-        pieces = shuffled(np.arange(len(data)), len(data), "rows", 3, epoch)
+        pieces = shuffle(np.arange(len(data)), len(data), "rows", 3, epoch)
         for name, array in rows.items():
             np.testing.assert_array_equal(array, np.array(expected[name])[pieces], err_msg=name)
             wanted = np.float32 if name == "weights" else np.int32
@@ -117,12 +117,12 @@ def test_every_token_is_read_once_and_every_continuation_learnt_once(
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 4096])
 def test_shuffled_is_a_permutation_found_at_any_place_alone(n: int) -> None:
-    whole = shuffled(np.arange(n), n, "rows", 0)
+    whole = shuffle(np.arange(n), n, "rows", 0)
     assert sorted(whole) == list(range(n))
     places = np.random.default_rng(0).integers(0, n, 20)
-    np.testing.assert_array_equal(shuffled(places, n, "rows", 0), whole[places])
+    np.testing.assert_array_equal(shuffle(places, n, "rows", 0), whole[places])
     if n >= 1000:
-        assert (whole != shuffled(np.arange(n), n, "rows", 1)).mean() > 0.99
+        assert (whole != shuffle(np.arange(n), n, "rows", 1)).mean() > 0.99
         # As many neighbours stay neighbours as chance would have it: 2, not n.
         assert (np.abs(np.diff(whole)) == 1).sum() < 12
         assert abs(np.corrcoef(np.arange(n), whole)[0, 1]) < 4 / n**0.5
@@ -131,7 +131,7 @@ def test_shuffled_is_a_permutation_found_at_any_place_alone(n: int) -> None:
 def test_a_batch_is_not_the_neighbouring_pieces_of_one_document(tmp_path: Path) -> None:
     data = dataset(tmp_path, corpus([800] * 16), seq=8)
     index = data.index(0)
-    pieces = shuffled(np.arange(160), len(data), "rows", 3, 0).reshape(10, 16)
+    pieces = shuffle(np.arange(160), len(data), "rows", 3, 0).reshape(10, 16)
     documents = [len(set(np.searchsorted(index.starts, batch * 8, "right"))) for batch in pieces]
     assert min(documents) >= 6
 

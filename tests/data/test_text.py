@@ -12,7 +12,7 @@ import pytest
 
 import jaxtrain.data as data_package
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.permutation import shuffled
+from jaxtrain.data.permutation import shuffle
 from jaxtrain.data.records import JsonLines
 from jaxtrain.data.source import StdlibSource, TextFiles, documents
 from jaxtrain.data.text import TextData
@@ -35,7 +35,7 @@ def test_an_epoch_decodes_to_the_documents(
 ) -> None:
     data = TextData(source=source, tokenizer=tokenizer, seq=16)
     opened = data.open(split, seed=1, cache_dir=tmp_path / "cache")
-    pieces = shuffled(np.arange(len(opened)), len(opened), "rows", opened.seed, 0)
+    pieces = shuffle(np.arange(len(opened)), len(opened), "rows", opened.seed, 0)
     rows = opened.rows(np.argsort(pieces))
     stream = rows["tokens"][rows["segments"] > 0].tolist()
     eos = data.vocabulary(tmp_path / "cache").eos

@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.files import regular
 from jaxtrain.files.folder import file_of, plain_name
-from jaxtrain.files.json_text import DEEPEST, parsed
+from jaxtrain.files.json_text import DEEPEST, parse_json
 from jaxtrain.files.regular import open_regular, read_text, refuse_links, write_text
 
 
@@ -152,11 +152,11 @@ DEEP: dict[str, Callable[[int], str]] = {
 @pytest.mark.parametrize("kind", DEEP)
 def test_json_nests_so_deep_and_no_deeper(kind: str) -> None:
     make = DEEP[kind]
-    assert parsed(make(DEEPEST)) == json.loads(make(DEEPEST))
+    assert parse_json(make(DEEPEST)) == json.loads(make(DEEPEST))
     for depth in (DEEPEST + 2, sys.getrecursionlimit() - 50, 10**6):
         with pytest.raises(ValueError, match="nests more than 100 levels deep"):
-            parsed(make(depth))
+            parse_json(make(depth))
     with pytest.raises(ValueError, match="Expecting value"):
-        parsed("")
+        parse_json("")
     with pytest.raises(ValueError, match="for integer string conversion"):
-        parsed("1" * 5000)
+        parse_json("1" * 5000)

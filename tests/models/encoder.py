@@ -129,7 +129,7 @@ class Encoder(LayeredModel):
 
     def enter(self, tables: Any, batch: Any, places: Any, comm: Any, loop: Any) -> jax.Array:
         x = comm.embed(tables["words"], batch["noised"].reshape(-1))
-        table, x = self.gathered(comm, "places", x)
+        table, x = self.gather_param(comm, "places", x)
         return self.norm(x + table[comm.tokens(places.reshape(-1))])
 
     def leave(

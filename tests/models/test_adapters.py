@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.models.adapters import Adapters, column, merged, row
+from jaxtrain.models.adapters import Adapters, column, merge_adapters, row
 from jaxtrain.models.build import build_model
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together, take_apart
@@ -70,7 +70,7 @@ def test_merged_is_what_is_used() -> None:
     params = problem(32, 4, 0.1)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 32)), jnp.float32)
     module = SimpleNamespace(lora_scale=SCALE, **params)
-    wanted = x @ merged(params, SCALE)["w"]
+    wanted = x @ merge_adapters(params, SCALE)["w"]
     comm = Local()
     for found in (column(comm, module, ("w",), x)[0], row(comm, module, "w", x)):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

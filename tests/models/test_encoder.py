@@ -18,7 +18,7 @@ from encoder import Cloze, EncoderConfig, Rows
 
 import jaxtrain
 from jaxtrain.certificate.certify import certify, difference
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
@@ -117,7 +117,7 @@ def test_a_layout_is_the_same_run_and_sends_what_is_predicted(name: str) -> None
     assert small.model == EXPERIMENT.model
     found = difference(layout, program(small, layout)(), program(small, layout.reference())())
     assert found.passed, str(found)
-    e = arranged(small, layout)
+    e = experiment_on(small, layout)
     fields = fields_of(e.data.open("train", seed=0, cache_dir=Path()), e.data)
     kept = held(assemble(e, jaxtrain.mesh_from_axes(**dict(layout.axes)), fields))
     assert kept.lines and not kept.broken, "\n".join(map(str, kept.broken))
@@ -203,7 +203,7 @@ def test_adapters_alone_are_trained_beside_its_matrices(tmp_path: Path) -> None:
 
 
 def test_the_flops_of_a_step_are_those_of_its_description() -> None:
-    e = arranged(shrink(EXPERIMENT, devices=8), Layout((("tensor", 2),)))
+    e = experiment_on(shrink(EXPERIMENT, devices=8), Layout((("tensor", 2),)))
     e = replace(e, execution=replace(e.execution, attention=Reference()))
     fields = fields_of(e.data.open("train", seed=0, cache_dir=Path()), e.data)
     assembly = assemble(e, jaxtrain.mesh_from_axes(tensor=2), fields)

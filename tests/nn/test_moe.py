@@ -18,12 +18,12 @@ from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.moe import (
     LARGEST_BLOCK,
     block_rows,
-    collected,
-    dispatched,
-    multiplied,
-    planned,
+    combine,
+    dispatch,
+    grouped_matmul,
+    moe_layer,
+    plan_rows,
     route,
-    routed,
 )
 
 EMBED, HIDDEN = 6, 10
@@ -72,7 +72,7 @@ def compared(x: jax.Array, router: jax.Array, weights: Weights, k: int, activati
         y, back = jax.vjp(run, *inputs)
         return y, back(dy)
 
-    found, grads = both(partial(routed, k=k, activation=activation), x, router, weights)
+    found, grads = both(partial(moe_layer, k=k, activation=activation), x, router, weights)
     wanted, oracle = both(lambda x, r, w: by_hand(x, r, w, chosen, activation), x, router, weights)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(oracle), strict=True):
@@ -127,7 +127,7 @@ def test_slices_of_the_hidden_dim_are_parts_of_a_sum(slices: int) -> None:
 
     @jax.jit
     def both(x: jax.Array, router: jax.Array, weights: Weights) -> Any:
-        y, back = jax.vjp(lambda x, r: routed(x, r, weights, k=2, activation=silu), x, router)
+        y, back = jax.vjp(lambda x, r: moe_layer(x, r, weights, k=2, activation=silu), x, router)
         return y, *back(dy)
 
     def part(i: int) -> Weights:
@@ -141,7 +141,7 @@ def test_slices_of_the_hidden_dim_are_parts_of_a_sum(slices: int) -> None:
         np.testing.assert_allclose(sum(found), wanted, rtol=1e-4, atol=1e-4)
 
 
-PLANNED = jax.jit(planned, static_argnums=1)
+PLANNED = jax.jit(plan_rows, static_argnums=1)
 
 
 def choices(tokens: int, experts: int, k: int, seed: int) -> np.ndarray:
@@ -183,7 +183,7 @@ def test_there_are_blocks_for_the_worst_case_and_no_more(experts: int) -> None:
         sizes[0] += rows - taken
         needed = int((-(-sizes // block)).sum())
         chosen = np.repeat(np.arange(taken), sizes)[:, None]
-        have = len(jax.eval_shape(partial(planned, experts=experts), chosen).owners)
+        have = len(jax.eval_shape(partial(plan_rows, experts=experts), chosen).owners)
         assert have == needed
         if rows >= 32 * experts:
             assert have * block <= 1.25 * rows + block
@@ -194,7 +194,7 @@ def test_rows_and_slots_are_each_others_adjoints_and_no_gradient_is_a_scatter() 
     x, rows, slots = (
         rng.normal(size=(*n, 3)).astype(np.float32) for n in ((10,), (len(plan.slots),), (10, 2))
     )
-    for run, at, dy in ((dispatched, x, rows), (collected, rows, slots)):
+    for run, at, dy in ((dispatch, x, rows), (combine, rows, slots)):
 
         def pulled_back(at: Any, dy: Any, run: Any = run) -> Any:
             y, back = jax.vjp(lambda a: run(a, plan), at)
@@ -212,7 +212,7 @@ def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_a
     weights = np.ones((2, 2, 1), jnp.bfloat16)
 
     def total(weights: jax.Array, rows: jax.Array, owners: jax.Array) -> jax.Array:
-        return multiplied(rows, weights, owners).astype(jnp.float32).sum()
+        return grouped_matmul(rows, weights, owners).astype(jnp.float32).sum()
 
     dw = jax.jit(jax.grad(total))(weights, rows, owners)
     np.testing.assert_array_equal(np.asarray(dw[0], np.float32), 4128.0)
@@ -221,7 +221,7 @@ def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_a
     assert used["mlp.router"].dtype == jnp.float32 and used["mlp.up"].dtype == jnp.bfloat16
     x, router, wide = problem(13, 4)
     x = x.astype(jnp.bfloat16)
-    experts = jax.jit(partial(routed, k=2, activation=silu))
+    experts = jax.jit(partial(moe_layer, k=2, activation=silu))
     found = experts(x, router, tuple(w.astype(jnp.bfloat16) for w in wide))
     assert found.dtype == jnp.bfloat16
     wanted = np.asarray(experts(x.astype(jnp.float32), router, wide))
@@ -244,7 +244,7 @@ def test_under_gspmd_a_mixture_saves_its_inputs_and_nothing_else() -> None:
     x, router, weights = problem(16, 4)
     mesh = make_mesh(mesh_from_axes(data=2, fsdp=2, tensor=2))
     comm = Gspmd(mesh=mesh, rules=fsdp() | tensor(), places={})
-    kernel = partial(routed, k=2, activation=silu)
+    kernel = partial(moe_layer, k=2, activation=silu)
 
     def out(x: Any, router: Any, weights: Any) -> jax.Array:
         return comm.experts(kernel, x, router, weights)

@@ -70,8 +70,8 @@ def test_both_make_what_the_derivative_is(unroll: bool, remat: str) -> None:
 
     expected_y, pull_back = jax.vjp(plain, params, x)
     expected, expected_dx = pull_back(dy)
-    y, saved = split.linearised(params, x, extras)
-    grads, dx, stash = split.pulled_back(saved, params, dy, extras)
+    y, saved = split.forward_with_residuals(params, x, extras)
+    grads, dx, stash = split.backward(saved, params, dy, extras)
     weights = split.weight_gradients(stash, params)
     assert weights.keys() == MATRICES and grads.keys() == SHAPES.keys() - MATRICES
     np.testing.assert_allclose(y, expected_y, rtol=1e-5, atol=1e-5)
@@ -90,11 +90,11 @@ def test_b_and_w_do_each_product_once() -> None:
     params, x, dy, extras = problem()
     loop = LayerLoop(unroll=True, remat="none")
     split = layers(loop)
-    _, saved = split.linearised(params, x, extras)
+    _, saved = split.forward_with_residuals(params, x, extras)
     leaves, tree = jax.tree.flatten(saved)
 
     def backward(leaves: Any, params: Any, dy: jax.Array) -> Any:
-        return split.pulled_back(jax.tree.unflatten(tree, leaves), params, dy, extras)
+        return split.backward(jax.tree.unflatten(tree, leaves), params, dy, extras)
 
     _, _, stash = backward(leaves, params, dy)
     of_b = matmuls(backward, leaves, params, dy)
@@ -109,6 +109,6 @@ def test_b_and_w_do_each_product_once() -> None:
 def test_what_is_saved_holds_no_weight() -> None:
     params, x, _, extras = problem()
     split = layers(LayerLoop(unroll=True, remat="none"))
-    _, saved = split.linearised(params, x, extras)
+    _, saved = split.forward_with_residuals(params, x, extras)
     shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(saved)}
     assert shapes and shapes.isdisjoint(SHAPES[name] for name in MATRICES)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.remat import REMAT, rematerialised
+from jaxtrain.nn.remat import REMAT, remat
 from jaxtrain.nn.stack import LayerLoop, Layers
 
 TOKENS, EMBED, HIDDEN, WAYS = 6, 8, 24, 4
@@ -190,7 +190,7 @@ def test_only_block_inputs_and_what_the_policy_names_are_kept(loop, remat, names
 
 def test_unknown_remat():
     with pytest.raises(ValueError, match="remat='dot' is unknown; the policies are none, full,"):
-        rematerialised(body, "dot")
+        remat(body, "dot")
 
 
 DEVICES = 8

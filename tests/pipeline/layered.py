@@ -105,14 +105,12 @@ class Layers:
         self.seen("forward")
         return self._through(chunk, x, at)[0]
 
-    def linearised(self, chunk: Any, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
-        self.seen("linearised")
+    def forward_with_residuals(self, chunk: Any, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+        self.seen("forward_with_residuals")
         return self._through(chunk, x, at)
 
-    def pulled_back(
-        self, saved: Any, chunk: Any, dy: jax.Array, at: At
-    ) -> tuple[Any, jax.Array, Any]:
-        self.seen("pulled_back")
+    def backward(self, saved: Any, chunk: Any, dy: jax.Array, at: At) -> tuple[Any, jax.Array, Any]:
+        self.seen("backward")
         layers, dz = len(chunk["w"]), []
         for layer in reversed(range(layers)):
             factor = self._factor(at, saved["number"][layer])
@@ -248,7 +246,7 @@ class Problem:
             check_vma=check_vma,
         )
         blocks, outside, batch = self.numbers()
-        return mapped, ({k: layout.laid(leaf) for k, leaf in blocks.items()}, outside, batch)
+        return mapped, ({k: layout.to_slots(leaf) for k, leaf in blocks.items()}, outside, batch)
 
 
 def far(found: Any, wanted: Any) -> float:

@@ -37,7 +37,7 @@ def agrees(problem: Problem, **how: Any) -> None:
     function, arguments = problem.piped(**how)
     step = jax.jit(function)
     found = step(0.0, scale, *arguments)
-    ordered = {k: problem.layout.ordered(leaf) for k, leaf in found.blocks.items()}
+    ordered = {k: problem.layout.from_slots(leaf) for k, leaf in found.blocks.items()}
     assert far(found._replace(blocks=ordered), problem.reference(scale)) < 1e-5
     filled = step(np.nan, scale, *arguments)
     jax.tree.map(np.testing.assert_array_equal, found, filled)
@@ -162,10 +162,9 @@ def test_embedding_and_head_run_once_for_a_microbatch(size, save) -> None:
     found = counted(Problem(schedule), save=save)
     ticks = {k: sum(s.stop - s.start for s in spans(schedule) if k in s.kinds) for k in "FBW"}
     once = {name: schedule.microbatches for name in ("enter", "leave", "exit")}
-    forward = (
-        {"linearised": ticks["F"]} if save else {"forward": ticks["F"], "linearised": ticks["B"]}
-    )
-    wanted = {**once, **forward, "pulled_back": ticks["B"], "weight_gradients": ticks["W"]}
+    forward = {"forward_with_residuals": ticks["F" if save else "B"]}
+    forward |= {} if save else {"forward": ticks["F"]}
+    wanted = {**once, **forward, "backward": ticks["B"], "weight_gradients": ticks["W"]}
     assert found == Counter(wanted)
     found = counted(Problem(schedule), only_forward=True)
     del once["exit"]

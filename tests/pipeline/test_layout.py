@@ -42,12 +42,12 @@ def inverse(sizes: list[tuple[int, int, int]]) -> None:
     for size in sizes:
         layout = StageLayout(*size)
         leaf = jnp.arange(1.0, size[0] + 1)
-        laid = layout.laid(leaf)
+        laid = layout.to_slots(leaf)
         assert laid.shape == layout.shape((size[0],))
         np.testing.assert_array_equal(laid.reshape(-1), layout.layer_of.reshape(-1) + 1.0)
-        np.testing.assert_array_equal(layout.ordered(laid), leaf)
+        np.testing.assert_array_equal(layout.from_slots(laid), leaf)
         if layout.natural:
-            assert laid is leaf and layout.ordered(leaf) is leaf
+            assert laid is leaf and layout.from_slots(leaf) is leaf
 
 
 def test_laid_and_ordered_are_inverse_and_padding_is_zero() -> None:
@@ -72,12 +72,12 @@ def test_other_dims_and_dtypes(size, dim, dtype) -> None:
     layout = StageLayout(*size)
     leaf = np.random.default_rng(0).integers(1, 9, (size[0], 2, 3)).astype(dtype)
     leaf = jnp.asarray(np.moveaxis(leaf, 0, dim))
-    laid = layout.laid(leaf, dim)
+    laid = layout.to_slots(leaf, dim)
     assert laid.dtype == leaf.dtype
     lead = (size[2],) * (size[2] > 1) + (size[1] * layout.depth,)
     assert laid.shape == (*leaf.shape[:dim], *lead, *leaf.shape[dim + 1 :])
     assert laid.shape == layout.shape(leaf.shape, dim)
-    np.testing.assert_array_equal(layout.ordered(laid, dim), leaf)
+    np.testing.assert_array_equal(layout.from_slots(laid, dim), leaf)
     first = jnp.moveaxis(laid.reshape(*leaf.shape[:dim], -1, *leaf.shape[dim + 1 :]), dim, 0)
     of_layer = jnp.moveaxis(leaf, dim, 0)
     for slot, layer in enumerate(layout.layer_of.reshape(-1)):
@@ -87,7 +87,7 @@ def test_other_dims_and_dtypes(size, dim, dtype) -> None:
 
 def test_what_is_not_a_number_stays_out_of_the_padding() -> None:
     layout = StageLayout(3, 2, 1)
-    laid = layout.laid(jnp.full((3, 2), jnp.nan))
+    laid = layout.to_slots(jnp.full((3, 2), jnp.nan))
     assert np.isnan(laid[:3]).all() and (laid[3] == 0).all()
 
 

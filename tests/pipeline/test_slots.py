@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain.pipeline.analysis import Lifetimes, slots, violations
 from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule
-from jaxtrain.pipeline.slots import Buffers, Rows, forward_only, numbered, training
+from jaxtrain.pipeline.slots import Buffers, Rows, forward_only, number_buffers, training
 
 EVERY = [
     (kind, stages, microbatches, chunks)
@@ -290,8 +290,8 @@ def test_the_player_sees_every_wrong_number(field: str) -> None:
 
 def test_the_player_sees_a_buffer_that_is_taken_a_tick_too_soon(monkeypatch) -> None:
     def soon(life: Lifetimes) -> np.ndarray:
-        return numbered(Lifetimes(life.first, np.maximum(life.last - 1, life.first)))
+        return number_buffers(Lifetimes(life.first, np.maximum(life.last - 1, life.first)))
 
-    monkeypatch.setattr("jaxtrain.pipeline.slots.numbered", soon)
+    monkeypatch.setattr("jaxtrain.pipeline.slots.number_buffers", soon)
     with pytest.raises(AssertionError):
         follow(make_schedule("zero_bubble", 3, 6))

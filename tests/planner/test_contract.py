@@ -12,13 +12,13 @@ import pytest
 from programs import held, lowered, programs
 
 import jaxtrain
-from jaxtrain.certificate.layouts import Layout, arranged, layouts
+from jaxtrain.certificate.layouts import Layout, experiment_on, layouts
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
 from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
-from jaxtrain.planner.sent import moved
+from jaxtrain.planner.sent import collective_traffic
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.hlo_order import side_by_side
@@ -38,7 +38,7 @@ SHOWN = [
 
 def assembled(layout: Layout, experiment=None):
     small = experiment or shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    return assemble(arranged(small, layout), jaxtrain.mesh_from_axes(**dict(layout.axes)))
+    return assemble(experiment_on(small, layout), jaxtrain.mesh_from_axes(**dict(layout.axes)))
 
 
 def told(broken):
@@ -164,7 +164,7 @@ REDUCERS = [
 def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     axes = WIDE if reducer.codec == jaxtrain.collectives.PowerSGD(40) else CUBE
-    placed = arranged(small, Layout(axes, loop="scanned, prefetch, remat full"))
+    placed = experiment_on(small, Layout(axes, loop="scanned, prefetch, remat full"))
     execution = replace(placed.execution, reducer=reducer, small_leaf=100)
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
     sums = facts_of(assembly).sums
@@ -241,7 +241,7 @@ def test_names_of_algorithms():
 
 def test_a_ring_sums_16_bits_in_fp32_and_gathers_them_as_they_are():
     facts = SimpleNamespace(sizes={"data": 4})
-    sent = moved(facts, "a sum", "all_reduce", "ring_1", ("data",), "bfloat16", 64)
+    sent = collective_traffic(facts, "a sum", "all_reduce", "ring_1", ("data",), "bfloat16", 64)
     assert [(each.dtype, each.buffer_bytes) for each in sent] == [("float32", 64), ("bfloat16", 32)]
 
 
@@ -251,7 +251,7 @@ TWO_DIMS = ShardingRules(params=table({"embed": "fsdp", "mlp": "data"}))
 @pytest.mark.slow
 def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    placed = replace(arranged(small, Layout(CUBE)), sharding=TWO_DIMS)
+    placed = replace(experiment_on(small, Layout(CUBE)), sharding=TWO_DIMS)
     assembly = assemble(placed, jaxtrain.mesh_from_axes(data=2, fsdp=4))
     found = held(assembly)
     assert not found.broken, told(found.broken)
@@ -262,7 +262,7 @@ def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
 @pytest.mark.parametrize("by", [jaxtrain.collectives.Lax(), jaxtrain.collectives.Ring()], ids=str)
 def test_fp16_travels_as_it_is(by):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    placed = replace(arranged(small, Layout(CUBE)), precision=jaxtrain.optim.fp16)
+    placed = replace(experiment_on(small, Layout(CUBE)), precision=jaxtrain.optim.fp16)
     execution = replace(placed.execution, collectives=jaxtrain.collectives.Collectives(by, by))
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE)))
     found = held(assembly)

@@ -10,7 +10,7 @@ import pytest
 from programs import held
 
 import jaxtrain
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.traffic import step_traffic
@@ -39,7 +39,7 @@ def routed(**fields: Any) -> jaxtrain.Experiment:
 
 def assembled(layout: Layout, given: dict[str, Any] | None = None, **fields: Any) -> Any:
     """The small experiment on a layout; given: its fields that are not the model's."""
-    experiment = replace(arranged(routed(**fields), layout), **given or {})
+    experiment = replace(experiment_on(routed(**fields), layout), **given or {})
     return assemble(experiment, jaxtrain.mesh_from_axes(**dict(layout.axes)))
 
 

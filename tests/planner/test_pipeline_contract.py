@@ -10,7 +10,7 @@ import pytest
 from programs import held, programs
 
 import jaxtrain
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline import tick
@@ -49,7 +49,7 @@ def small():
 def assembled(small, axes, pipeline, layers=4, prefix=0, suffix=0, loop=None, **fields):
     """Four microbatches, unless `fields` of a layout say otherwise; model fields by their names."""
     of_model = {k: fields.pop(k) for k in ("tied", "learned_positions") if k in fields}
-    e = arranged(small, Layout(axes, **{"microbatches": 4, **fields}))
+    e = experiment_on(small, Layout(axes, **{"microbatches": 4, **fields}))
     (block,) = e.model.period
     model = replace(
         e.model,

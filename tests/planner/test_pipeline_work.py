@@ -12,7 +12,7 @@ from programs import lowered
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.moe import block_count, block_rows
@@ -46,7 +46,7 @@ def assembled(small, axes, pipeline, layers, loop=NOTHING, microbatches=4, exper
     """`beside`: blocks before and behind the pipeline. The reference kernel skips no score, and
     keeps what autodiff needs: its products are those that are counted. experts: in the pipeline's
     blocks."""
-    e = arranged(small, Layout(axes, microbatches=microbatches))
+    e = experiment_on(small, Layout(axes, microbatches=microbatches))
     (block,) = e.model.period
     if experts:
         block = replace(block, mlp=jaxtrain.MoeConfig(64, experts=4))
@@ -174,7 +174,7 @@ def test_bytes_of_idle_ticks_and_of_what_runs_again(small):
 
 
 def test_nothing_is_said_without_a_pipeline_or_of_what_is_not_known(small):
-    whole = assemble(arranged(small, Layout((("data", 2),))), jaxtrain.mesh_from_axes(data=2))
+    whole = assemble(experiment_on(small, Layout((("data", 2),))), jaxtrain.mesh_from_axes(data=2))
     assert overhead(whole) is None
     tuned = replace(assembled(small, TWO, ONE_F_ONE_B, 4).experiment, fine_tuning=FROZEN)
     work = overhead(assemble(tuned, jaxtrain.mesh_from_axes(stage=2)))

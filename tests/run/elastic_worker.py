@@ -27,7 +27,7 @@ from jaxtrain.checkpoint import SavePolicy, named_leaves
 from jaxtrain.data import Loader
 from jaxtrain.run import loop
 from jaxtrain.run.session import Session
-from jaxtrain.step.batches import PlacedRows, numbered
+from jaxtrain.step.batches import PlacedRows, row_numbers
 
 BATCHES, STEPS = 10, 40
 
@@ -141,7 +141,7 @@ def next_batches(session: Session, count: int) -> list[Pieces]:
     session.loader.close()
     shardings = session.assembly.batch_shardings(session.mesh)
     placed = PlacedRows(session.dataset, shardings, e.microbatches)
-    session.loader = Loader(placed, numbered(e.batch), lambda batch: batch, start=session.start)
+    session.loader = Loader(placed, row_numbers(e.batch), lambda batch: batch, start=session.start)
     return found
 
 

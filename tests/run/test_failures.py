@@ -245,7 +245,7 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
         return [text, "no room" if fails == 1 and len(asked) == 4 else ""]
 
     monkeypatch.setattr(RunDirectory, "written_again", refuse)
-    monkeypatch.setattr(exchange, "gathered", gathered)
+    monkeypatch.setattr(exchange, "all_gather_text", gathered)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     stream = io.StringIO()
     policy = jaxtrain.SavePolicy(every=2)

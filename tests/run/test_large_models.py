@@ -14,7 +14,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import DecoderConfig
-from jaxtrain.run.check import weighed
+from jaxtrain.run.check import check_anywhere
 
 ROOT = Path(__file__).parents[2]
 GPT3 = ("gpt3_175b", "v5p_512_stage8")
@@ -64,7 +64,7 @@ def test_it_is_cut_for_its_mesh_without_device_or_data(
     name: str, mesh: str, split: int, slots: int
 ) -> None:
     """`split`: into how many parts the parameters are; 4 bytes each, and 8 for Adam's moments."""
-    report = weighed(*files(name, mesh))
+    report = check_anywhere(*files(name, mesh))
     model, layout = report.assembly.experiment.model, report.assembly.pipeline.layout
     assert report.parameters == parameters_of_gpt(model)
     assert layout.positions * layout.depth == slots == model.layers + layout.padding
@@ -109,5 +109,5 @@ def test_the_compiler_says_whether_it_fits(name: str, mesh: str, fits: bool) -> 
     assert done.returncode in (0, 1), done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["fits"] is fits
-    state = weighed(experiment, machine).bytes_per_device
+    state = check_anywhere(experiment, machine).bytes_per_device
     assert found["bytes_per_device"]["peak"] > state["total"]

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.data import BatchRamp, BigramChain
-from jaxtrain.step.batches import PlacedRows, fields_of, numbered
+from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 
 SEQ, ROWS = 4, 8
 
@@ -96,7 +96,7 @@ def test_a_process_reads_only_the_rows_its_devices_hold(
 
 
 def test_ramped_batches_number_their_rows_without_a_gap() -> None:
-    rows = numbered(BatchRamp(start=2, end=6, increment=2, steps=3))
+    rows = row_numbers(BatchRamp(start=2, end=6, increment=2, steps=3))
     sizes = [2, 2, 2, 4, 4, 4, 6, 6, 6, 6]
     assert [len(rows(step)) for step in range(10)] == sizes
     assert np.array_equal(np.concatenate([rows(s) for s in range(10)]), np.arange(sum(sizes)))

@@ -24,9 +24,9 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.compression.residuals import (
     compressed_parts,
     no_residuals,
-    redistributed,
+    redistribute,
     residual_splits,
-    trusted,
+    usable_codec_state,
 )
 from jaxtrain.compression.sums import Choice, CompressedSums, GuardReader, choose
 from jaxtrain.mesh.sharding import Leaf, partition_spec
@@ -220,7 +220,7 @@ def test_step_n_selects_step_n_plus_two_whether_resumed_or_not(resume: int) -> N
 def test_errors_of_a_distrusted_codec_are_not_added(tripped: int) -> None:
     """Its factors are nobody's gradients and stay."""
     residuals = {"errors": {"a": jnp.ones((2, 3))}, "factors": {"a": jnp.ones(4)}}
-    found = trusted({**residuals, "tripped": jnp.int32(tripped)})
+    found = usable_codec_state({**residuals, "tripped": jnp.int32(tripped)})
     assert found.keys() == residuals.keys()
     np.testing.assert_array_equal(found["errors"]["a"], np.full((2, 3), float(tripped < 0)))
     np.testing.assert_array_equal(found["factors"]["a"], np.ones(4))
@@ -423,7 +423,7 @@ def test_factors_of_another_shape_begin_again() -> None:
     new = {"factors": {"a": jnp.zeros((2, 1, 3, 2)), "b": jnp.zeros((1, 1, 3, 2))}}
     old = {"factors": {"a": jnp.ones((4, 1, 3, 2)), "b": jnp.ones((1, 1, 3, 2))}}
     first = jax.tree.map(lambda x: x + 7, new)
-    found = redistributed(old, new, first)["factors"]
+    found = redistribute(old, new, first)["factors"]
     np.testing.assert_array_equal(found["a"], first["factors"]["a"])
     np.testing.assert_array_equal(found["b"], old["factors"]["b"])
 

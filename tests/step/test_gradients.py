@@ -18,7 +18,12 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
-from jaxtrain.compression.residuals import carried, compressed_parts, no_residuals, residual_splits
+from jaxtrain.compression.residuals import (
+    codec_state,
+    compressed_parts,
+    no_residuals,
+    residual_splits,
+)
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
 from jaxtrain.nn.loss import LossSums
@@ -26,11 +31,11 @@ from jaxtrain.step import gradients
 from jaxtrain.step.gradients import (
     Reduction,
     accumulate,
-    accumulated,
-    explicit,
-    gspmd,
+    explicit_gradients,
+    gather_updated_params,
+    gspmd_gradients,
+    microbatch_sums,
     squared_norm,
-    updated,
 )
 
 KEY = jax.random.key(0)
@@ -69,7 +74,7 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
     params, batch = problem(RAGGED[name])
-    found = gspmd(loss, constrain=lambda g: g)(
+    found = gspmd_gradients(loss, constrain=lambda g: g)(
         params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0), {}
     )
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -88,7 +93,7 @@ def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
 def test_residuals_are_paid_back_in_means_of_the_step() -> None:
     """They are of a mean gradient: a step of any weight and loss scale adds that much more."""
     params, batch = problem(RAGGED["ragged"])
-    step = gspmd(loss, constrain=lambda g: g)
+    step = gspmd_gradients(loss, constrain=lambda g: g)
     arguments = (params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(4.0))
     errors = {"w": jnp.full((1, 3, 4), 0.5), "v": jnp.full((1, 4), -2.0)}
     plain, paid = (step(*arguments, residuals) for residuals in ({}, {"errors": errors}))
@@ -113,16 +118,16 @@ def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None
     residuals = no_residuals(reducer, parts, 0)
     splits = residual_splits(residuals, parts)
     specs = jax.tree.map(lambda _, d: partition_spec(d), residuals, splits)
-    step = explicit(
-        accumulated(lambda *a: (loss(*a[:1], {"seen": 0}, *a[2:])[0], {}), reduction, dict),
+    step = explicit_gradients(
+        microbatch_sums(lambda *a: (loss(*a[:1], {"seen": 0}, *a[2:])[0], {}), reduction, dict),
         mesh=Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,)),
         reduction=reduction,
         batch_specs={k: PartitionSpec(None, "data") for k in batch},
         compressed=CompressedSums(reducer, parts, Choice(reducer.codec)),
-        residual_specs=carried(specs),
+        residual_specs=codec_state(specs),
     )
-    found = jax.jit(step)(params, {}, batch, KEY, jnp.float32(scale), carried(residuals))
-    exact = gspmd(loss, constrain=lambda g: g)(
+    found = jax.jit(step)(params, {}, batch, KEY, jnp.float32(scale), codec_state(residuals))
+    exact = gspmd_gradients(loss, constrain=lambda g: g)(
         params, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(scale), {}
     )
     count = RAGGED["ragged"].sum()
@@ -146,7 +151,8 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     low = {"w": params["w"].astype(jnp.bfloat16), "v": params["v"]}
     args = (low, {"seen": jnp.int32(0), "n": jnp.float32(0)}, batch, KEY)
     one, eight = (
-        gspmd(half, constrain=lambda g: g)(*args, jnp.float32(scale), {}) for scale in (1.0, 8.0)
+        gspmd_gradients(half, constrain=lambda g: g)(*args, jnp.float32(scale), {})
+        for scale in (1.0, 8.0)
     )
     assert {g.dtype for g in one.grads.values()} == {jnp.dtype(jnp.float32)}
     for leaf in one.grads:
@@ -154,7 +160,7 @@ def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:
     np.testing.assert_array_equal(eight.sums.loss, one.sums.loss)
     for number in range(3):
         keys.append(float(jax.random.normal(jax.random.fold_in(KEY, number), ())))
-    plain = gspmd(loss, constrain=lambda g: g)(
+    plain = gspmd_gradients(loss, constrain=lambda g: g)(
         low, {"seen": jnp.int32(0)}, batch, KEY, jnp.float32(1.0), {}
     )
     drift = np.asarray(one.grads["v"] - plain.grads["v"])
@@ -167,7 +173,7 @@ def test_one_microbatch_needs_no_loop() -> None:
     def run(params: Any) -> Any:
         return accumulate(
             loss, params, {"seen": 0}, batch, key=KEY, scale=jnp.float32(1),
-            settle=lambda g: g, types=lambda x: x,
+            reduce_microbatch=lambda g: g, types=lambda x: x,
         )  # fmt: skip
 
     assert "scan" not in str(jax.make_jaxpr(run)(params))
@@ -232,13 +238,13 @@ def test_reductions_give_the_dense_sum_in_the_optimizers_split(
 ) -> None:
     reduction = Reduction(PLACES, SIZES, sharded, reducer=reducer, small_leaf=bucket)
     # `gather`'s adjoint has already scattered what rests split, when that is per microbatch.
-    pairs = {k: contributions(reduction.begins(p), p.shape, k) for k, p in PLACES.items()}
+    pairs = {k: contributions(reduction.gradient_split(p), p.shape, k) for k, p in PLACES.items()}
     mesh = eight_devices()
     spread = PartitionSpec(tuple(SIZES))
 
     def on_device(local: Any) -> Any:
         mine = {k: v[0] for k, v in local.items()}
-        return reduction.finish(reduction.settle(mine))
+        return reduction.reduce_step(reduction.reduce_microbatch(mine))
 
     run = jax.shard_map(
         on_device,
@@ -259,7 +265,7 @@ def test_small_leaves_travel_together(bucket: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gradients, "gradient_sum", lambda name, x, *by: called.append(name) or x)
     places = {k: PLACES["small"] for k in ("a", "b", "c")}
     grads = {k: jnp.full(S, float(i)) for i, k in enumerate(places)}
-    out = Reduction(places, SIZES, True, small_leaf=12 if bucket else 0).finish(grads)
+    out = Reduction(places, SIZES, True, small_leaf=12 if bucket else 0).reduce_step(grads)
     assert called == (["small gradients"] if bucket else ["gradients"] * 3)
     for name, g in grads.items():
         np.testing.assert_array_equal(out[name], g)
@@ -281,10 +287,10 @@ def test_a_layers_leaves_are_summed_once(small_leaf: int, monkeypatch: pytest.Mo
     }
     reduction = Reduction(places, SIZES, True, small_leaf=small_leaf, layers=True)
     layer = {k.removeprefix("p."): jnp.zeros(3) for k in places}
-    assert reduction.sum_layer(layer, "p.").keys() == layer.keys()
+    assert reduction.all_reduce_layer(layer, "p.").keys() == layer.keys()
     assert called == (["layer gradients"] if small_leaf else ["layer gradients"] * 2)
     called.clear()
-    assert reduction.summed({k: jnp.zeros(3) for k in places}).keys() == places.keys()
+    assert reduction.all_reduce({k: jnp.zeros(3) for k in places}).keys() == places.keys()
     assert len(called) == 2 and "layer gradients" not in called
 
 
@@ -296,7 +302,7 @@ def test_updated_parameters_are_gathered_to_be_as_they_rest(small_leaf: int) -> 
         k: jax.device_put(x, named_sharding(mesh, PLACES[k].optimizer)) for k, x in dense.items()
     }
     reduction = Reduction(PLACES, SIZES, True, Ring(), small_leaf=small_leaf)
-    found = jax.jit(lambda x: updated(x, mesh=mesh, reduction=reduction))(shards)
+    found = jax.jit(lambda x: gather_updated_params(x, mesh=mesh, reduction=reduction))(shards)
     for name, x in dense.items():
         np.testing.assert_array_equal(found[name], x)
         wanted = named_sharding(mesh, PLACES[name].params)
@@ -313,13 +319,13 @@ def test_collectives_do_not_grow_with_the_number_of_small_leaves(count: int) -> 
     specs = {k: partition_spec(p.optimizer) for k, p in places.items()}
 
     def on_device(grads: Any) -> Any:
-        return reduction.finish(
-            reduction.settle({k: vary(g, tuple(SIZES)) for k, g in grads.items()})
+        return reduction.reduce_step(
+            reduction.reduce_microbatch({k: vary(g, tuple(SIZES)) for k, g in grads.items()})
         )
 
     def step(grads: Any) -> Any:
         run = jax.shard_map(on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-        return updated(run(grads), mesh=mesh, reduction=reduction)
+        return gather_updated_params(run(grads), mesh=mesh, reduction=reduction)
 
     program = str(jax.make_jaxpr(step)(arrays))
     # The small leaves in one, the large one in another.

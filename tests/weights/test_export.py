@@ -21,7 +21,7 @@ from jaxtrain.experiment import config_of, load_experiment
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
-from jaxtrain.step.layer_order import in_order
+from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.weights.loading import load, static_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,10 @@ def test_a_run_its_session_and_its_folder_go_on_alike(
     averages = load(tmp_path / "run").params
     last = load(tmp_path / "run", averaged=False).params
     assembly, state = result.session.assembly, result.session.state
-    ema, params = in_order(assembly, state.ema), in_order(assembly, state.params)
+    ema, params = (
+        params_in_natural_order(assembly, state.ema),
+        params_in_natural_order(assembly, state.params),
+    )
     for name in last:
         np.testing.assert_array_equal(averages[name], ema[name])
         np.testing.assert_array_equal(last[name], params[name])

@@ -17,21 +17,21 @@ import pytest
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.certificate.certify import difference
-from jaxtrain.certificate.layouts import Layout, arranged
+from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.planner.assembled import unpredicted
+from jaxtrain.planner.assembled import why_not_predicted
 from jaxtrain.planner.contract import contract
 from jaxtrain.run.session import _first_state
 from jaxtrain.step.assembly import active_mesh, assemble
-from jaxtrain.step.layer_order import AtRest, in_order
+from jaxtrain.step.layer_order import AtRest, params_in_natural_order
 from jaxtrain.step.state import TrainState, shardings
 from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.stablehlo import lowered_collectives
-from jaxtrain.weights.generate import continued
+from jaxtrain.weights.generate import sample_ids
 from jaxtrain.weights.huggingface import write_folder
 from jaxtrain.weights.loading import load, static_of
 from jaxtrain.weights.start import settled_start
@@ -142,7 +142,10 @@ def test_a_start_from_a_run_is_that_run_to_the_bit_on_every_mesh(
     ):
         for axes in meshes:
             order, state = first_state(of(decoder, FineTuning(start), ema_decay=0.9), **axes)
-            assert bits(in_order(order.assembly, state.params)) == bits(expected), (start, axes)
+            assert bits(params_in_natural_order(order.assembly, state.params)) == bits(expected), (
+                start,
+                axes,
+            )
             assert bits(state.ema) == bits(state.params) and int(state.step) == 0
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
 
@@ -161,7 +164,7 @@ def test_a_start_from_a_folder_is_what_was_written_on_every_mesh(
         precision = jaxtrain.optim.Precision(params=jnp.bfloat16) if axes == CUBE else jaxtrain.fp32
         given = of(decoder, start, model=wider, precision=precision)
         order, state = first_state(given, **axes)
-        found = in_order(order.assembly, state.params)
+        found = params_in_natural_order(order.assembly, state.params)
         assert found.keys() - source.params.keys() == ADAPTERS
         for name, leaf in source.params.items():
             rows = slice(len(leaf)) if name in ("embedding", "head") else slice(None)
@@ -408,13 +411,13 @@ def test_what_a_step_with_frozen_leaves_sends_is_predicted(
         vocab=16, embed=16, layers=6, period=(BLOCK,), prefix=ends, suffix=ends, vocab_multiple=32
     )
     data = jaxtrain.data.BigramChain(16, 8, isolate_documents=True)
-    given = arranged(of(decoder, SENT[name], model=model, data=data, batch=16), layout)
+    given = experiment_on(of(decoder, SENT[name], model=model, data=data, batch=16), layout)
     try:
         assembly = assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes)))
     except ValueError as error:
         assert ends == () and ("names none" in str(error) or "behind the pipeline" in str(error))
         return
-    assert unpredicted(assembly) is None
+    assert why_not_predicted(assembly) is None
     mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     lowered = trace_step(assembly, mesh, where).lower()
@@ -504,7 +507,7 @@ def test_adapters_alone_are_trained_and_merge_into_their_matrices(
         (static_of(out.config), out.params),
     ):
         options = dict(tokens=8, temperature=0.0)
-        said.append(continued(form, out.config, jaxtrain.fp32, params, [3, 1, 4], **options))
+        said.append(sample_ids(form, out.config, jaxtrain.fp32, params, [3, 1, 4], **options))
     assert said[0] == said[1]
     found = out.params
     assert found.keys() == source.params.keys()
@@ -525,7 +528,7 @@ def test_a_run_begins_from_another_with_adapters_beside_it(
     tuning = FineTuning(FromRun(tmp_path / "source"), lora=QUERIES, trainable=("norm.scale",))
     order, state = first_state(of(decoder, tuning), **STAGES)
     assert order.assembly.places.keys() - order.assembly.frozen == ADAPTERS | {"norm.scale"}
-    found = in_order(order.assembly, state.params)
+    found = params_in_natural_order(order.assembly, state.params)
     assert bits({k: found[k] for k in source.params}) == bits(source.params)
     a = np.asarray(found["period.0.mlp.down_lora_a"])
     other = first_state(of(decoder, tuning, seed=9))[1].params["period.0.mlp.down_lora_a"]

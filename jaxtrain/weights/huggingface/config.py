@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text
 from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
@@ -67,7 +67,7 @@ def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
     if not path.parent.is_dir():
         return None, {}, [f"there is no directory {path.parent}"]
     try:
-        raw = parsed(read_text(file_of(path.parent, path.name)))
+        raw = parse_json(read_text(file_of(path.parent, path.name)))
     except (OSError, ValueError) as error:
         return None, {}, [f"it cannot be read: {error}"]
     if not isinstance(raw, dict):
@@ -96,7 +96,7 @@ def _refusal(path: Path, problems: list[str]) -> ValueError:
     return ValueError("\n- ".join([f"{path} is not a model that can be read here:", *problems]))
 
 
-def expressed(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
+def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     """A family and the fields with which its config.json says exactly this model.
 
     It says it where reading the fields gives the model back, initialisation, dropout and padding

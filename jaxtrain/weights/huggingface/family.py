@@ -62,7 +62,7 @@ class Family:
     defaults: Mapping[str, Any]
     read: Callable[[Fields], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
-    """The fields that come nearest to a config; `config.expressed` tells what they miss."""
+    """The fields that come nearest to a config; `config.family_and_fields` tells what they miss."""
     others: tuple[Tensor, ...] = ()
 
     def name_of(self, leaf: str) -> str:
@@ -78,7 +78,7 @@ def activation_name(activation: Activation) -> str:
 Blocks = tuple[BlockConfig, ...]
 
 
-def folded(blocks: Blocks) -> tuple[Blocks, Blocks]:
+def find_period(blocks: Blocks) -> tuple[Blocks, Blocks]:
     """`prefix` and `period` of a DecoderConfig with these layers, as few blocks as will do."""
     layers = len(blocks)
     for built in range(1, layers + 1):

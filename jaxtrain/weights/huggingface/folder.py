@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.json_text import parsed
+from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text
 
 SINGLE = "model.safetensors"
@@ -87,7 +87,7 @@ class Folder:
             hint = f"; {', '.join(pickled)} is pickled: save it as safetensors" if pickled else ""
             raise ValueError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
         try:
-            found = parsed(read_text(file_of(self.path, INDEX)))["weight_map"]
+            found = parse_json(read_text(file_of(self.path, INDEX)))["weight_map"]
             return {str(name): str(file) for name, file in found.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no weight_map of tensors to files: {error!r}") from error

@@ -100,10 +100,10 @@ def _stored(
         pieces.append(Piece(path, at, shape, offset))
         offset += shape[-1]
     whole = (*pieces[0].shape[:-1], offset)
-    shape = turned(whole) if rule.transposed else whole
+    shape = transpose_last(whole) if rule.transposed else whole
     return Stored(name, shape, rule.transposed, tuple(pieces))
 
 
-def turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
+def transpose_last(dims: tuple[Any, ...]) -> tuple[Any, ...]:
     """The last two exchanged."""
     return (*dims[:-2], dims[-1], dims[-2])

@@ -17,7 +17,7 @@ from jaxtrain.weights.huggingface.family import (
     Family,
     Tensor,
     activation_name,
-    folded,
+    find_period,
 )
 from jaxtrain.weights.huggingface.fields import Fields
 from jaxtrain.weights.huggingface.rope import read_rope, write_rope
@@ -94,7 +94,7 @@ def read_llama(fields: Fields, kind: str) -> DecoderConfig:
         BlockConfig(replace(attention, window=window), mlp, norm=norm)
         for window in _windows(fields, kind, layers)
     )
-    prefix, period = folded(blocks)
+    prefix, period = find_period(blocks)
     return DecoderConfig(
         vocab=fields.count("vocab_size"),
         embed=embed,

@@ -24,7 +24,7 @@ from jaxtrain.weights.huggingface.layout import (
     Stored,
     leaf_shapes,
     stored_tensors,
-    turned,
+    transpose_last,
 )
 
 Template = Mapping[str, jax.ShapeDtypeStruct]
@@ -209,4 +209,4 @@ class _Reader:
             where = (*index, *(slice(0, b - a) for a, b in part))
             a, b = part.pop()
             theirs = (*part, (a + piece.offset, b + piece.offset))
-            yield tensor, where, turned(theirs) if tensor.transposed else theirs
+            yield tensor, where, transpose_last(theirs) if tensor.transposed else theirs

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxtrain.checkpoint.exchange import together
+from jaxtrain.checkpoint.exchange import share_failure
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.models.decoder import DecoderConfig
@@ -57,7 +57,7 @@ def write_folder(
             behind: process 0 could not write, or a weight is beyond float16.
     """
     folder = local_path("folder", folder)
-    family, fields = config_file.expressed(config)
+    family, fields = config_file.family_and_fields(config)
     leaves = leaf_shapes(config)
     tensors = stored_tensors(config, family.tensors, leaves)
     if problems := _problems(params, leaves, dtype):
@@ -85,7 +85,7 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
     def refuse() -> None:
         problems = _dtype_problems([dtype])
         try:
-            config_file.expressed(config)
+            config_file.family_and_fields(config)
         except ValueError as error:
             problems.append(str(error))
         if jax.process_index() == 0:
@@ -93,7 +93,7 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
         if problems:
             raise ValueError("\n".join(problems))
 
-    together(refuse)
+    share_failure(refuse)
 
 
 def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> list[str]:

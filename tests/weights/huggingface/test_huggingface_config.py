@@ -17,7 +17,7 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn import LayerNorm, Llama3Scaling, RMSNorm, Rope
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.weights.huggingface import read_config
-from jaxtrain.weights.huggingface.config import expressed
+from jaxtrain.weights.huggingface.config import family_and_fields
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 
@@ -204,7 +204,7 @@ def test_mixtral_as_published_and_as_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     kind, config = MODELS[name]
-    family, fields = expressed(config)
+    family, fields = family_and_fields(config)
     assert family.model_type == fields["model_type"] == kind
     assert same(read_config(folder(tmp_path, fields)), config)
 
@@ -304,7 +304,7 @@ def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way(
 ) -> None:
     assert config.violations() == []
     with pytest.raises(ValueError, match="no family of llama, mistral") as error:
-        expressed(config)
+        family_and_fields(config)
     assert said in str(error.value)
     assert str(error.value).count("\n- ") == 1, "in the nearest family only this is in the way"
 
@@ -313,4 +313,4 @@ def test_what_changes_no_logits_is_in_nobodys_way() -> None:
     changed = replace(LLAMA, dropout=0.1, chunk_tokens=7, vocab_multiple=128)
     changed = replace(changed, period=(replace(LLAMA.period[0], dropout=0.3),))
     changed = replace(changed, init=Initialisation(std=0.5))
-    assert expressed(changed)[1] == expressed(LLAMA)[1]
+    assert family_and_fields(changed)[1] == family_and_fields(LLAMA)[1]

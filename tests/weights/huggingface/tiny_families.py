@@ -27,7 +27,7 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.mesh.sharding import named_sharding, place
 from jaxtrain.models import gelu_exact, gelu_tanh
 from jaxtrain.nn import LayerNorm, LinearScaling, Llama3Scaling, RMSNorm, Rope
-from jaxtrain.nn.module import Split, build, take_apart
+from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
 NORM = RMSNorm(eps=1e-6)
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=4)
@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[str, DecoderConfig]] = {
 """Name -> the model_type it is written as, and the model."""
 
 
-def abstract(config: DecoderConfig) -> Split:
+def abstract(config: DecoderConfig) -> ModuleSplit:
     return take_apart(nnx.eval_shape(lambda: build(config.build, jax.random.key(0))))
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-class Shielded:
+class Uninterrupted:
     """Runs calls one after the other in a thread of its own.
 
     A KeyboardInterrupt strikes in the main thread, and so ends the wait for a call and never the
@@ -15,7 +15,7 @@ class Shielded:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shielded")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="uninterrupted")
 
     def __call__(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """What `act(*arguments)` returns or raises. Interrupted, it goes on behind the caller."""
