@@ -7,8 +7,22 @@ Names are imported when they are first used: `import jaxtrain` does not import J
 counts and platforms can still be set. Those that `__init__.pyi` lists are public.
 """
 
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now. Raises AttributeError saying where it is, or what is near it."""
+    try:
+        return _listed(name)
+    except AttributeError as error:
+        if name.startswith("_"):
+            raise
+        from jaxtrain.mesh.library import where_is
+
+        raise AttributeError(f"jaxtrain has no {name}{where_is(name, __all__)}") from error

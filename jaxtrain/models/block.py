@@ -351,10 +351,11 @@ def describe_block(config: BlockConfig, embed: int) -> BlockDescription:
     into = {"query": wide, "key": narrow, "value": narrow}
     columns = ColumnParallel(tuple(Weight(f"attention.{k}", embed, n) for k, n in into.items()))
     biases = tuple(f"attention.{k}_bias" for k in into) if a.qkv_bias else ()
+    norms = () if a.qk_norm is None else ("attention.query_norm.", "attention.key_norm.")
     attention = (
         Elementwise(("attention_norm.",)),
         columns,
-        Elementwise((*biases, "attention.query_norm.", "attention.key_norm.")),
+        Elementwise((*biases, *norms)),
         AttentionCall(a.heads, a.key_heads, size, True, a.window, a.softcap),
         RowParallel(Weight("attention.out", wide, embed)),
         *([Bias(("attention.out_bias",))] if a.out_bias else []),

@@ -88,7 +88,7 @@ class DecoderConfig(DecoderFields):
             before=before,
             after=after,
             tables=("embedding", *positions, *(() if self.tied else ("head",))),
-            entering=("embedding", *positions, "prefix."),
+            entering=positions,
             fields={name: ("seq",) for name in ("tokens", "targets", "weights")},
             positions=self.learned_positions,
             can=ABILITIES,

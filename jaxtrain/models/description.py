@@ -8,8 +8,9 @@ model is tested by its compiled program (`jaxtrain compile`, the contract).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
 
@@ -116,10 +117,22 @@ class Residual:
 Block = tuple[Operation | Residual, ...]
 
 
+def named_by(leaf: str, names: Iterable[str]) -> bool:
+    """Whether a leaf is one of `names`, or below one of them that ends with a dot."""
+    return any(leaf == name or (name.endswith(".") and leaf.startswith(name)) for name in names)
+
+
 def operations(block: Block) -> Iterator[Operation]:
     """Those of a block, in their order."""
     for step in block:
         yield from step.branch if isinstance(step, Residual) else (step,)
+
+
+def matrices(operation: Operation) -> tuple[Weight, ...]:
+    """All that an operation multiplies by; of experts the router and one expert's."""
+    if isinstance(operation, ExpertCall):
+        return (operation.router, *operation.weights)
+    return operation.weights if isinstance(operation, ColumnParallel | RowParallel) else ()
 
 
 def products(block: Block) -> Iterator[Weight]:
@@ -150,12 +163,14 @@ class ModelDescription:
     `periods` times; their leaves are `period.0.<leaf in the block>` and so on, stacked on dim 0.
     before, after: blocks beside the stack, by the path that begins their leaves' names.
     head: how it ends. lookups: tables that are split over the vocabulary, read by
-    `Communicator.embed`, each once. tables: all leaves that are gathered each by itself, the head
-    and the lookups among them. entering: beginnings of the names of all that is read before the
-    stack; what is neither there nor in the stack is read behind it. entry: what is done to what
-    was looked up before the first block, such as a norm.
+    `Communicator.embed`, each once, and added up. tables: all leaves that are gathered each by
+    itself, the head and the lookups among them. entering: what else is read before the stack, by
+    names, or beginnings of names that end with a dot; what is neither there nor in the stack is
+    read behind it. entry: what is done to what was looked up before the first block, such as a
+    norm.
     fields: what a batch must hold, with the logical axes of a row; the first has one element for
-    each token of the residual stream. positions: the longest sequence that there are positions
+    each token of the residual stream, ("seq",). One called `weights` is made of ones where rows
+    have none. positions: the longest sequence that there are positions
     for, None for any.
     sums: names of what `loss` adds up beside the loss, weighted like it, such as "accuracy".
     can: of ABILITIES: run in explicit mode, on stages, with LoRA's adapters, and generate, for
@@ -166,13 +181,13 @@ class ModelDescription:
     period: tuple[Block, ...]
     periods: int
     head: Head
+    fields: Mapping[str, tuple[str | None, ...]]
     before: Mapping[str, Block] = field(default_factory=dict)
     after: Mapping[str, Block] = field(default_factory=dict)
     lookups: tuple[str, ...] = ("embedding",)
     tables: tuple[str, ...] = ()
     entering: tuple[str, ...] = ()
     entry: tuple[Operation, ...] = ()
-    fields: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     positions: int | None = None
     sums: tuple[str, ...] = ()
     can: frozenset[str] = frozenset({"explicit", "pipeline", "adapters"})
@@ -209,14 +224,12 @@ class ModelDescription:
 
     def enters(self, leaf: str) -> bool:
         """Whether a leaf is read before the stack."""
-        return leaf.startswith(self.entering)
+        return named_by(leaf, (*self.entering_alone, *self.before))
 
     @property
     def entering_alone(self) -> tuple[str, ...]:
-        """`entering` without the blocks there."""
-        return tuple(
-            name for name in self.entering if not any(b.startswith(name) for b in self.before)
-        )
+        """What is read before the stack, without the blocks there."""
+        return (*self.lookups, *self.entering)
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -229,13 +242,22 @@ class ModelDescription:
         """Matmul FLOPs of a forward pass over `sequences` sequences; the padded rows of the
         vocabulary are not counted, nor is a look-up; of experts those that a token goes through.
         documents: as for `forward_flops`."""
-        matmuls, attention = [Matmul(self.head.leaf, self.embed, self.head.vocab)], []
-        for each in (op for block in self.layers for op in operations(block)):
-            if isinstance(each, ColumnParallel | RowParallel):
-                matmuls += [Matmul(w.leaf, w.rows, w.columns) for w in each.weights]
-            elif isinstance(each, ExpertCall):
-                matmuls += [Matmul(each.router.leaf, each.router.rows, each.router.columns)]
-                matmuls += [Matmul(w.leaf, w.rows, w.columns, each.per_token) for w in each.weights]
-            elif isinstance(each, AttentionCall):
-                attention.append(each.flops)
+        matmuls, calls = [Matmul(self.head.leaf, self.embed, self.head.vocab)], Counter()
+        for block, count in self._counted:
+            for each in operations(block):
+                if isinstance(each, ColumnParallel | RowParallel):
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in each.weights]
+                elif isinstance(each, ExpertCall):
+                    r, met = each.router, count * each.per_token
+                    matmuls += [Matmul(r.leaf, r.rows, r.columns, count)]
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, met) for w in each.weights]
+                elif isinstance(each, AttentionCall):
+                    calls[each.flops] += count
+        attention = [replace(call, count=count) for call, count in calls.items()]
         return forward_flops(matmuls, attention, seq=seq, sequences=sequences, documents=documents)
+
+    @property
+    def _counted(self) -> list[tuple[Block, int]]:
+        """Blocks, and how many layers are alike."""
+        outside = [(block, 1) for block in (*self.before.values(), *self.after.values())]
+        return [*outside, *((block, self.periods) for block in self.period)]

@@ -131,7 +131,13 @@ class Tables:
     beside: tuple[str, ...] = ()
 
     def stack(self, sums: LossSums) -> jax.Array:
-        """[loss, count, those beside in the order of `beside`]."""
+        """[loss, count, those beside in the order of `beside`]. Raises ValueError where others are
+        there."""
+        if set(sums.beside) != set(self.beside):
+            raise ValueError(
+                f"model.describe() says sums={self.beside}, and the loss returned "
+                f"{tuple(sorted(sums.beside))} beside it; name the same in both"
+            )
         return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.beside)])
 
     @property

@@ -191,11 +191,13 @@ def made_again(values: Sequence[Value], read: Iterable[int], remat: str) -> set[
     return found
 
 
-def needed_for_kept(block: Block, remat: str, *, split: bool = False) -> frozenset[int]:
-    """Numbers of the values of a block that make what its backward pass finds kept: where its
-    output is not used, what comes after them is not computed. split: the inputs of products are
+def needed_for_kept(
+    blocks: tuple[Block, ...], remat: str, *, split: bool = False
+) -> frozenset[int]:
+    """Numbers of the values of a body of blocks that make what its backward pass finds kept: where
+    its output is not used, what comes after them is not computed. split: the inputs of products are
     kept for W, as they lie before they are gathered."""
-    values = chain((block,))
+    values = chain(blocks)
     read = {n for i, value in enumerate(values) for n in reads(i, value)}
     if remat == "none":
         left = list(read)

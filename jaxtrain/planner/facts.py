@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxtrain.models.description import ModelDescription
+from jaxtrain.models.description import ModelDescription, named_by
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
@@ -151,7 +151,5 @@ class StepFacts:
     pipeline: PipelineFacts | None = None
 
     def trains(self, *prefixes: str) -> bool:
-        """Whether any leaf is trained whose path begins so."""
-        if not prefixes:
-            return False
-        return any(leaf.trained and k.startswith(prefixes) for k, leaf in self.leaves.items())
+        """Whether any leaf is trained that these name (`models.description.named_by`)."""
+        return any(leaf.trained and named_by(k, prefixes) for k, leaf in self.leaves.items())

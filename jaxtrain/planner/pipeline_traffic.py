@@ -41,7 +41,7 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Of all microbatches, from the embedding to the gradients as the optimizer takes them, before
     the sums over the axes on which a leaf is whole."""
     microbatch = [*_entering(facts, p), *_leaving(facts, p)]
-    exits = facts.trains(*facts.model.entering)
+    exits = facts.trains(*facts.model.entering_alone, *facts.model.before)
     if exits:
         microbatch += _exiting(facts, p)
     yield from times(microbatch, facts.microbatches)
@@ -102,7 +102,7 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     if before:
         *whole, last = before.values()
         yield from _rerun(facts, wide, whole)
-        yield from _rerun_to_kept(facts, wide, last)
+        yield from _rerun_to_kept(facts, wide, (last,))
     for path in before:
         yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
     yield from tokens.embedding_lookup_backward(facts, wide)
@@ -134,7 +134,7 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
         yield from _rerun(facts, axes, period * whole)
         if part:
             split = p.weight > 0
-            yield from _rerun_to_kept(facts, axes, period[-1], before=period[:-1], split=split)
+            yield from _rerun_to_kept(facts, axes, period, split=split)
         turns = whole + part * _needs_weights(facts, p)
         yield from _weight_gathers(facts, p, "weights of a layer, again for B", turns)
     again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
@@ -164,7 +164,7 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     are for what it keeps, or are kept themselves, or come in a loop for the turn after."""
     loop = facts.loop
     ahead = loop.prefetch and not loop.unroll and p.depth > 2
-    needed = needed_for_kept(facts.model.period[-1], facts.loop.remat, split=p.weight > 0)
+    needed = needed_for_kept(facts.model.period, facts.loop.remat, split=p.weight > 0)
     return bool(needed) or not loop.reshard or ahead
 
 
@@ -180,18 +180,13 @@ def _rerun(facts: StepFacts, axes: tuple[str, ...], blocks: Sequence[Block]) -> 
 def _rerun_to_kept(
     facts: StepFacts,
     axes: tuple[str, ...],
-    block: Block,
+    blocks: tuple[Block, ...],
     *,
-    before: Sequence[Block] = (),
     split: bool = False,
 ) -> Iterator[Sent]:
-    """A block forward again as far as what its backward pass finds kept; if that is nothing, nor
-    are those `before` it in its turn of the stack."""
-    needed = needed_for_kept(block, facts.loop.remat, split=split)
-    if not needed:
-        return
-    yield from _rerun(facts, axes, before)
-    kinds = [chain((block,))[number].kind for number in needed]
+    """A body of blocks forward again as far as what its backward pass finds kept."""
+    needed = needed_for_kept(blocks, facts.loop.remat, split=split)
+    kinds = [chain(blocks)[number].kind for number in needed]
     yield from tokens.token_gathers(facts, "columns, again for B", axes, kinds.count("gather"))
     yield from tokens.token_scatters(facts, "rows, again for B", axes, kinds.count("scatter"))
 

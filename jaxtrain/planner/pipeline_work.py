@@ -114,16 +114,16 @@ def _all(flops: FlopFacts, block: Block) -> int:
 def _rerun(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> float:
     """One chunk forward again in B, but for what of its last turn nobody needs."""
     whole, part = run_again(facts, p)
-    *before, last = facts.model.period
     turn = sum(_all(flops, block) for block in facts.model.period)
-    needed = _needed(flops, last, facts.loop.remat, split=p.weight > 0)
-    rest = needed + sum(_all(flops, block) for block in before) if needed else 0.0
+    rest = _needed(flops, facts.model.period, facts.loop.remat, split=p.weight > 0)
     return whole * turn + part * rest
 
 
-def _needed(flops: FlopFacts, block: Block, remat: str, *, split: bool = False) -> float:
-    """Of a block forward, as far as what its backward pass finds kept."""
-    values, needed = chain((block,)), needed_for_kept(block, remat, split=split)
+def _needed(
+    flops: FlopFacts, blocks: tuple[Block, ...], remat: str, *, split: bool = False
+) -> float:
+    """Of a body of blocks forward, as far as what its backward pass finds kept."""
+    values, needed = chain(blocks), needed_for_kept(blocks, remat, split=split)
     return sum(_of_value(flops, values[number]) for number in needed)
 
 
@@ -157,7 +157,7 @@ def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
     if facts.model.before:
         *whole, last = facts.model.before.values()
         again += sum(_all(flops, block) for block in whole)
-        again += _needed(flops, last, facts.loop.remat)
+        again += _needed(flops, (last,), facts.loop.remat)
     m = facts.microbatches
     return m * needed, m * again, m * remat
 

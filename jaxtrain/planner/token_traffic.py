@@ -41,9 +41,9 @@ def embedding_lookup(facts: StepFacts, axes: MeshAxes, why: str = "embedding") -
 
 
 def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
-    """The gradients of those tables that are trained."""
-    trained = sum(facts.trains(name) for name in facts.model.lookups)
-    yield from token_gathers(facts, "embedding, backward", axes, trained)
+    """The gradients of those tables that are trained: of one sum, whose gradient is one."""
+    trained = facts.trains(*facts.model.lookups)
+    yield from token_gathers(facts, "embedding, backward", axes, int(trained))
 
 
 def forward(facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block]) -> Iterator[Sent]:

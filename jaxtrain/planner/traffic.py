@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from jaxtrain.models.description import STACK
+from jaxtrain.models.description import STACK, named_by
 from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
@@ -46,7 +46,7 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
     for prefix in (*model.tables, *model.before, *model.after, STACK):
         stacked = prefix == STACK
         turns = model.periods if stacked else 1
-        leaves = {k: v for k, v in facts.leaves.items() if k.startswith(prefix)}
+        leaves = {k: v for k, v in facts.leaves.items() if named_by(k, (prefix,))}
         name = prefix.rstrip(".")
         found = gathers(facts, f"weights of {name}", leaves, layers=turns)
         yield from times(found, turns)

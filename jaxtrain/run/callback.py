@@ -92,9 +92,11 @@ class Running(Run):
 
     def asked(self, what: str) -> bool:
         """Whether it was asked for since this was called last."""
-        found = what in self._asked
-        self._asked.discard(what)
-        return found
+        try:  # in one operation: another may be asked for by a signal, between two
+            self._asked.remove(what)
+        except KeyError:
+            return False
+        return True
 
 
 class Callback:

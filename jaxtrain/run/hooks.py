@@ -3,6 +3,8 @@ compressed sums found), and how they and the user's are called."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,17 +27,39 @@ from jaxtrain.telemetry.progress import Progress
 def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:
     """The experiment's callbacks and those given to `train`, made where functions make them.
     Raises ValueError for what is none."""
+    if not isinstance(given, Sequence):
+        raise ValueError(f"callbacks={given!r}; give a list of them: callbacks=[...]")
     raise_violations(callback_violations("callbacks", tuple(given)))
     made = []
     for each in (*experiment.logging.callbacks, *given):
-        found = each if isinstance(each, Callback) else each()
+        found = each() if callable(each) and not isinstance(each, Callback) else each
         if not isinstance(found, Callback):
             raise ValueError(
                 f"the callback {each!r} gave {found!r}; use a value whose class inherits from "
                 "jaxtrain.Callback"
             )
         made.append(found)
+    raise_violations([said for each in made for said in _never_called(each)])
     return made
+
+
+def _never_called(callback: Callback) -> list[str]:
+    """Methods that a run does not call, though they are named as if it did, and those that it
+    could not call with what it gives."""
+    events = [name for name in vars(Callback) if not name.startswith("_")]
+    kind, found = type(callback).__name__, []
+    for name in dir(type(callback)):
+        if name in events:
+            given = inspect.signature(getattr(Callback, name)).parameters
+            try:
+                inspect.signature(getattr(callback, name)).bind(*[None] * (len(given) - 1))
+            except TypeError:
+                asked = ", ".join(given)
+                found.append(f"{kind}.{name} is called as {name}({asked}); take these arguments")
+        elif name.startswith("on_") or difflib.get_close_matches(name, events, n=1, cutoff=0.85):
+            calls = ", ".join(events)
+            found.append(f"{kind}.{name} is no call of a run, which makes {calls}; rename it")
+    return found
 
 
 class Hooks:

@@ -19,7 +19,7 @@ WEIGHTS = "weights"
 
 def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
     """The split of the experiment's data. For a model that reads `weights`, rows without get them:
-    ones, for each element of the field that it describes after its tokens.
+    ones, for each token.
 
     Raises ValueError naming the fields that the model reads and the rows do not have, and what
     `open` raises.
@@ -37,14 +37,14 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
             f"[rows, ..], and where they are there weights, segments and positions"
         )
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
-    return Weighted(dataset, reads[-1]) if unweighted else dataset
+    return Weighted(dataset, described.tokens) if unweighted else dataset
 
 
 class Weighted:
-    """A dataset whose targets, the field of that name, all weigh one."""
+    """A dataset in which each element of the field `tokens` weighs one."""
 
-    def __init__(self, dataset: Dataset, targets: str) -> None:
-        self._dataset, self._targets = dataset, targets
+    def __init__(self, dataset: Dataset, tokens: str) -> None:
+        self._dataset, self._tokens = dataset, tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
@@ -54,7 +54,7 @@ class Weighted:
 
     def rows(self, indices: np.ndarray) -> Batch:
         rows = self._dataset.rows(indices)
-        return {**rows, WEIGHTS: np.ones(rows[self._targets].shape, np.float32)}
+        return {**rows, WEIGHTS: np.ones(rows[self._tokens].shape, np.float32)}
 
 
 class Ended:

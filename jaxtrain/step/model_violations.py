@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.models.description import ABILITIES, STACK, ModelDescription, products
-from jaxtrain.models.layered import description_of
+from jaxtrain.mesh.hardware import did_you_mean
+from jaxtrain.models.description import (
+    ABILITIES,
+    STACK,
+    Bias,
+    Elementwise,
+    ModelDescription,
+    matrices,
+    named_by,
+    operations,
+)
+from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.nn.module import ModuleSplit
 
 
@@ -19,7 +30,14 @@ def model_violations(experiment: Experiment) -> list[str]:
     if not callable(getattr(e.model, "build", e.model)):
         return ["model: give a config with build(rngs) or a module-level function of rngs"]
     described = description_of(e.model)
+    if described is None and "key" in _parameters(e.model):
+        return [
+            "model: it has build(key) and no describe(): give it describe(), or take build(rngs), "
+            "with nnx.Rngs"
+        ]
     if described is not None:
+        if wrong := _no_description(described):
+            return [f"model.describe(): {wrong}"]
         found = [f"model.describe(): {v}" for v in taken_names(described.sums)]
         if unknown := described.can - ABILITIES:
             known = ", ".join(sorted(ABILITIES))
@@ -39,30 +57,75 @@ def model_violations(experiment: Experiment) -> list[str]:
     ]
 
 
+def _parameters(model: Any) -> list[str]:
+    """Of its `build`, where that says."""
+    try:
+        return list(inspect.signature(model.build).parameters)[:1]
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
+def _no_description(described: Any) -> str:
+    """Why a value describes no model; "" where it does."""
+    if not isinstance(described, ModelDescription):
+        return f"it returns {described!r}; return a jaxtrain.models.ModelDescription"
+    blocks = described.blocks.items()
+    for path, block in blocks:
+        if not isinstance(block, tuple):
+            return f"the block at {path} is {block!r}; a block is a tuple of operations: (.., ..)"
+    first = next(iter(described.fields.values()), None)
+    if first != ("seq",):
+        return (
+            f"fields={dict(described.fields)}; name the fields of a batch with the logical axes of "
+            'a row, first the one that has an element for each token, such as {"tokens": ("seq",)}'
+        )
+    return ""
+
+
 def untrue(model: Any, split: ModuleSplit) -> list[str]:
-    """What a model says of its leaves that is not so, and leaves of which it says nothing."""
+    """What a model says of its parameters that is not so."""
     described = description_of(model)
     if described is None:
         return []
+    where, params = "model.describe():", split.params
     said = {
         path + weight.leaf: (weight.rows, weight.columns)
         for path, block in described.blocks.items()
-        for weight in products(block)
+        for each in operations(block)
+        for weight in matrices(each)
     }
-    found = [
-        f"model.describe(): {name} is {list(size)}, and the module has "
-        f"{list(split.params[name].shape[-2:]) if name in split.params else 'no such parameter'}"
-        for name, size in said.items()
-        if name not in split.params or split.params[name].shape[-2:] != size
-    ]
-    lengths = {k: p.shape[0] for k, p in split.params.items() if k.startswith(STACK)}
+    head, embed = described.head, described.embed
+    said |= {name: (None, embed) for name in described.lookups}
+    said[head.leaf] = (head.padded, embed)
+    found = []
+    for name, size in said.items():
+        if name not in params:
+            near = did_you_mean(name, params)
+            found.append(f"{where} {name} is no parameter of the module{near}")
+            continue
+        real = params[name].shape[-2:]
+        if any(a not in (None, b) for a, b in zip(size, real, strict=True)):
+            wanted = [b if a is None else a for a, b in zip(size, real, strict=True)]
+            found.append(f"{where} {name} is {wanted}, and the module has {list(real)}: say that")
+    names = [*described.tables, *described.entering]
+    for path, block in described.blocks.items():
+        for each in operations(block):
+            if isinstance(each, Elementwise | Bias):
+                names += [path + leaf for leaf in each.leaves]
+    names += [leaf for each in described.entry for leaf in getattr(each, "leaves", ())]
     found += [
-        f"model.describe(): periods={described.periods}, and {name} is stacked {n} times"
-        for name, n in lengths.items()
-        if n != described.periods
+        f"{where} {name} names no parameter of the module{did_you_mean(name, params)}"
+        for name in dict.fromkeys(names)
+        if not any(named_by(leaf, (name,)) for leaf in params)
     ]
-    missing = [name for name in (*described.tables, *described.lookups) if name not in split.params]
-    return found + [f"model.describe(): the module has no parameter {name}" for name in missing]
+    if not head.vocab <= head.padded:
+        found.append(f"{where} head.vocab={head.vocab} of a table of padded={head.padded} rows")
+    depths = {len(p) for k, p in params.items() if k.startswith(STACK)} - {described.periods}
+    found += [
+        f"{where} periods={described.periods}, and the module's stack has {n}; say periods={n}"
+        for n in sorted(depths)
+    ]
+    return found
 
 
 METRICS_OF_A_STEP = frozenset(
@@ -70,6 +133,7 @@ METRICS_OF_A_STEP = frozenset(
         *("step", "loss", "weight", "loss_scale", "skipped", "gradients", "learning_rate"),
         *("grad_norm", "param_norm", "update_norm", "step_s", "data_s"),
         *("tokens_per_s", "examples_per_s", "mfu_full", "mfu_causal", "bits_per_byte"),
+        *("compressed", "reducer_error", "reducer_cosine", "guard_tripped"),
     }
 )
 
@@ -79,13 +143,13 @@ def taken_names(sums: Iterable[str]) -> list[str]:
     return [
         f"a sum named {name!r} would hide the metric of that name; call it otherwise"
         for name in sums
-        if name in METRICS_OF_A_STEP
+        if name in METRICS_OF_A_STEP or name.startswith("eval_")
     ]
 
 
 def describes(model: Any) -> bool:
     """Whether it is a model that describes itself, sound or not."""
-    return hasattr(model, "describe")
+    return isinstance(model, ModelConfig)
 
 
 def described_where_sound(experiment: Experiment) -> ModelDescription | None:

@@ -40,7 +40,7 @@ from jaxtrain.step.gradients import (
     squared_norm,
 )
 from jaxtrain.step.guard import make_watch
-from jaxtrain.step.own_module import own_loss
+from jaxtrain.step.own_module import own_loss, refuse_other_sums
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
 from jaxtrain.step.state import TrainState
@@ -181,7 +181,9 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
 
     def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
         model = put_together(static, {**params, **rest})
-        return model.loss(batch, key=key, comm=comm, loop=assembly.loop), rest
+        sums = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
+        refuse_other_sums(assembly.described, sums)
+        return sums, rest
 
     return loss
 

@@ -83,7 +83,7 @@ class EncoderConfig:
             head=of.Head("words", self.vocab, PADDED, chunk_tokens=32),
             lookups=("words",),
             tables=("words", "places"),
-            entering=("words", "places", "norm."),
+            entering=("places", "norm."),
             entry=(of.Elementwise(("norm.",)),),
             fields={name: ("seq",) for name in ("noised", "original", "hidden")},
             positions=self.positions,
