@@ -39,7 +39,7 @@ from jaxtrain.run.session import CACHE_DIR, initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.state import shardings
-from jaxtrain.step.train_step import LocalSumsOf, compile_step
+from jaxtrain.step.train_step import compile_step
 
 PIPELINES = (
     Pipeline("one_f_one_b"),
@@ -114,10 +114,10 @@ class _Machine:
         e = replace(e, execution=execution, microbatches=microbatches, batch=batch)
         return assemble(e, self.spec, self.fields)
 
-    def step(self, assembly: Assembly, local: LocalSumsOf | None = None) -> Program:
-        """The train step as `train` runs it, or with `local`."""
+    def step(self, assembly: Assembly) -> Program:
+        """The train step as `train` runs it."""
         where = shardings(assembly.abstract, assembly.splits, self.mesh)
-        program = compile_step(assembly, self.mesh, where, local=local)
+        program = compile_step(assembly, self.mesh, where)
         chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
         if chunks not in self.states:
             self.states[chunks] = jax.block_until_ready(initialise(assembly, where))
@@ -305,7 +305,7 @@ def _compile_programs(
         programs[pipeline, microbatches] = machine.step(assembly)
     for pipeline, assembly in at.items():
         told(f"compiling what a step of {pipeline.schedule} does once")
-        programs[pipeline, ONCE] = machine.step(assembly, without_ticks)
+        programs[pipeline, ONCE] = machine.step(without_ticks(assembly))
     for name, (assembly, kind) in works.items():
         told(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
         found = machine.ticks(assembly, kind)

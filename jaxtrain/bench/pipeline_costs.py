@@ -8,7 +8,7 @@ layers; what is done once, the step with ticks that do not run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -25,8 +25,7 @@ from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.gradients import LocalSums, Reduction
-from jaxtrain.step.pipeline import executor_of, on_device, pipeline_sums
+from jaxtrain.step.pipeline import executor_of, on_device
 from jaxtrain.step.train_step import explicit_communicator, make_reduction
 
 FILL = 1.0
@@ -64,7 +63,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         rows = without(rows, "receive_input", "receive_cotangent")  # F's and B's
     else:
         rows = only(rows, kind)
-    run = executor_of(assembly, rows, buffers, FILL)
+    run = replace(executor_of(assembly, rows, buffers), fill=FILL)
     reduction = make_reduction(assembly)
     comm = explicit_communicator(assembly, reduction)
     axes = tuple(assembly.sizes)
@@ -100,6 +99,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
     return assembly.with_matmul_precision(program)
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Still(Executor):
     """Has ticks and runs none, which a compiler cannot know: it makes every buffer that goes from
     tick to tick."""
@@ -114,11 +114,10 @@ class _Still(Executor):
         return lax.cond(lax.pmin(nan, self.axes) > 0, ticks, lambda carry: carry, carry)
 
 
-def without_ticks(assembly: Assembly, reduction: Reduction) -> LocalSums:
-    """Of a train step (`local` of `compile_step`) whose ticks are in the program and do not run: it
-    makes what goes from tick to tick, reduces gradients (zeros) and updates the state."""
-    comm = explicit_communicator(assembly, reduction)
-    return pipeline_sums(assembly, comm, reduction, executor=_Still)
+def without_ticks(assembly: Assembly) -> Assembly:
+    """An assembly whose step has its ticks in the program and does not run them: it makes what goes
+    from tick to tick, reduces gradients (zeros) and updates the state."""
+    return replace(assembly, pipeline=assembly.on_stages._replace(executor=_Still))
 
 
 def only(rows: Rows, kind: str) -> Rows:

@@ -95,7 +95,7 @@ class CheckReport:
         `slots`."""
         if self.assembly.pipeline is None:
             return None
-        schedule, layout = self.assembly.pipeline
+        schedule, layout = self.assembly.pipeline.schedule, self.assembly.pipeline.layout
         e = self.assembly.experiment
         field = self.assembly.described.tokens
         tokens, splits = self.assembly.abstract_batch()[field], self.assembly.batch_splits
@@ -120,7 +120,7 @@ class CheckReport:
 
     def _fuller(self) -> str:
         """What more microbatches would do for a pipeline that idles too long."""
-        schedule, _ = self.assembly.on_stages
+        schedule = self.assembly.on_stages.schedule
         if bubble(schedule) < MUCH or self.assembly.experiment.execution.pipeline.of_file:
             return ""
         more = 4 * schedule.stages

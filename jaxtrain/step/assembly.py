@@ -37,6 +37,7 @@ from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
+from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.step.batches import token_fields
@@ -60,10 +61,12 @@ their barriers that long by themselves."""
 
 
 class OnStages(NamedTuple):
-    """A pipeline: who works when, and which layer lies where."""
+    """A pipeline: who works when, which layer lies where, and what follows the tables (benchmarks
+    have another executor)."""
 
     schedule: Schedule
     layout: StageLayout
+    executor: type[Executor] = Executor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
-from jaxtrain.pipeline.slots import forward_only, training
+from jaxtrain.pipeline.slots import Buffers, Rows, forward_only, training
 from jaxtrain.pipeline.tick import OnDevice
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Gradients, LocalSums, Reduction
@@ -25,19 +25,11 @@ from jaxtrain.step.gradients import Gradients, LocalSums, Reduction
 Arrays = dict[str, Any]
 
 
-def pipeline_sums(
-    assembly: Assembly,
-    comm: Explicit,
-    reduction: Reduction,
-    *,
-    fill: float = 0.0,
-    executor: type[Executor] = Executor,
-) -> LocalSums:
-    """The shares of a step's sums that a device makes, all microbatches on their way at once. fill,
-    executor: as `executor_of` has them."""
+def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> LocalSums:
+    """The shares of a step's sums that a device makes, all microbatches on their way at once."""
     keep = assembly.experiment.execution.pipeline.keeps_residuals
     rows, buffers = training(assembly.on_stages.schedule, keep_residuals=keep)
-    run = executor_of(assembly, rows, buffers, fill, executor)
+    run = executor_of(assembly, rows, buffers)
     wide = _wide(assembly, comm)
 
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
@@ -109,7 +101,7 @@ def pipeline_loss(
     kind = "interleaved" if layout.chunks > 1 else "one_f_one_b"
     batches = evaluated_at_once(assembly)
     schedule = make_schedule(kind, layout.stages, batches, layout.chunks)
-    run = executor_of(assembly, *forward_only(schedule), 0.0)
+    run = executor_of(assembly, *forward_only(schedule))
 
     def loss(params: Arrays, _: Arrays, batch: Arrays) -> LossSums:
         return run(on_device(assembly, comm, params, batch, None, jnp.float32(1.0), None)).sums
@@ -117,16 +109,13 @@ def pipeline_loss(
     return loss
 
 
-def executor_of(
-    assembly: Assembly, rows: Any, buffers: Any, fill: float, executor: type[Executor] = Executor
-) -> Executor:
-    """The executor of these tables; fill: what its buffers hold before anything else; executor: the
-    class that follows them."""
+def executor_of(assembly: Assembly, rows: Rows, buffers: Buffers) -> Executor:
+    """The executor of these tables."""
     described = assembly.described
     outside = [k for k in assembly.places if not k.startswith(STACK)]
     entering = tuple(k for k in outside if described.enters(k))
     leaving = tuple(k for k in outside if k not in entering)
-    return executor(
+    return assembly.on_stages.executor(
         rows=rows,
         buffers=buffers,
         chunks=assembly.on_stages.layout.chunks,
@@ -136,7 +125,6 @@ def executor_of(
         leaving=(*leaving, *described.tied),
         frozen=assembly.frozen,
         beside=described.sums,
-        fill=fill,
     )
 
 

@@ -48,7 +48,6 @@ from jaxtrain.step.state import TrainState
 Arrays = dict[str, Any]
 Metrics = dict[str, jax.Array]
 StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
-LocalSumsOf = Callable[[Assembly, Reduction], LocalSums]
 
 
 def make_train_step(
@@ -57,11 +56,10 @@ def make_train_step(
     *,
     keep_gradients: bool = False,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
-    local: LocalSumsOf | None = None,
 ) -> StepFunction:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    choice: how a compressed reducer sums. local: what an explicit step has for `local_sums`.
+    choice: how a compressed reducer sums.
 
     metrics: loss (nats a weighted token), what the model sums beside it over the same weight,
     weight (tokens that counted), grad_norm, param_norm, update_norm, learning_rate (where it is
@@ -69,7 +67,7 @@ def make_train_step(
     those of `make_watch`; with `keep_gradients` also the gradients before clipping.
     """
     e = assembly.experiment
-    sums = make_gradients(assembly, mesh, choice, local or local_sums)
+    sums = make_gradients(assembly, mesh, choice)
     watch = make_watch(assembly, mesh, choice)
     update = make_update(assembly, mesh)
     norm = partial(global_norms, assembly=assembly, mesh=mesh)
@@ -202,17 +200,16 @@ def trace_loss(assembly: Assembly) -> None:
 
 
 def make_gradients(
-    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice, local: LocalSumsOf
+    assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode, of which
-    the explicit one makes what `local` says."""
+    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
     if assembly.explicit:
         reducer, reduction = assembly.experiment.execution.reducer, make_reduction(assembly)
         splits = assembly.splits.residuals
         specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
         compressed = isinstance(reducer, Compressed)
         sums = explicit_gradients(
-            local(assembly, reduction),
+            local_sums(assembly, reduction),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
@@ -357,11 +354,10 @@ def compile_step(
     shardings: TrainState,
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
-    local: LocalSumsOf | None = None,
 ) -> Any:
     """The compiled `make_train_step` for the shapes of `batch` (arrays or ShapeDtypeStructs), state
     donated."""
-    traced = trace_step(assembly, mesh, shardings, batch, choice, local)
+    traced = trace_step(assembly, mesh, shardings, batch, choice)
     return traced.lower().compile(compiler_options=assembly.compiler_options or None)
 
 
@@ -371,11 +367,10 @@ def trace_step(
     shardings: TrainState,
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
-    local: LocalSumsOf | None = None,
 ) -> Any:
     """What `compile_step` compiles, with its jaxpr."""
     return jax.jit(
-        make_train_step(assembly, mesh, choice=choice, local=local),
+        make_train_step(assembly, mesh, choice=choice),
         donate_argnums=0,
         in_shardings=(shardings, assembly.batch_shardings(mesh)),
         out_shardings=(shardings, named_sharding(mesh, ())),

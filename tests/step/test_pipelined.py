@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,20 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.step import train_step
-from jaxtrain.step.assembly import assemble
-from jaxtrain.step.pipeline import pipeline_sums
+from jaxtrain.pipeline.executor import Executor
+from jaxtrain.step import assembly
+from jaxtrain.step.assembly import OnStages, assemble
 
 LAYERS, MICROBATCHES = 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisoned(Executor):
+    """Its buffers hold no numbers before they hold anything."""
+
+    fill: float = float("nan")
+
+
 TABLE = """
 F0,
 F1,     F0 B0
@@ -127,8 +136,7 @@ def test_what_idle_buffers_hold_is_read_by_nobody(
 ) -> None:
     experiment = piped(deep(decoder), schedule="zero_bubble", chunks=2, save=save)
     clean = losses(opened(experiment, stage=2), stepped)
-    poisoned = partial(pipeline_sums, fill=float("nan"))
-    monkeypatch.setattr(train_step, "pipeline_sums", poisoned)
+    monkeypatch.setattr(assembly, "OnStages", partial(OnStages, executor=Poisoned))
     assert losses(opened(experiment, stage=2), stepped) == clean
     assert np.isfinite(clean).all()
 
@@ -183,7 +191,7 @@ def test_nothing_comes_out_of_padding(
     experiment = replace(deep(decoder, period=(block,)), ema_decay=0.9)
     experiment = replace(experiment, model=replace(experiment.model, layers=layers))
     expected = losses(opened(experiment), stepped)
-    monkeypatch.setattr(train_step, "pipeline_sums", partial(pipeline_sums, fill=float("nan")))
+    monkeypatch.setattr(assembly, "OnStages", partial(OnStages, executor=Poisoned))
     session = opened(piped(experiment, **pipe), stage=2)
     assert session.assembly.on_stages.layout.padding
     np.testing.assert_allclose(losses(session, stepped), expected, rtol=1e-5)
