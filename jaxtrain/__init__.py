@@ -7,9 +7,13 @@ Names are imported when they are first used: `import jaxtrain` does not import J
 counts and platforms can still be set. Those that `__init__.pyi` lists are public.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import lazy_loader
+
+from jaxtrain.public import hint
 
 __version__ = "0.1.0"
 
@@ -21,8 +25,4 @@ def __getattr__(name: str) -> Any:
     try:
         return _listed(name)
     except AttributeError as error:
-        if name.startswith("_"):
-            raise
-        from jaxtrain.mesh.library import where_is
-
-        raise AttributeError(f"jaxtrain has no {name}{where_is(name, __all__)}") from error
+        raise AttributeError(f"jaxtrain has no {name}{hint(name)}") from error

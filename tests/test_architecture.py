@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
     "files": 0,
+    "public": 0,
     "checkpoint": 1,
     "mesh": 1,
     "data": 2,

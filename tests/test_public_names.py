@@ -111,6 +111,21 @@ def test_every_field_of_a_public_class_is_described(tmp_path: Path) -> None:
     assert undescribed_fields(tmp_path) == ["A.other", "A.name", "A.low"]
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Lamb", "no Lamb; it is jaxtrain.optim.Lamb"),
+        ("Keep", "it is jaxtrain.checkpoint.Keep"),
+        ("TokenFiles", "it is jaxtrain.data.TokenFiles"),
+        ("Calback", "did you mean Callback"),
+        ("zzz", "no zzz$"),
+    ],
+)
+def test_a_name_that_is_not_at_the_top_is_told_where_it_is(name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=said):
+        getattr(jaxtrain, name)
+
+
 def test_functions_stay_functions_whatever_was_imported() -> None:
     script = (
         "import inspect, jaxtrain.run.loop, jaxtrain.certificate.certify, jaxtrain.run.check\n"

@@ -150,14 +150,17 @@ def certify(
         experiment = load_experiment(experiment)
     described = description_of(experiment.model)
     if described is None or "explicit" not in described.can:
+        lacks = "does not" if described is None else 'says that it cannot run in mode "explicit"'
         raise ValueError(
             f"certify compares layouts of models that describe themselves, and a "
-            f"{type(experiment.model).__name__} does not; give it describe(), as docs/models.md "
-            f"says"
+            f"{type(experiment.model).__name__} {lacks}; give it describe(), as docs/models.md says"
         )
     if not full:
         experiment = shrink(experiment, devices=devices)
     due, closed_count = layouts(devices, which)
+    if not hasattr(experiment.model, "varied"):
+        # Said of a layout is what is run of it.
+        due = [each._replace(dropout=0.0, activation="own", periods=None) for each in due]
     # What is compiled ahead is lost when a failure ends the certificate.
     ahead = 0 if stop_at_failure else os.cpu_count() or 1
     certificate, references = Certificate(closed_count), {}

@@ -31,8 +31,8 @@ SEEDS = 2**32
 class Execution:
     """How the same mathematics is run. None lets the platform decide.
 
-    mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for built-in
-      models, gspmd for others.
+    mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for
+      models that describe themselves, gspmd for others.
     loop: how the loop over layers runs (unrolled, remat, prefetch).
     attention: an attention kernel of `jaxtrain.nn.attention`; None is the platform's own.
     collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
@@ -159,7 +159,8 @@ class Experiment:
     """One training run, on any mesh.
 
     model: a config with `build`, or a module-level function rngs -> nnx.Module whose
-      `loss(batch, *, key)` returns (sum, count).
+      `loss(batch, *, key)` returns (sum, count), and where
+      you like a dict of other sums.
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
     optimizer: such as `AdamW(3e-4)`; or a transformation of optax's, or a function that returns
       one, either of which is held as an `Optax`. steps: of the whole run; schedules end there.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.mesh.hardware import did_you_mean
+from jaxtrain.public import public_path
 
 PRESETS = {
     "precision": {name: name for name in ("fp32", "bf16", "fp16")},
@@ -85,14 +86,16 @@ def _fits(value: Any, hint: Any) -> bool:
 def _remedy(name: str, value: Any, hint: Any) -> str:
     word = value if isinstance(value, str) else getattr(value, "__name__", None)
     if word and (preset := PRESETS.get(name, {}).get(word)):
-        return f"{name}=jaxtrain.{preset}"
+        return f"{name}={public_path(word)}{preset.removeprefix(word)}"
     kinds = _kinds(hint)
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and type(value) in (int, str):
             first = next((field.name for field in dataclasses.fields(kind)), None)
             if first in ("every", "prompt") and _fits(value, _first_hint(kind)):
-                return f"{name}=jaxtrain.{kind.__name__}({first}={value!r})"
-    return " or ".join(WORDS.get(kind) or f"a jaxtrain.{kind.__name__}" for kind in kinds)
+                return f"{name}={public_path(kind.__name__)}({first}={value!r})"
+    return " or ".join(
+        WORDS.get(kind) or f"a {public_path(kind.__name__) or kind.__name__}" for kind in kinds
+    )
 
 
 def _first_hint(kind: Any) -> Any:

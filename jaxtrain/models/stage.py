@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.sharding import STAGE
-from jaxtrain.models.description import STACK
+from jaxtrain.models.description import STACK, ModelDescription
 from jaxtrain.models.layered import Model
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
@@ -36,14 +36,14 @@ Arrays = dict[str, Any]
 class ModelStage:
     """A `pipeline.tick.Stage` of a `Model`.
 
-    static: the model without its parameters, as `nn.module.take_apart` gives it. lookups: names of
-    the tables that tokens enter by. layout: which layer lies where. split: the schedule has W.
+    static: the model without its parameters, as `nn.module.take_apart` gives it. described: what it
+    says of itself. layout: which layer lies where. split: the schedule has W.
     inner: the communicator within a stage; wide: of what all stages share. params: as they rest.
     batch: [microbatches, rows, ...]. key: the step's, None for no dropout. reduce_microbatch: one
     microbatch's gradients of blocks to what is accumulated."""
 
     static: Any
-    lookups: tuple[str, ...]
+    described: ModelDescription
     layout: StageLayout
     split: bool
     inner: Explicit
@@ -55,14 +55,14 @@ class ModelStage:
     reduce_microbatch: Callable[[Arrays], Arrays]
 
     def enter(self, outside: Arrays, microbatch: Index) -> jax.Array:
-        model, batch = self._model(outside), self._batch(microbatch)
+        model, batch = self._model(outside, entering=True), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
         by = self.inner.collectives.tensor
         return gather_tokens("pipeline input gradients", (STAGE,), by, x)
 
     def leave(self, outside: Arrays, y: jax.Array, microbatch: Index) -> LossSums:
-        model, batch = self._model(outside), self._batch(microbatch)
+        model, batch = self._model(outside, entering=False), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         y = scatter_tokens("pipeline output", (STAGE,), self.inner.collectives.tensor, y)
         tables = self._tables(outside)
@@ -143,14 +143,20 @@ class ModelStage:
         layers = layers_of_stage(self.layout, STAGE)[at.chunk]
         return model.context(batch, self._key(at.microbatch), self.inner), layers
 
-    def _model(self, outside: Arrays) -> Model:
+    def _model(self, outside: Arrays, *, entering: bool | None = None) -> Model:
+        """entering: what is read before the stack is there (True), or what is read behind it: the
+        gradient of another would be made by nobody."""
         # A model knows no chunks: any one of them.
         first = self.layout.by_chunk
         params = {k: first(p)[0] if k.startswith(STACK) else p for k, p in self.params.items()}
-        return put_together(self.static, {**params, **outside})
+        there: dict[str, Any] = {**params, **outside}
+        for name in outside if entering is not None else ():
+            if self.described.enters(name) != entering and name not in self.described.tied:
+                there[name] = _NotThere(name, entering=bool(entering))
+        return put_together(self.static, there)
 
     def _tables(self, outside: Arrays) -> Arrays:
-        return {name: outside.get(name, self.params[name]) for name in self.lookups}
+        return {name: outside.get(name, self.params[name]) for name in self.described.lookups}
 
     def _batch(self, microbatch: Index) -> Arrays:
         take = lax.dynamic_index_in_dim
@@ -158,3 +164,23 @@ class ModelStage:
 
     def _key(self, microbatch: Index) -> Any:
         return None if self.key is None else jax.random.fold_in(self.key, microbatch)
+
+
+class _NotThere:
+    """Stands for a parameter that one side of the stack must not read."""
+
+    def __init__(self, name: str, *, entering: bool) -> None:
+        said = "does not name" if entering else "names"
+        self._told = (
+            f"{'enter' if entering else 'leave'}() reads {name}, which describe() {said} among "
+            f"what is read before the stack (lookups, entering): in a pipeline its gradient "
+            f"would not be made; {'name it there' if entering else 'take it out'}"
+        )
+
+    def __jax_array__(self) -> jax.Array:
+        raise ValueError(self._told)
+
+    def __getitem__(self, at: object) -> jax.Array:
+        raise ValueError(self._told)
+
+    shape = dtype = ndim = astype = property(__jax_array__)

@@ -4,8 +4,10 @@ from .loss import HeadConfig as HeadConfig
 from .loss import LossSums as LossSums
 from .loss import cross_entropy as cross_entropy
 from .norm import LayerNorm as LayerNorm
+from .norm import Norm as Norm
 from .norm import RMSNorm as RMSNorm
 from .param import Initialisation as Initialisation
+from .param import normal as normal
 from .rotary import LinearScaling as LinearScaling
 from .rotary import Llama3Scaling as Llama3Scaling
 from .rotary import Rope as Rope

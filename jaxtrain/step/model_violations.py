@@ -157,7 +157,8 @@ def described_where_sound(experiment: Experiment) -> ModelDescription | None:
     model = experiment.model
     if hasattr(model, "violations") and model.violations():
         return None
-    return description_of(model)
+    described = description_of(model)
+    return None if described is None or _no_description(described) else described
 
 
 def positions_of(experiment: Experiment) -> int | None:

@@ -71,7 +71,7 @@ def on_device(
     layout = assembly.on_stages.layout
     stage = ModelStage(
         assembly.split.static,
-        assembly.described.lookups,
+        assembly.described,
         layout,
         assembly.on_stages.schedule.weight is not None,
         inner,

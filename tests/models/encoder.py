@@ -103,13 +103,19 @@ class Layer(nnx.Module):
         self.first_norm, self.last_norm = Norm(LayerNorm(), w), Norm(LayerNorm(), w)
 
     def __call__(self, x: jax.Array, places: jax.Array, comm: Any, *, layer: Any) -> jax.Array:
+        x = self.first_norm(x + self.attend(x, places, comm))
+        return self.last_norm(x + self.multiply(x, comm))
+
+    def attend(self, x: jax.Array, places: jax.Array, comm: Any) -> jax.Array:
         shape = (*places.shape, -1, x.shape[-1] // self.heads)
         q, k, v = (y.reshape(shape) for y in column(comm, self, ("query", "key", "value"), x))
-        attend = partial(attention, causal=False, kernel=self.kernel)
-        o = comm.attend(lambda q, k, v, s: attend(q, k, v, segments=s), q, k, v, None)
-        x = self.first_norm(x + row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1])))
+        kernel = partial(attention, causal=False, kernel=self.kernel)
+        o = comm.attend(lambda q, k, v, s: kernel(q, k, v, segments=s), q, k, v, None)
+        return row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
+
+    def multiply(self, x: jax.Array, comm: Any) -> jax.Array:
         (h,) = column(comm, self, ("up",), x)
-        return self.last_norm(x + row(comm, self, "down", jax.nn.gelu(h)))
+        return row(comm, self, "down", jax.nn.gelu(h))
 
 
 class Encoder(LayeredModel):

@@ -7,14 +7,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from encoder import Cloze, EncoderConfig, Rows
+from encoder import Cloze, Encoder, EncoderConfig, Layer, Rows
 
 import jaxtrain
 from jaxtrain.certificate.certify import certify, difference
@@ -23,7 +24,9 @@ from jaxtrain.certificate.outcome import program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.mesh.sharding import fsdp, tensor
+from jaxtrain.models import description as of
 from jaxtrain.models.build import abstract_model, build_model
+from jaxtrain.models.layered import stacked_blocks
 from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.stack import LayerLoop
@@ -123,6 +126,42 @@ def test_a_layout_is_the_same_run_and_sends_what_is_predicted(name: str) -> None
     assert kept.lines and not kept.broken, "\n".join(map(str, kept.broken))
 
 
+class Attends(Layer):
+    def __call__(self, x: jax.Array, places: jax.Array, comm: Any, *, layer: Any) -> jax.Array:
+        return self.first_norm(x + self.attend(x, places, comm))
+
+
+class Multiplies(Layer):
+    def __call__(self, x: jax.Array, places: jax.Array, comm: Any, *, layer: Any) -> jax.Array:
+        return self.last_norm(x + self.multiply(x, comm))
+
+
+class ApartConfig(EncoderConfig):
+    """Its two branches are blocks of their own."""
+
+    def build(self, key: jax.Array, *, kernel: Any = None) -> Encoder:
+        encoder = Encoder(self, kernel, key=key)
+        makes = [partial(Attends, self, kernel), partial(Multiplies, self, kernel)]
+        encoder.period = stacked_blocks(key, makes, self.layers)
+        return encoder
+
+    def describe(self) -> Any:
+        said = super().describe()
+        (block,) = said.period
+        return replace(said, period=(block[:2], block[2:]))
+
+
+@pytest.mark.parametrize("remat", ["attention", pytest.param("dots", marks=pytest.mark.slow)])
+def test_unlike_blocks_of_a_period_send_what_is_predicted(remat: str) -> None:
+    """One policy is over both: what the first keeps is made though the second keeps nothing."""
+    e = experiment_on(shrink(EXPERIMENT, devices=8), LAYOUTS["1F1B"])
+    loop = LayerLoop(unroll=True, remat=remat)
+    e = replace(e, model=ApartConfig(), execution=replace(e.execution, loop=loop))
+    fields = fields_of(e.data.open("train", seed=0, cache_dir=Path()), e.data)
+    kept = held(assemble(e, jaxtrain.mesh_from_axes(stage=2, tensor=2), fields))
+    assert kept.lines and not kept.broken, "\n".join(map(str, kept.broken))
+
+
 @pytest.mark.slow
 def test_the_certificate() -> None:
     differences = [each for each, _ in certify(EXPERIMENT, devices=8)]
@@ -217,16 +256,71 @@ class Liar(EncoderConfig):
         return replace(said, periods=3, tables=("words", "nowhere"))
 
 
-class Hiding(EncoderConfig):
+class Saying(EncoderConfig):
+    """One that says something else of itself."""
+
+    other: ClassVar[dict[str, Any]] = {}
+
     def describe(self) -> Any:
-        return replace(super().describe(), sums=("grad_norm",))
+        return replace(super().describe(), **self.other)
+
+
+WORDS, HEAD = "words", of.Head("words", 60, 64, 32)
+BARE = of.Residual((of.Elementwise(),))
+SAID: dict[str, tuple[dict[str, Any], str]] = {
+    "a metric's name": ({"sums": ("grad_norm",)}, "'grad_norm' would hide the metric"),
+    "a metric's name, held out": ({"sums": ("eval_loss",)}, "'eval_loss' would hide the metric"),
+    "an ability": ({"can": frozenset({"fly"})}, r"can=\['fly'\]; the abilities are adapters"),
+    "another head": ({"head": replace(HEAD, leaf="word")}, "word is no parameter.*mean 'words'"),
+    "another width": ({"embed": 32}, r"words is \[64, 32\], and the module has \[64, 64\]"),
+    "more rows": ({"head": replace(HEAD, vocab=99)}, "vocab=99 of a table of padded=64"),
+    "a name of nothing": ({"entering": ("place",)}, "place names no parameter.*mean 'places'"),
+    "no fields": ({"fields": {}}, r"fields=\{\}; name the fields of a batch"),
+    "no tuple": ({"period": (BARE,)}, "the block at period.0. is Residual.*a tuple of operations"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_description_says_wrongly_is_refused(name: str) -> None:
+    other, told = SAID[name]
+    kind = type("Kind", (Saying,), {"other": other})
+    with pytest.raises(ValueError, match=told):
+        jaxtrain.check(replace(EXPERIMENT, model=kind()), jaxtrain.mesh_from_axes(fsdp=2))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "what enter reads": (
+        {"entering": ("norm.",)},
+        r"enter\(\) reads places, which",
+    ),
+    "sums": ({"sums": ("right",)}, r"sums=\('right',\), and the loss returned \('accuracy',\)"),
+}
+
+
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"data": 1}])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_its_methods_do_otherwise_is_refused(
+    name: str, axes: dict[str, int], tmp_path: Path
+) -> None:
+    """On stages a parameter that is read on the other side would get no gradient."""
+    other, told = WRONG[name]
+    kind = type("Kind", (Saying,), {"other": other})
+    e = replace(EXPERIMENT, model=kind(), steps=1)
+
+    def train() -> jaxtrain.Result:
+        mesh = jaxtrain.mesh_from_axes(**axes)
+        return jaxtrain.train(e, mesh, stream=io.StringIO(), cache_dir=tmp_path)
+
+    if name == "what enter reads" and "stage" not in axes:
+        assert train().steps == 1
+        return
+    with pytest.raises(ValueError, match=told):
+        train()
 
 
 def test_what_it_says_is_held_against_its_parameters() -> None:
     with pytest.raises(ValueError) as caught:
         jaxtrain.check(replace(EXPERIMENT, model=Liar()), jaxtrain.mesh_from_axes(fsdp=2))
     told = str(caught.value)
-    assert "periods=3, and period.0.down is stacked 4 times" in told
-    assert "no parameter nowhere" in told
-    with pytest.raises(ValueError, match="'grad_norm' would hide the metric"):
-        jaxtrain.check(replace(EXPERIMENT, model=Hiding()), jaxtrain.mesh_from_axes(fsdp=2))
+    assert "periods=3, and the module's stack has 4; say periods=4" in told
+    assert "nowhere names no parameter" in told

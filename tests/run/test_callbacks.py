@@ -469,3 +469,38 @@ def test_what_makes_no_callback_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=r"gave 3; use a value whose class inherits from jaxtrain"):
         train(lambda: 3)
     assert not (tmp_path / "run").exists()
+
+
+class Ends(jaxtrain.Callback):
+    def on_step_end(self, run: Any, step: int) -> None: ...
+
+
+class Misspelt(jaxtrain.Callback):
+    def after_stp(self, run: Any, step: int) -> None: ...
+
+
+class Fewer(jaxtrain.Callback):
+    def after_step(self, step: int) -> None: ...
+
+
+class Plain:
+    def after_step(self, run: Any, step: int) -> None: ...
+
+
+UNCALLED: dict[str, tuple[Any, str]] = {
+    "another library's": ([Ends()], "Ends.on_step_end is no call of a run, which makes begin, bef"),
+    "a letter short": ([Misspelt()], "Misspelt.after_stp is no call of a run"),
+    "fewer arguments": ([Fewer()], r"Fewer.after_step is called as after_step\(self, run, step\)"),
+    "no callback": ([Plain()], "inherits from jaxtrain.Callback"),
+    "no list": (Ends(), r"give a list of them: callbacks=\[...\]"),
+}
+
+
+@pytest.mark.parametrize("name", UNCALLED)
+def test_what_a_run_would_never_call_is_refused_before_it_compiles(
+    name: str, own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    given, told = UNCALLED[name]
+    mesh = jaxtrain.mesh_from_axes(data=1)
+    with pytest.raises(ValueError, match=told):
+        jaxtrain.train(own, mesh, cache_dir=tmp_path, callbacks=given)

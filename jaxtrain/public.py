@@ -1,0 +1,42 @@
+"""Where the public names are, read from the stubs that hand them out: nothing is imported."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+
+@cache
+def public_path(name: str) -> str | None:
+    """`jaxtrain.train`, `jaxtrain.optim.Lamb`: what a script writes for a public name; None of
+    another."""
+    top, *rooms = [ROOT, *sorted(ROOT.glob("*/"))]
+    for room in (top, *rooms):
+        if name in _names(room):
+            return ".".join(["jaxtrain", *room.relative_to(ROOT).parts, name])
+    return None
+
+
+def hint(name: str) -> str:
+    """Where a name is that is not at the top, or what is near it; "" where nothing is."""
+    if found := public_path(name):
+        return f"; it is {found}"
+    near = difflib.get_close_matches(name, _names(ROOT), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@cache
+def _names(room: Path) -> frozenset[str]:
+    """Those of a room's stub, or where it has none those of its `__all__`."""
+    stub, module = room / "__init__.pyi", room / "__init__.py"
+    if stub.is_file():
+        return frozenset(
+            re.findall(r" import \w+ as (\w+)$", stub.read_text("utf-8"), re.MULTILINE)
+        )
+    if not module.is_file():
+        return frozenset()
+    return frozenset(re.findall(r'^    "(\w+)",$', module.read_text("utf-8"), re.MULTILINE))
