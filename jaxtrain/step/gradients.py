@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import same, vary
 from jaxtrain.compression.residuals import Residuals
-from jaxtrain.compression.sums import CompressedSums, pay_back
+from jaxtrain.compression.sums import pay_back
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
 from jaxtrain.nn.loss import LossSums
@@ -228,49 +228,59 @@ def microbatch_sums(
     return sums
 
 
+class StepSums(Protocol):
+    """What is left of summing gradients once a step, as a transform of them that has a state."""
+
+    @property
+    def state_specs(self) -> Any:
+        """Where the state lies, a PartitionSpec for each of its leaves."""
+        ...
+
+    @property
+    def measured(self) -> Collection[str]:
+        """The leaves whose exact sums are made too."""
+        ...
+
+    def __call__(
+        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Arrays, Residuals, Arrays]:
+        """Inside shard_map: (sums, state after, exact sums of `measured`). grads: of scale * loss,
+        as `LocalSums` leaves them; count: what the loss is divided by."""
+        ...
+
+
 def explicit_gradients(
     local: LocalSums,
+    step_sums: StepSums,
     *,
     mesh: jax.sharding.Mesh,
     reduction: Reduction,
     batch_specs: Arrays,
     check_vma: bool = True,
-    compressed: CompressedSums | None = None,
-    residual_specs: Any = None,
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale, residuals) -> Gradients, by one shard_map, every axis
-    manual.
-
-    `compressed` sums its parts' gradients, and `residual_specs` says how its residuals are split.
-    """
+    """(params, rest, batch, key, scale, state of `step_sums`) -> Gradients, by one shard_map, every
+    axis manual."""
     places, axes = reduction.places, tuple(reduction.sizes)
 
     def typed(tree: Any) -> Any:
         return jax.tree.map(lambda x: vary(x, axes), tree)
 
     def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
-        unit, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
+        whole_scale, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
         found = local(params, batch, key, scale)
         sums = all_reduce_sums(found.sums, axes)
-        if compressed is None:
-            return sums, reduction.reduce_step(found.grads), residuals, {}
-        unit = unit * jnp.where(sums.count > 0, sums.count, 1.0)
-        return sums, *_reduce_step_compressed(
-            reduction, compressed, found.grads, residuals, unit, key
-        )
+        return sums, *step_sums(found.grads, residuals, whole_scale, sums.count, key)
 
     whole = partition_spec(())
     specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
-    measured = compressed.parts if compressed and compressed.choice.measured else {}
-    residual_specs = residual_specs or {}
     run = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(
             {k: partition_spec(p.params) for k, p in places.items()},
-            *(batch_specs, whole, whole, residual_specs),
+            *(batch_specs, whole, whole, step_sums.state_specs),
         ),
-        out_specs=(whole, specs, residual_specs, {k: specs[k] for k in measured}),
+        out_specs=(whole, specs, step_sums.state_specs, {k: specs[k] for k in step_sums.measured}),
         check_vma=check_vma,
     )
 
@@ -304,23 +314,6 @@ def gather_updated_params(
         check_vma=check_vma,
     )
     return params | run({k: params[k] for k in places})
-
-
-def _reduce_step_compressed(
-    reduction: Reduction,
-    compressed: CompressedSums,
-    grads: Arrays,
-    residuals: Residuals,
-    unit: jax.Array,
-    key: jax.Array,
-) -> tuple[Arrays, Residuals, Arrays]:
-    """`Reduction.reduce_step` where some leaves are summed compressed: (gradients, residuals after,
-    exact sums where measured)."""
-    split = reduction.scatter_rest(grads)
-    mine = {k: g for k, g in split.items() if k in compressed.parts}
-    rest = {k: g for k, g in split.items() if k not in compressed.parts}
-    made, residuals, exact = compressed.sum(mine, residuals, unit, key)
-    return made | reduction.all_reduce(rest), residuals, exact
 
 
 def gspmd_gradients(

@@ -32,6 +32,7 @@ from jaxtrain.step.gradients import (
     LocalSums,
     LossFunction,
     Reduction,
+    StepSums,
     all_reduce_sums,
     explicit_gradients,
     gather_updated_params,
@@ -44,6 +45,7 @@ from jaxtrain.step.own_module import own_loss, refuse_other_sums
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
 from jaxtrain.step.state import TrainState
+from jaxtrain.step.step_sums import ExactSums, WithCompression
 
 Arrays = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -206,22 +208,17 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
     if assembly.explicit:
-        reducer, reduction = assembly.experiment.execution.reducer, make_reduction(assembly)
-        splits = assembly.splits.residuals
-        specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
-        compressed = isinstance(reducer, Compressed)
+        reduction = make_reduction(assembly)
         sums = explicit_gradients(
             local_sums(assembly, reduction),
+            make_step_sums(assembly, reduction, choice),
             mesh=mesh,
             reduction=reduction,
             batch_specs=assembly.batch_specs,
             check_vma=assembly.check_vma,
-            compressed=CompressedSums(reducer, assembly.parts, choice) if compressed else None,
-            residual_specs=codec_state(specs),
         )
-        if not compressed:
+        if not isinstance(assembly.experiment.execution.reducer, Compressed):
             return sums
-
         return lambda *inputs: without_padding(assembly, sums(*inputs))
 
     def constrain(grads: Arrays) -> Arrays:
@@ -229,6 +226,18 @@ def make_gradients(
 
     loss = make_loss(assembly, gspmd_communicator(assembly, mesh))
     return gspmd_gradients(loss, constrain=constrain, frozen=assembly.frozen)
+
+
+def make_step_sums(assembly: Assembly, reduction: Reduction, choice: Choice) -> StepSums:
+    """How gradients are summed once a step: exactly, or as `choice` has it of a compressed
+    reducer."""
+    reducer = assembly.experiment.execution.reducer
+    if not isinstance(reducer, Compressed):
+        return ExactSums(reduction)
+    splits = assembly.splits.residuals
+    specs = jax.tree.map(lambda _, d: partition_spec(d), assembly.abstract.residuals, splits)
+    compressed = CompressedSums(reducer, assembly.parts, choice)
+    return WithCompression(reduction, compressed, codec_state(specs))
 
 
 def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:

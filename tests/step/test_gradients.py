@@ -37,6 +37,7 @@ from jaxtrain.step.gradients import (
     microbatch_sums,
     squared_norm,
 )
+from jaxtrain.step.step_sums import WithCompression
 
 KEY = jax.random.key(0)
 
@@ -120,11 +121,12 @@ def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None
     specs = jax.tree.map(lambda _, d: partition_spec(d), residuals, splits)
     step = explicit_gradients(
         microbatch_sums(lambda *a: (loss(*a[:1], {"seen": 0}, *a[2:])[0], {}), reduction, dict),
+        WithCompression(
+            reduction, CompressedSums(reducer, parts, Choice(reducer.codec)), codec_state(specs)
+        ),
         mesh=Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,)),
         reduction=reduction,
         batch_specs={k: PartitionSpec(None, "data") for k in batch},
-        compressed=CompressedSums(reducer, parts, Choice(reducer.codec)),
-        residual_specs=codec_state(specs),
     )
     found = jax.jit(step)(params, {}, batch, KEY, jnp.float32(scale), codec_state(residuals))
     exact = gspmd_gradients(loss, constrain=lambda g: g)(

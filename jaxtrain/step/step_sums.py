@@ -1,0 +1,50 @@
+"""The sums of gradients that a step makes once: exact ones, or some of them compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.compression.residuals import Residuals
+from jaxtrain.compression.sums import CompressedSums
+from jaxtrain.step.gradients import Reduction
+
+Arrays = dict[str, Any]
+
+
+class ExactSums(NamedTuple):
+    """`Reduction.reduce_step`, which needs no state."""
+
+    reduction: Reduction
+    state_specs: Any = {}  # noqa: RUF012 (never changed)
+    measured: Collection[str] = ()
+
+    def __call__(
+        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Arrays, Residuals, Arrays]:
+        return self.reduction.reduce_step(grads), state, {}
+
+
+class WithCompression(NamedTuple):
+    """The same, but for the leaves that a compressed reducer sums."""
+
+    reduction: Reduction
+    compressed: CompressedSums
+    state_specs: Any
+
+    @property
+    def measured(self) -> Collection[str]:
+        return self.compressed.parts if self.compressed.choice.measured else ()
+
+    def __call__(
+        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Arrays, Residuals, Arrays]:
+        unit = scale * jnp.where(count > 0, count, 1.0)
+        split = self.reduction.scatter_rest(grads)
+        mine = {k: g for k, g in split.items() if k in self.compressed.parts}
+        rest = {k: g for k, g in split.items() if k not in self.compressed.parts}
+        made, state, exact = self.compressed.sum(mine, state, unit, key)
+        return made | self.reduction.all_reduce(rest), state, exact
