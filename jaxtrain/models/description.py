@@ -169,8 +169,9 @@ class ModelDescription:
     read behind it. entry: what is done to what was looked up before the first block, such as a
     norm.
     fields: what a batch must hold, with the logical axes of a row; the first has one element for
-    each token of the residual stream, ("seq",). One called `weights` is made of ones where rows
-    have none. positions: the longest sequence that there are positions
+    each token of the residual stream, ("seq",). weights: the field that its losses are multiplied
+    by, with which an evaluation drops rows that it has no use for; one called "weights" is made of
+    ones where rows have none. positions: the longest sequence that there are positions
     for, None for any.
     sums: names of what `loss` adds up beside the loss, weighted like it, such as "accuracy".
     can: of ABILITIES: run in explicit mode, on stages, with LoRA's adapters, and generate, for
@@ -189,6 +190,7 @@ class ModelDescription:
     entering: tuple[str, ...] = ()
     entry: tuple[Operation, ...] = ()
     positions: int | None = None
+    weights: str = "weights"
     sums: tuple[str, ...] = ()
     can: frozenset[str] = frozenset({"explicit", "pipeline", "adapters"})
 

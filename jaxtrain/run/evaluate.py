@@ -86,7 +86,7 @@ class Evaluator:
         if e.evaluation is not None:
             for batches in (e.evaluation.batches, e.evaluation.final_batches):
                 self._pieces(batches, data)
-        self._data = Ended(data)
+        self._data = Ended(data, self._weights)
         where = self._assembly.batch_shardings(self._mesh)
         self._placed = PlacedRows(self._data, where, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
@@ -114,9 +114,16 @@ class Evaluator:
         rows, micro = len(data), self._assembly.experiment.microbatches
         whole = -(-rows // self._size)
         pieces = whole if batches is None else min(whole, batches * micro)
-        if pieces * self._size > rows:
-            refuse_cut_off(rows, self._size, self._assembly.largest_batch, self._assembly.fields)
+        if pieces * self._size > rows or pieces % self._at_once:
+            fields, batch = self._assembly.fields, self._assembly.largest_batch
+            refuse_cut_off(rows, self._size * self._at_once, batch, fields, self._weights)
         return pieces
+
+    @property
+    def _weights(self) -> str:
+        """The field by which rows that nobody asked for are given no weight."""
+        described = self._assembly.description
+        return WEIGHTS if described is None else described.weights
 
     def _numbers(self, piece: int, pieces: int = 1) -> np.ndarray:
         return np.arange(piece * self._size, (piece + pieces) * self._size)

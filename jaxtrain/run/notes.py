@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import ExpertCall, operations
 from jaxtrain.nn.loss import chunk_count
@@ -30,7 +32,7 @@ def _plain_optax(assembly: Assembly) -> list[str]:
     if not isinstance(assembly.experiment.optimizer, Optax):
         return []
     state, found = assembly.abstract.optimizer, []
-    if injected_rate(state) is None:
+    if jax.eval_shape(injected_rate, state) is None:
         found.append(
             "optimizer: no learning rate is logged, for the state of this optax transformation "
             "says none; use optax.inject_hyperparams(optax.adamw)(learning_rate=...)"

@@ -61,8 +61,8 @@ class Ended:
     """A dataset whose rows after its last are its first one with weights 0: full batches to the
     end."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, weights: str = WEIGHTS) -> None:
+        self.dataset, self._weights = dataset, weights
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -72,8 +72,8 @@ class Ended:
         rows = self.dataset.rows(np.where(within, indices, 0))
         if within.all():
             return rows
-        weights = rows[WEIGHTS]
-        return {**rows, WEIGHTS: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
+        weights = rows[self._weights]
+        return {**rows, self._weights: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
 
 
 class Documents:
@@ -127,16 +127,16 @@ def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) 
         )
 
 
-def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any) -> None:
+def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any, weights: str = WEIGHTS) -> None:
     """Raises ValueError where an evaluation would read beyond the last of `rows` held-out rows, in
     pieces of `piece`, and there are no weights to say which of them count."""
-    if WEIGHTS in fields:
+    if weights in fields:
         return
     most = rows // batch
     raise ValueError(
         f"an evaluation would read {-(-rows // piece) * piece} rows, in pieces of {piece}, of a "
         f"held-out split of {rows}: those behind its end need weights of 0, and rows have "
-        f"{_list(fields)} and no weights; "
+        f"{_list(fields)} and no {weights}; "
         + (f"use Evaluation(batches={most}, final_batches={most}) or fewer, " if most else "use ")
         + f"a held-out split of a multiple of {piece} rows, or give rows weights, float32, by "
         f"which the model's loss multiplies"

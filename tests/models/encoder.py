@@ -87,6 +87,7 @@ class EncoderConfig:
             entry=(of.Elementwise(("norm.",)),),
             fields={name: ("seq",) for name in ("noised", "original", "hidden")},
             positions=self.positions,
+            weights="hidden",
             sums=("accuracy",),
         )
 
@@ -144,7 +145,6 @@ class Encoder(LayeredModel):
         targets, weights = batch["original"].reshape(-1), batch["hidden"].reshape(-1)
         frozen = bool(comm.frozen_of({"words": tables["words"]}, ""))
         config = HeadConfig(self.config.vocab, chunk_tokens=32, frozen=frozen, accuracy=True)
-        rows = len(places)
-        sums = cross_entropy(comm, x, tables["words"], targets, weights, config, rows=rows)
-        count = jnp.sum(weights) / comm.vocab_ways()
-        return LossSums(sums[0], count, {"accuracy": jax.lax.stop_gradient(sums[1])})
+        sums = cross_entropy(comm, x, tables["words"], targets, weights, config, rows=len(places))
+        right = {"accuracy": jax.lax.stop_gradient(sums[1])}
+        return LossSums(sums[0], jnp.sum(weights) / comm.vocab_ways(), right)
