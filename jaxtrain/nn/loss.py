@@ -9,7 +9,7 @@ travel. Evaluated without a derivative, it makes no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -72,6 +72,15 @@ class Residuals(NamedTuple):
     weights: Float[Array, " all_tokens"]
     lift: float | Float32[Array, ""]
     """By how much dx and dhead are too large."""
+
+
+def refuse_other_sums(names: Collection[str], sums: LossSums) -> None:
+    """Raises ValueError where a model does not sum beside its loss what it says, `names`."""
+    if set(sums.beside) != set(names):
+        raise ValueError(
+            f"model.describe() says sums={names}, and the loss returned "
+            f"{tuple(sorted(sums.beside))} beside it; name the same in both"
+        )
 
 
 class _Static(NamedTuple):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import Index, vary
-from jaxtrain.nn.loss import LossSums
+from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.pipeline.slots import Buffers, Rows
 
 Arrays = dict[str, jax.Array]
@@ -133,11 +133,7 @@ class Tables:
     def stack(self, sums: LossSums) -> jax.Array:
         """[loss, count, those beside in the order of `beside`]. Raises ValueError where others are
         there."""
-        if set(sums.beside) != set(self.beside):
-            raise ValueError(
-                f"model.describe() says sums={self.beside}, and the loss returned "
-                f"{tuple(sorted(sums.beside))} beside it; name the same in both"
-            )
+        refuse_other_sums(self.beside, sums)
         return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.beside)])
 
     @property

@@ -23,7 +23,6 @@ from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import (
     body_work,
     chain,
-    count_values,
     fetched_again,
     needed_for_kept,
     stack_works,
@@ -32,6 +31,7 @@ from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimizer
 
+AGAIN = ", again for B"
 KEEPS_PRODUCTS = ("dots", "dots_and_attention")
 """Policies that keep the outputs of a layer's products; then only the weights' gradients need their
 inputs again."""
@@ -98,10 +98,10 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     wide, before = (*facts.tensor, p.axis), facts.model.before
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
     if before or any(isinstance(each, Elementwise) for each in facts.model.entry):
-        yield from tokens.embedding_lookup(facts, wide, "embedding, again for B")
+        yield from tokens.embedding_lookup(facts, wide, f"embedding{AGAIN}")
     if before:
         *whole, last = before.values()
-        yield from _rerun(facts, wide, whole)
+        yield from tokens.forward(facts, wide, whole, AGAIN)
         yield from _rerun_to_kept(facts, wide, (last,))
     for path in before:
         yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
@@ -131,7 +131,7 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     axes, period = facts.tensor, facts.model.period
     if not p.kept:
         whole, part = run_again(facts, p)
-        yield from _rerun(facts, axes, period * whole)
+        yield from tokens.forward(facts, axes, period * whole, AGAIN)
         if part:
             split = p.weight > 0
             yield from _rerun_to_kept(facts, axes, period, split=split)
@@ -168,15 +168,6 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     return bool(needed) or not loop.reshard or ahead
 
 
-def _rerun(facts: StepFacts, axes: tuple[str, ...], blocks: Sequence[Block]) -> Iterator[Sent]:
-    """Blocks forward again, whole."""
-    gathers, scatters = (
-        sum(count_values(b, kind) for b in blocks) for kind in ("gather", "scatter")
-    )
-    yield from tokens.token_gathers(facts, "columns, again for B", axes, gathers)
-    yield from tokens.token_scatters(facts, "rows, again for B", axes, scatters)
-
-
 def _rerun_to_kept(
     facts: StepFacts,
     axes: tuple[str, ...],
@@ -187,8 +178,8 @@ def _rerun_to_kept(
     """A body of blocks forward again as far as what its backward pass finds kept."""
     needed = needed_for_kept(blocks, facts.loop.remat, split=split)
     kinds = [chain(blocks)[number].kind for number in needed]
-    yield from tokens.token_gathers(facts, "columns, again for B", axes, kinds.count("gather"))
-    yield from tokens.token_scatters(facts, "rows, again for B", axes, kinds.count("scatter"))
+    yield from tokens.token_gathers(facts, f"columns{AGAIN}", axes, kinds.count("gather"))
+    yield from tokens.token_scatters(facts, f"rows{AGAIN}", axes, kinds.count("scatter"))
 
 
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:

@@ -46,14 +46,16 @@ def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent
     yield from token_gathers(facts, "embedding, backward", axes, int(trained))
 
 
-def forward(facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block]) -> Iterator[Sent]:
-    """The forward pass of these blocks."""
+def forward(
+    facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block], why: str = ""
+) -> Iterator[Sent]:
+    """The forward pass of these blocks; why: what is added to the names of its lines."""
     blocks = list(blocks)
     gathers, scatters = (
         sum(count_values(b, kind) for b in blocks) for kind in ("gather", "scatter")
     )
-    yield from token_gathers(facts, "columns", axes, gathers)
-    yield from token_scatters(facts, "rows", axes, scatters)
+    yield from token_gathers(facts, f"columns{why}", axes, gathers)
+    yield from token_scatters(facts, f"rows{why}", axes, scatters)
 
 
 def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.mesh.hardware import raise_problems
-from jaxtrain.models.description import ModelDescription
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.step.model_violations import taken_names
@@ -110,15 +109,6 @@ def _sums(model: Any, found: Any) -> LossSums:
     if wrong := [f"{k}{list(jnp.shape(v))}" for k, v in beside.items() if jnp.shape(v) != ()]:
         raise ValueError(f"{name}.loss returned {', '.join(wrong)} beside it; return scalars")
     return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), LossSums(*found))
-
-
-def refuse_other_sums(described: ModelDescription, sums: LossSums) -> None:
-    """Raises ValueError where a model does not sum beside its loss what it says."""
-    if set(sums.beside) != set(described.sums):
-        raise ValueError(
-            f"model.describe() says sums={described.sums}, and the loss returned "
-            f"{tuple(sorted(sums.beside))} beside it; name the same in both"
-        )
 
 
 def _refuse_other_state(before: Arrays, after: Arrays) -> None:

@@ -19,7 +19,7 @@ from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
-from jaxtrain.nn.loss import LossSums
+from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
@@ -41,7 +41,7 @@ from jaxtrain.step.gradients import (
     squared_norm,
 )
 from jaxtrain.step.guard import make_watch
-from jaxtrain.step.own_module import own_loss, refuse_other_sums
+from jaxtrain.step.own_module import own_loss
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
 from jaxtrain.step.state import TrainState
@@ -184,7 +184,7 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
     def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
         model = put_together(static, {**params, **rest})
         sums = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
-        refuse_other_sums(assembly.described, sums)
+        refuse_other_sums(assembly.described.sums, sums)
         return sums, rest
 
     return loss
