@@ -1,5 +1,6 @@
 """The public names and where they are: read by type checkers, and by `jaxtrain/__init__.py`."""
 
+from . import attention as attention
 from . import checkpoint as checkpoint
 from . import collectives as collectives
 from . import data as data

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError
 from typecheck import PACKAGES, unchecked
 
+from jaxtrain.attention.kernels import Reference
+from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.collectives.matmul import gather_matmul
 from jaxtrain.collectives.ring import Ring, take
-from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.norm import Norm, RMSNorm
-from jaxtrain.nn.online_softmax import AttentionMask, Scoring
 from jaxtrain.nn.rotary import Rope, rotate
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizer import AdamW
@@ -92,4 +92,4 @@ def test_outside_the_tests_nothing_is_checked():
         "assert not hasattr(newton_schulz, '__wrapped__') and 'beartype' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    assert len(PACKAGES) == 5
+    assert len(PACKAGES) == 6

@@ -18,6 +18,7 @@ from jaxtyping._import_hook import JaxtypingTransformer
 
 PACKAGES = (
     "jaxtrain.collectives",
+    "jaxtrain.attention",
     "jaxtrain.nn",
     "jaxtrain.optim",
     "jaxtrain.pipeline",

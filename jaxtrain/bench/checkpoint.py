@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Chunk
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.checkpoint.manifest import read_manifest
-from jaxtrain.checkpoint.pack import write_chunks
-from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SavePolicy
-from jaxtrain.checkpoint.reader import read_arrays
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.state_format.chunks import Chunk
+from jaxtrain.state_format.manifest import read_manifest
+from jaxtrain.state_format.pack import write_chunks
+from jaxtrain.state_format.parts import owned_parts
+from jaxtrain.state_format.reader import read_arrays
 
 SIZES = (200 << 20, 1 << 30)
 ROUNDS = 5

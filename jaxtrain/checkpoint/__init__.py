@@ -15,7 +15,6 @@ for Large Foundation Model Development" (2024), for state that is stored apart f
 
 from __future__ import annotations
 
-from jaxtrain.checkpoint.leaves import named_leaves, stored_bytes
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import Best, Keep, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.run_config import (
@@ -32,6 +31,7 @@ from jaxtrain.checkpoint.storage import (
     check_writable,
     committed_steps,
 )
+from jaxtrain.state_format.leaves import named_leaves, stored_bytes
 
 __all__ = [
     "ABSENT",

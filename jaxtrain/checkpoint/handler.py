@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxtrain.checkpoint.chunks import Part
-from jaxtrain.checkpoint.leaves import LeafRecord
-from jaxtrain.checkpoint.manifest import (
+from jaxtrain.checkpoint.storage import describe
+from jaxtrain.state_format.chunks import Part
+from jaxtrain.state_format.leaves import LeafRecord
+from jaxtrain.state_format.manifest import (
     FAILED,
     ITEM,
     read_manifest,
@@ -27,8 +28,7 @@ from jaxtrain.checkpoint.manifest import (
     write_part,
     write_synced,
 )
-from jaxtrain.checkpoint.pack import NOTHING, Earlier, Sharing, write_chunks
-from jaxtrain.checkpoint.storage import describe
+from jaxtrain.state_format.pack import NOTHING, Earlier, Sharing, write_chunks
 
 
 class ChunkHandler(ocp.AsyncCheckpointHandler):

@@ -25,21 +25,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Chunk, Part, digest
 from jaxtrain.checkpoint.exchange import Held, Peers, all_gather_text, share_oserror
-from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
-from jaxtrain.checkpoint.manifest import (
+from jaxtrain.checkpoint.policy import LocalTier
+from jaxtrain.files.json_text import parse_json
+from jaxtrain.files.regular import open_regular, read_text, write_text
+from jaxtrain.state_format.chunks import Chunk, Part, digest
+from jaxtrain.state_format.leaves import LeafRecord, records_from_json
+from jaxtrain.state_format.manifest import (
     MALFORMED,
     Manifest,
     other_steps,
     refuse_gaps,
     text_digest,
 )
-from jaxtrain.checkpoint.pack import read_chunk, write_chunks
-from jaxtrain.checkpoint.policy import LocalTier
-from jaxtrain.checkpoint.reader import Read
-from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import open_regular, read_text, write_text
+from jaxtrain.state_format.pack import read_chunk, write_chunks
+from jaxtrain.state_format.reader import Read
 
 FINISHED = 2
 """Steps that are kept besides the one being written: a process may be one save behind another."""

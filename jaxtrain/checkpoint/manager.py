@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import PyTree
 
-from jaxtrain.checkpoint import leaves as leaf_table
 from jaxtrain.checkpoint.exchange import all_gather_union, share_oserror
-from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
-from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
-from jaxtrain.checkpoint.reader import Damaged, Read, read_arrays, verify_chunks
 from jaxtrain.checkpoint.retention import Retention
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -38,6 +33,11 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.stores import local_path
+from jaxtrain.state_format import leaves as leaf_table
+from jaxtrain.state_format.manifest import Manifest, refuse_other_step
+from jaxtrain.state_format.parts import owned_parts
+from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chunks
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

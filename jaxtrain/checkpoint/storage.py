@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from jaxtrain.checkpoint.manifest import (
+from jaxtrain.state_format.manifest import (
     ITEM,
     Manifest,
     other_steps,

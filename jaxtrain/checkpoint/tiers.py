@@ -15,16 +15,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxtrain.checkpoint import leaves as leaf_table
-from jaxtrain.checkpoint.chunks import Chunk
 from jaxtrain.checkpoint.exchange import all_gather_text, share_oserror
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.checkpoint.manifest import Manifest, refuse_other_step
-from jaxtrain.checkpoint.parts import owned_parts
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
-from jaxtrain.checkpoint.reader import Read, read_from
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -35,6 +29,12 @@ from jaxtrain.checkpoint.storage import (
 from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
+from jaxtrain.state_format import leaves as leaf_table
+from jaxtrain.state_format.chunks import Chunk
+from jaxtrain.state_format.manifest import Manifest, refuse_other_step
+from jaxtrain.state_format.parts import owned_parts
+from jaxtrain.state_format.reader import Read, read_from
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 RUN = ".run"
 """A file in the run directory, beside that of the steps, which may be lost: which directory of a

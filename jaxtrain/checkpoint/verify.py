@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.checkpoint.reader import verify_chunks
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
@@ -16,6 +15,7 @@ from jaxtrain.checkpoint.storage import (
 )
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
+from jaxtrain.state_format.reader import verify_chunks
 
 
 class Verdict(NamedTuple):

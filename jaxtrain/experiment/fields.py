@@ -34,7 +34,7 @@ class Execution:
     mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for
       models that describe themselves, gspmd for others.
     loop: how the loop over layers runs (unrolled, remat, prefetch).
-    attention: an attention kernel of `jaxtrain.nn.attention`; None is the platform's own.
+    attention: an attention kernel of `jaxtrain.attention`; None is the platform's own.
     collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
     check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
       reduction; False only where a library kernel refuses it.

@@ -33,6 +33,12 @@ RESUMABLE = (
 """Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
 sums do, and `small_leaf` says which leaves they are of."""
 
+MOVED = {
+    "jaxtrain.nn.attention": "jaxtrain.attention.kernels",
+    "jaxtrain.nn.blockwise": "jaxtrain.attention.blockwise",
+}
+"""Modules that older runs name classes of -> where those are now."""
+
 
 class ForeignField(ValueError):
     """A field holds a class or a function that is not of this library, nor trusted."""
@@ -120,6 +126,8 @@ def _completed(stored: Any, known: dict[str, type]) -> Any:
         return stored
     found = {name: _completed(each, known) for name, each in stored.items()}
     name = stored.get("class")
+    if isinstance(name, str) and (module := name.partition(":")[0]) in MOVED:
+        name = found["class"] = MOVED[module] + name.removeprefix(module)
     if name == stored_name(BlockConfig) and found.get("adapters", ...) is None:
         del found["adapters"]  # once a field, which was None in every run
     for field in dataclasses.fields(known[name]) if isinstance(name, str) and name in known else ():

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.kernels import Cudnn, PlatformKernel, Reference, Splash
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.compression import Codec, Fp8, Int8, RandomK, Sign, TopK
 from jaxtrain.collectives.lax_form import Lax
@@ -43,8 +45,6 @@ from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.models.families import FAMILIES
-from jaxtrain.nn.attention import Cudnn, PlatformKernel, Reference, Splash
-from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling
 from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.attention.kernels import attention
 from jaxtrain.collectives.vary import Index
 from jaxtrain.models.adapters import column, row
 from jaxtrain.models.description import (
@@ -25,7 +26,6 @@ from jaxtrain.models.description import (
     Weight,
 )
 from jaxtrain.models.description import Block as BlockDescription
-from jaxtrain.nn.attention import attention
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.moe import moe_layer

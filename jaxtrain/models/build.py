@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
-from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.models.block import (
     Activation,
@@ -38,7 +39,6 @@ from jaxtrain.models.layered import (
 )
 from jaxtrain.models.small import shrunk, varied
 from jaxtrain.models.validate import violations
-from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy, logits

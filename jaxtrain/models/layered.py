@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.description import STACK, ModelDescription
-from jaxtrain.nn.attention import AttentionKernel
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import STACKED, put_together, take_apart

@@ -1,7 +1,7 @@
 """Layers, written once against a `Communicator`: the same lines run on one device and on a mesh.
 
-No layer names a mesh axis, and no model lives here. To read first: Megatron-LM (Shoeybi et al.
-2019; Korthikanti et al. 2022 for the sequence-parallel form) and FlashAttention (Dao et al. 2022).
+No layer names a mesh axis, and neither models nor attention (attention/) live here. To read first:
+Megatron-LM (Shoeybi et al. 2019), and Korthikanti et al. 2022 for its sequence-parallel form.
 """
 
 import lazy_loader

@@ -11,6 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.kernels import Cudnn, PlatformKernel, Reference, Splash, choose
+from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.tiling import Tiling
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.mesh.sharding import ways
@@ -22,11 +26,7 @@ from jaxtrain.models.description import (
     RowParallel,
     operations,
 )
-from jaxtrain.nn.attention import Cudnn, PlatformKernel, Reference, Splash, choose
-from jaxtrain.nn.blockwise import Blockwise
 from jaxtrain.nn.moe import block_count, block_rows
-from jaxtrain.nn.online_softmax import AttentionMask, Scoring
-from jaxtrain.nn.tiling import Tiling
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
 from jaxtrain.step.assembly import Assembly
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
-from jaxtrain.nn.attention import Reference
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract

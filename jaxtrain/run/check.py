@@ -27,7 +27,7 @@ from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.step.pipeline import activation_share
 from jaxtrain.step.train_step import trace_loss
-from jaxtrain.step.violations import format_violations
+from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 
 MUCH = 0.4

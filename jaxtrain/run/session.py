@@ -28,9 +28,9 @@ from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
-from jaxtrain.step.model_violations import vocab_of
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step, trace_loss
+from jaxtrain.validation.model import vocab_of
 from jaxtrain.weights.start import Start, settled_start, starting_params
 
 CACHE_DIR = Path("~/.cache/jaxtrain")

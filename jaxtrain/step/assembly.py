@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
@@ -32,7 +33,6 @@ from jaxtrain.mesh.sharding import (
 from jaxtrain.models.build import abstract_model
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
-from jaxtrain.nn.attention import PlatformKernel
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
@@ -42,10 +42,9 @@ from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.step.batches import token_fields
 from jaxtrain.step.initial import initial_state
-from jaxtrain.step.model_violations import describes, model_violations, untrue
 from jaxtrain.step.state import TrainState, state_splits
 from jaxtrain.step.tuning import adapters_of, trained_leaves, with_trained
-from jaxtrain.step.violations import (
+from jaxtrain.validation.experiment import (
     batch_sizes,
     chosen_mode,
     field_violations,
@@ -53,6 +52,7 @@ from jaxtrain.step.violations import (
     mesh_violations,
     unused_reducer,
 )
+from jaxtrain.validation.model import describes, model_violations, untrue
 
 KEEP_BARRIERS = "cse_barrier_expander"
 """XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last

@@ -3,7 +3,7 @@
 On stages the leaves that are stacked over layers rest in slots (`pipeline.layout`): those of
 parameters, of their average, of whatever an optimizer keeps for them, and of the errors of
 compressed sums. A save takes each layer from the slot it rests in, and a restore puts it there
-(`checkpoint.slots`): no device moves a layer for it, or holds one twice.
+(`state_format.slots`): no device moves a layer for it, or holds one twice.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.leaves import named_leaves
-from jaxtrain.checkpoint.slots import AllSlots, Slots
 from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.state_format.leaves import named_leaves
+from jaxtrain.state_format.slots import AllSlots, Slots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together, take_apart
-from jaxtrain.step.model_violations import taken_names
+from jaxtrain.validation.model import taken_names
 
 Arrays = dict[str, Any]
 

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint.exchange import all_gather_text, share_failure
-from jaxtrain.checkpoint.manifest import Manifest
-from jaxtrain.checkpoint.reader import Damaged, read_arrays
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.essence import differences, essence
+from jaxtrain.state_format.manifest import Manifest
+from jaxtrain.state_format.reader import Damaged, read_arrays
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import match_patterns

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
-from jaxtrain.checkpoint.chunks import Box, digest
-from jaxtrain.checkpoint.manifest import Manifest, read_manifest, refuse_gaps
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.state_format.chunks import Box, digest
+from jaxtrain.state_format.manifest import Manifest, read_manifest, refuse_gaps
 
 LEAVES = ("params.w", "params.small", "params.half", "step", "key")
 

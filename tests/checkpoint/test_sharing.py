@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Best, CheckpointManager, Keep, SavePolicy
-from jaxtrain.checkpoint.chunks import Box, Part, cut
-from jaxtrain.checkpoint.leaves import stored_bytes
-from jaxtrain.checkpoint.pack import SMALL, write_chunks
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.state_format.chunks import Box, Part, cut
+from jaxtrain.state_format.leaves import stored_bytes
+from jaxtrain.state_format.pack import SMALL, write_chunks
 
 SIZE = 2 * SMALL
 """Bytes of a leaf: two chunks that are just large enough to be linked."""

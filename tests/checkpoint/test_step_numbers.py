@@ -16,9 +16,9 @@ import other_steps
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
-from jaxtrain.checkpoint.manifest import HEAD, text_digest
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.state_format.manifest import HEAD, text_digest
 
 STEPS = (2, 4, 6, 8)
 

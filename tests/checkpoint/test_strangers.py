@@ -19,18 +19,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import cli
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
-from jaxtrain.checkpoint.chunks import Box, Chunk, Part
 from jaxtrain.checkpoint.exchange import Held, Peers
-from jaxtrain.checkpoint.leaves import LeafRecord
 from jaxtrain.checkpoint.local_tier import LocalSteps
-from jaxtrain.checkpoint.manifest import FAILED, HEAD, NAME, text_digest, write_synced
-from jaxtrain.checkpoint.pack import read_chunk, write_chunks
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.run import loop
+from jaxtrain.state_format.chunks import Box, Chunk, Part
+from jaxtrain.state_format.leaves import LeafRecord
+from jaxtrain.state_format.manifest import FAILED, HEAD, NAME, text_digest, write_synced
+from jaxtrain.state_format.pack import read_chunk, write_chunks
 from jaxtrain.telemetry.metrics import MetricsWriter, read_metrics
 
 SECRET = '{"step": 0}\n'

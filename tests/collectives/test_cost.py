@@ -264,9 +264,9 @@ def test_small_all_reduces_are_recursive_and_large_ones_rings(n):
 
 @pytest.mark.parametrize("link", [SWITCH, TORUS, *LINKS.values()], ids=lambda link: link.name)
 def test_cost_grows_with_bytes_and_best_is_sorted(link):
-    for name, n in itertools.product(COLLECTIVES, (2, 6, 16)):
+    for name, n in itertools.product(COLLECTIVES, (2, 6)):
         before = {}
-        for b in (0, 4 * n, 400 * n, 2**20 * n):
+        for b in (0, 4 * n, 2**20 * n):
             ranked = best(name, n, b, link)
             times = [each.time_us for each in ranked]
             assert times == sorted(times)

@@ -20,6 +20,8 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.attention import Blockwise, Cudnn, Splash
+from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.checkpoint.run_config import write_config
 from jaxtrain.experiment import completed, config_of
 from jaxtrain.experiment.reading import Reader
@@ -30,7 +32,6 @@ from jaxtrain.experiment.stored import (
     unreadable,
 )
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
-from jaxtrain.nn.attention import PlatformKernel
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.weights.loading import load
 
@@ -86,6 +87,18 @@ def test_a_run_from_before_adapters_left_the_block_is_read() -> None:
     assert completed(old) == new
     block["adapters"] = 3
     assert completed(old) != new and unreadable(completed(old))
+
+
+@pytest.mark.parametrize("kernel", [Splash(block=256), Blockwise(64, 128), Cudnn()])
+def test_a_run_names_kernels_where_they_once_were(kernel: Any) -> None:
+    """`nn/` held them: such a run is the same experiment, and is read."""
+    experiment = replace(EXPERIMENT, execution=jaxtrain.Execution(attention=kernel))
+    new = {"experiment": config_of(experiment)}
+    stored = json.dumps(new).replace("jaxtrain.attention.kernels:", "jaxtrain.nn.attention:")
+    old = json.loads(stored.replace("jaxtrain.attention.blockwise:", "jaxtrain.nn.blockwise:"))
+    assert "jaxtrain.nn." in str(old["experiment"]["execution"]) and old != new
+    assert completed(old) == json.loads(json.dumps(new))
+    assert not unreadable(completed(old))
 
 
 def test_no_module_in_a_run_directory_is_imported(
@@ -371,7 +384,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.nn.LinearScaling: lambda: jaxtrain.nn.LinearScaling(2.0),
     jaxtrain.optim.WarmupStableDecay: lambda: jaxtrain.optim.WarmupStableDecay(0.5, decay=2),
     jaxtrain.optim.InverseSqrt: lambda: jaxtrain.optim.InverseSqrt(0.5, warmup=2),
-    CLASSES["jaxtrain.nn.attention:PlatformKernel"]: lambda: PlatformKernel("cpu"),
+    CLASSES["jaxtrain.attention.kernels:PlatformKernel"]: lambda: PlatformKernel("cpu"),
 }
 
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.attention.kernels import attention
 from jaxtrain.models import description as of
 from jaxtrain.models.adapters import column, row
 from jaxtrain.models.layered import LayeredModel, stacked_blocks, vocabulary_table
-from jaxtrain.nn.attention import attention
 from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy
 from jaxtrain.nn.norm import LayerNorm, Norm
 from jaxtrain.nn.param import normal

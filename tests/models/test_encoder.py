@@ -18,6 +18,7 @@ import pytest
 from encoder import Cloze, Encoder, EncoderConfig, Layer, Rows
 
 import jaxtrain
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate.certify import certify, difference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
@@ -27,7 +28,6 @@ from jaxtrain.mesh.sharding import fsdp, tensor
 from jaxtrain.models import description as of
 from jaxtrain.models.build import abstract_model, build_model
 from jaxtrain.models.layered import stacked_blocks
-from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.planner.arithmetic import asked_flops

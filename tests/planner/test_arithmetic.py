@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import jaxtrain
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.kernels import Cudnn, Reference
+from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.nn.attention import Cudnn, Reference
-from jaxtrain.nn.blockwise import Blockwise
-from jaxtrain.nn.online_softmax import AttentionMask, Scoring
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.nn.tiling import Tiling
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings

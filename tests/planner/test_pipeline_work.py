@@ -12,9 +12,9 @@ from programs import lowered
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
-from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.moe import block_count, block_rows
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline.analysis import bubble

@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtrain
+from jaxtrain.attention.kernels import Splash
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.nn.attention import Splash
 from jaxtrain.run.check import check_anywhere
 from jaxtrain.run.session import initialise, open_session
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.state import shardings
-from jaxtrain.step.violations import field_violations
+from jaxtrain.validation.experiment import field_violations
 
 ROOT = Path(__file__).parents[2]
 BF16_WEIGHTS = jaxtrain.optim.Precision(params=jnp.bfloat16, compute=jnp.bfloat16, matmul="default")
@@ -353,7 +353,7 @@ def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_onc
         jaxtrain.check(wrong, ROOT / "meshes/h100_1.toml")
     message = str(caught.value)
     for part in (
-        "execution.attention='splash' is no kernel; use a value of jaxtrain.nn.attention such as "
+        "execution.attention='splash' is no kernel; use a value of jaxtrain.attention such as "
         "Splash(), or None",
         "evaluation.sample: tokens=1000000000 is more",
         "fine_tuning.trainable: 'layers.*' names none of the leaves",

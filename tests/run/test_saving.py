@@ -21,10 +21,10 @@ from tiny import Asking
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
-from jaxtrain.checkpoint.manifest import read_manifest
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
 from jaxtrain.run.saving import checkpoints_of
+from jaxtrain.state_format.manifest import read_manifest
 
 MESH = {"fsdp": 2}
 

@@ -11,9 +11,9 @@ import pytest
 from tiny import Asking
 
 import jaxtrain
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.data import BigramChain
 from jaxtrain.mesh.sharding import ShardingRules, table
-from jaxtrain.nn.attention import Reference
 from jaxtrain.nn.communicator import Local
 from jaxtrain.step.assembly import assemble
 

@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 4 // processes)
 if processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=index)
 import jaxtrain
-from jaxtrain.checkpoint import reader
+from jaxtrain.state_format import reader
 
 read, read_chunk = [], reader.read_chunk
 

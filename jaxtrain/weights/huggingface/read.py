@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.checkpoint import chunks
-from jaxtrain.checkpoint.leaves import stored_shape
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, part_of
 from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.state_format import chunks
+from jaxtrain.state_format.leaves import stored_shape
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, part_of
 from jaxtrain.weights.huggingface.config import family_of
 from jaxtrain.weights.huggingface.family import Family
 from jaxtrain.weights.huggingface.folder import FLOATS, Box, Folder

@@ -17,7 +17,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from typecheck import unchecked
 
-from jaxtrain.nn.attention import (
+from jaxtrain.attention.blockwise import Blockwise, chunk_shape
+from jaxtrain.attention.kernels import (
     CPU_BLOCKS,
     CPU_LONG_BLOCKS,
     Cudnn,
@@ -26,9 +27,8 @@ from jaxtrain.nn.attention import (
     attention,
     choose,
 )
-from jaxtrain.nn.blockwise import Blockwise, chunk_shape
-from jaxtrain.nn.online_softmax import AttentionMask, Scoring
-from jaxtrain.nn.tiling import Tiling
+from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.tiling import Tiling
 
 
 class Case(NamedTuple):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
 from jaxtrain.files.regular import open_regular, write_all
+from jaxtrain.state_format.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
 
 PIECE = 2**18
 """Read at a time: what was just read is in the processor's cache when its digest is taken."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
 """Of a state, or of the template of one."""

@@ -17,7 +17,7 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
 from jaxtrain.models.splitting import unsplit
 from jaxtrain.nn.remat import REMAT
-from jaxtrain.step.model_violations import (
+from jaxtrain.validation.model import (
     described_where_sound,
     describes,
     positions_of,
@@ -152,7 +152,7 @@ def field_violations(experiment: Experiment) -> list[str]:
     if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
         found.append(
             f"execution.attention={kernel!r} is no kernel; use a value of "
-            f"jaxtrain.nn.attention such as {_kernel_like(kernel)}, or None for the platform's own"
+            f"jaxtrain.attention such as {_kernel_like(kernel)}, or None for the platform's own"
         )
     profile = e.logging.profile
     if profile is not None and profile.first >= e.steps:

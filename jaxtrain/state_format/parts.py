@@ -7,8 +7,8 @@ from functools import lru_cache
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Part, boxes_of
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, pieces_of
+from jaxtrain.state_format.chunks import Box, Part, boxes_of
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, pieces_of
 
 
 def owned_parts(arrays: dict[str, jax.Array], slots: AllSlots = AS_THEY_REST) -> list[Part]:

@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jaxtrain.collectives.vary import Index, vary, varying_axes
-from jaxtrain.nn.online_softmax import (
+from jaxtrain.attention.online_softmax import (
     MASKED,
     Partial,
     Queries,
@@ -30,6 +29,7 @@ from jaxtrain.nn.online_softmax import (
     merge,
     normalise,
 )
+from jaxtrain.collectives.vary import Index, vary, varying_axes
 
 UNROLLED_TILES = 8
 """Up to so many tiles are written out: more would cost compile time for no speed."""

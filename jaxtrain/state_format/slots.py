@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box
+from jaxtrain.state_format.chunks import Box
 
 Index = tuple[Any, ...]
 

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, digest
-from jaxtrain.checkpoint.leaves import LeafRecord, records_from_json
-from jaxtrain.checkpoint.pack import Earlier
 from jaxtrain.files.folder import file_of, plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_all
+from jaxtrain.state_format.chunks import Box, Chunk, digest
+from jaxtrain.state_format.leaves import LeafRecord, records_from_json
+from jaxtrain.state_format.pack import Earlier
 
 ITEM = "state"
 """The item of Orbax's that holds everything of ours; a directory of a step."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.chunks import Box, Chunk, boxes_of
-from jaxtrain.checkpoint.manifest import Manifest
-from jaxtrain.checkpoint.pack import read_chunk
-from jaxtrain.checkpoint.slots import AS_THEY_REST, AllSlots, Slots, part_of, pieces_of
+from jaxtrain.state_format.chunks import Box, Chunk, boxes_of
+from jaxtrain.state_format.manifest import Manifest
+from jaxtrain.state_format.pack import read_chunk
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Slots, part_of, pieces_of
 
 READERS = 4
 

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint.chunks import Box
-from jaxtrain.checkpoint.slots import Slots, pieces_of
 from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.state_format.chunks import Box
+from jaxtrain.state_format.slots import Slots, pieces_of
 
 LAYOUTS = [
     (layers, stages, chunks)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.collectives.vary import varying_axes
-from jaxtrain.nn.blockwise import Blockwise
-from jaxtrain.nn.online_softmax import MASKED, AttentionMask, Scoring
 
 Segments = Int[Array, "batch seq"]
 AttentionKernel = Callable[

@@ -17,9 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from jaxtrain.attention.online_softmax import Queries, Scoring
+from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
 from jaxtrain.collectives.vary import Index, vary, varying_axes
-from jaxtrain.nn.online_softmax import Queries, Scoring
-from jaxtrain.nn.tiling import Tiling, backward, fetching_scan, forward, full
 
 ArrayTuple = tuple[jax.Array, ...]
 Segments = Int[Array, "rows seq"]
@@ -35,6 +35,7 @@ class Blockwise:
 
     Costs 7 matmuls of the visible tiles, 2 forward and 5 backward. Runs anywhere, inside
     `jax.shard_map` with `check_vma` True and False too. Has no forward-mode derivative.
+    query_block, key_block: a tile's rows and columns; the last of each may be smaller.
     chunk_bytes: batch rows and heads are taken a chunk at a time, as many as keep a tile of scores
     within this, so that it stays in a CPU's cache; None takes all at once, as accelerators want.
     """

@@ -1,0 +1,13 @@
+"""Attention: what is computed, and the kernels that compute it.
+
+A kernel is a value, called with (q, k, v, segments, scoring): `kernels.py` has the dense reference
+and those of the platforms, `blockwise.py` the portable one, over tiles of `tiling.py` whose partial
+results `online_softmax.py` merges.
+
+Does not belong here: projections, rotary embeddings and heads (models/), or a mesh. To read first:
+FlashAttention (Dao et al. 2022), and online softmax (Milakov and Gimelshein 2018).
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
