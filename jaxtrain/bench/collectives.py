@@ -28,8 +28,8 @@ from jaxtrain.bench.processes import answers
 from jaxtrain.bench.step import environment
 from jaxtrain.collectives.cost import cost, traffic
 from jaxtrain.collectives.steps import COLLECTIVES
-from jaxtrain.mesh.hardware import did_you_mean, raise_problems
 from jaxtrain.mesh.mesh import DEVICE_COUNT_FLAG, MeshSpec, mesh_from_axes
+from jaxtrain.violations import did_you_mean, raise_violations
 
 MEASURED = (*COLLECTIVES, *MATMULS)
 OURS = tuple(name for name in ALGORITHMS if name != "lax")
@@ -184,7 +184,7 @@ def bench_collectives(
         processes = [p for p in PROCESSES if spec.simulated and spec.devices % p == 0] or [1]
     if sizes is None:
         sizes = [_splits(size, spec.devices) for size in SIZES]
-    raise_problems(spec.where, _violations(spec, collectives, algorithms, sizes, processes))
+    raise_violations(_violations(spec, collectives, algorithms, sizes, processes), spec.where)
     progress(HEAD)
     rows = []
     for number in processes:

@@ -23,13 +23,11 @@ import jax.numpy as jnp
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.nn.rotary import Rope
-from jaxtrain.optim.fields import at_least, count
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
@@ -40,6 +38,7 @@ from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
+from jaxtrain.violations import at_least, count, raise_violations
 
 PIPELINES = (
     Pipeline("one_f_one_b"),
@@ -254,7 +253,7 @@ def bench_pipeline(
     ]
     found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
     found += _experiment_violations(experiment) if experiment is not None else []
-    raise_problems("bench pipeline", found)
+    raise_violations(found, "bench pipeline")
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
 

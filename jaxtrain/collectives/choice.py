@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtrain.collectives.compression import raise_violations
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.violations import raise_violations
 
 Exact = Lax | Ring | Recursive
 """The algorithms by name: a choice is a value of one of these."""

@@ -18,11 +18,12 @@ from jax import lax
 from jaxtyping import Array, Float32, Integer, Key, UInt8
 
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
-from jaxtrain.collectives.compression import Codec, count, flag, is_number, raise_violations
+from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.violations import count, flag, is_number, raise_violations
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Key, Shaped, UInt8
 
 from jaxtrain.collectives.vary import Index
+from jaxtrain.violations import count, flag, raise_violations, ratio
 
 Numbers = Float32[Array, "rows size"]
 Payload = UInt8[Array, "rows bytes"]
@@ -175,7 +176,7 @@ class TopK:
     ramp: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        raise_violations(fraction("density", self.density) + _ramp_violations(self.ramp))
+        raise_violations(ratio("density", self.density) + _ramp_violations(self.ramp))
 
     def kept(self, size: int) -> int:
         """How many numbers of a row of `size` are sent: at least one."""
@@ -210,7 +211,7 @@ def _ramp_violations(ramp: object) -> list[str]:
         ]
     found = []
     for i, (step, density) in enumerate(ramp):
-        found += count(f"ramp[{i}][0]", step) + fraction(f"ramp[{i}][1]", density)
+        found += count(f"ramp[{i}][0]", step) + ratio(f"ramp[{i}][1]", density)
     steps = [step for step, _ in ramp]
     if not found and sorted(set(steps)) != steps:
         found.append(f"the steps of ramp must grow and are {steps}; use {sorted(set(steps))}")
@@ -234,7 +235,7 @@ class RandomK:
     density: float = 0.01
 
     def __post_init__(self) -> None:
-        violations = fraction("density", self.density)
+        violations = ratio("density", self.density)
         if not violations and self.density * LONGEST_STRETCH < 1:
             violations.append(
                 f"density={self.density!r} must be at least one in {LONGEST_STRETCH}; use for "
@@ -316,32 +317,3 @@ def from_bytes(payload: Payload, dtype: jax.typing.DTypeLike) -> Shaped[Array, "
 def join_bytes(*parts: Shaped[Array, "rows _"]) -> Payload:
     """The bytes of each row of the parts, one part after another."""
     return jnp.concatenate([as_bytes(part) for part in parts], axis=1)
-
-
-def count(name: str, value: object, least: int = 1) -> list[str]:
-    """A violation unless `value` is a whole number of at least `least`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return []
-    return [f"{name}={value!r} must be a whole number of {least} or more; use {least} at least"]
-
-
-def fraction(name: str, value: object) -> list[str]:
-    """A violation unless 0 < value <= 1."""
-    if is_number(value) and 0 < value <= 1:
-        return []
-    return [f"{name}={value!r} must lie in (0, 1]; use for example 0.01"]
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def flag(name: str, value: object) -> list[str]:
-    """A violation unless `value` is True or False."""
-    return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
-
-
-def raise_violations(violations: list[str]) -> None:
-    """Raises one ValueError that names all violations."""
-    if violations:
-        raise ValueError("; ".join(violations))

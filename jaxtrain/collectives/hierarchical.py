@@ -16,11 +16,11 @@ from jax import lax
 
 from jaxtrain.collectives.algorithm import accumulator
 from jaxtrain.collectives.choice import Exact, algorithm
-from jaxtrain.collectives.compression import raise_violations
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, link_sum, sum_scatter
 from jaxtrain.collectives.ring import flatten_padded
 from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.violations import raise_violations
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Key
 
-from jaxtrain.collectives.compression import count, raise_violations
 from jaxtrain.collectives.named import AllReduce
 from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.violations import count, raise_violations
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import accumulator, only_on
-from jaxtrain.collectives.compression import flag, raise_violations
 from jaxtrain.collectives.vary import Index, MeshAxes, vary, varying_axes
+from jaxtrain.violations import flag, raise_violations
 
 RIGHT, LEFT = 1, -1
 INT32_MAX = 2**31 - 1

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxtrain.mesh.hardware import did_you_mean, raise_problems
+from jaxtrain.violations import did_you_mean, raise_violations
 
 COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
@@ -115,7 +115,7 @@ def read_message(
             f"buffer_bytes={buffer_bytes} are no {dtype} elements{over}; "
             f"pad to {-(-buffer_bytes // part) * part}"
         )
-    raise_problems(f"{algorithm} {collective}", problems)
+    raise_violations(problems, f"{algorithm} {collective}")
     whole = Kind(dtype, itemsize)
     narrow = itemsize < 4 and "float" in dtype
     sums = Kind("float32", 4) if narrow else whole

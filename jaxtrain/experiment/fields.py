@@ -17,11 +17,11 @@ from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.optim.fields import at_least, count, raise_violations
 from jaxtrain.optim.plain import Optax
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.telemetry.profiler import Steps
+from jaxtrain.violations import at_least, count, raise_violations
 
 SEEDS = 2**32
 """JAX's keys take so many: a seed beyond would draw what a smaller one draws."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.files.stores import store_violations
-from jaxtrain.optim.fields import count, positive, raise_violations
+from jaxtrain.violations import count, positive, raise_violations
 
 Patterns = tuple[str, ...]
 

@@ -10,8 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.mesh.hardware import did_you_mean
 from jaxtrain.public import public_path
+from jaxtrain.violations import did_you_mean
 
 PRESETS = {
     "precision": {name: name for name in ("fp32", "bf16", "fp16")},

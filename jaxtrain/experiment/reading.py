@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.experiment.fine_tuning import as_modules, module_violations
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS, Slot, slots_of
-from jaxtrain.optim.fields import raise_violations
+from jaxtrain.violations import raise_violations
 
 Made = Callable[[], Any]
 """Builds what was checked."""

@@ -18,9 +18,9 @@ from jaxtrain.experiment.load import config_of
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS
 from jaxtrain.mesh import sharding
-from jaxtrain.mesh.hardware import did_you_mean
 from jaxtrain.mesh.sharding import ShardingRules
 from jaxtrain.optim import precision
+from jaxtrain.violations import did_you_mean
 
 MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in CLASSES.values()},

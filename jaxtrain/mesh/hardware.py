@@ -8,11 +8,11 @@ chiplets of a TPU7x are two devices, the two cores of a TPU v4 or v5p are one ("
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from itertools import takewhile
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxtrain.violations import did_you_mean, nearest
 
 Table = TypeVar("Table")
 
@@ -273,25 +273,6 @@ LINKS: dict[str, Link] = _by_name(
 """Links by the name that a mesh file uses."""
 
 
-def _nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option most like `word`; among several, the one that begins most like it."""
-    lower, word = {option.lower(): option for option in options}, word.lower()
-
-    def same_start(option: str) -> int:
-        return sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(option, word, strict=False))
-        )
-
-    best = max(difflib.get_close_matches(word, lower, n=3), key=same_start, default=None)
-    return lower[best] if best else None
-
-
-def did_you_mean(word: str, options: Collection[str]) -> str:
-    """`; did you mean X?` for the nearest option, else `; use one of ...`."""
-    near = _nearest(word, options)
-    return f"; did you mean {near!r}?" if near else f"; use one of {', '.join(options)}"
-
-
 def chip_of(device_kind: str) -> Chip:
     """The chip that JAX calls `device_kind`.
 
@@ -299,7 +280,7 @@ def chip_of(device_kind: str) -> Chip:
     """
     kinds = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
     if device_kind not in kinds:
-        near = _nearest(device_kind, kinds)
+        near = nearest(device_kind, kinds)
         hint = f"; the nearest known is {near!r}" if near else ""
         raise ValueError(
             f"device kind {device_kind!r} is not in the table of chips{hint}. "
@@ -386,12 +367,3 @@ def read_section(document: Mapping[str, Any], key: str, problems: list[str]) -> 
         return value
     problems.append(f"{key} = {value!r} must be a table: [{key}]")
     return {}
-
-
-def raise_problems(where: str, problems: Sequence[str]) -> None:
-    """Raise one ValueError with every problem, if there is any."""
-    if len(problems) == 1:
-        raise ValueError(f"{where}: {problems[0]}")
-    if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        raise ValueError(f"{where}: {len(problems)} problems{lines}")

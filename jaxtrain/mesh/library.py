@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxtrain.mesh.hardware import did_you_mean
+from jaxtrain.violations import did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "meshes"
 

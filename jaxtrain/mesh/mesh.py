@@ -23,7 +23,8 @@ import numpy as np
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh import hardware, library
 from jaxtrain.mesh.axes import MESH_AXES
-from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link, did_you_mean
+from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link
+from jaxtrain.violations import did_you_mean, raise_violations
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -67,7 +68,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         problems = _axis_problems(self.axes, self.devices)
         problems += _layout_problems(self.chip, self.devices, self.devices_per_host, self.topology)
-        hardware.raise_problems(self.where, problems)
+        raise_violations(problems, self.where)
 
     @property
     def where(self) -> str:
@@ -103,7 +104,7 @@ class MeshSpec:
     def with_axes(self, axes: Mapping[str, int]) -> MeshSpec:
         """The same machine cut another way; one size may be -1, as in a file."""
         sizes, problems = _resolve(axes, self.devices)
-        hardware.raise_problems(self.where, problems)
+        raise_violations(problems, self.where)
         return replace(self, axes=sizes)
 
     def simulate(self) -> MeshSpec:
@@ -192,7 +193,7 @@ def _parse(document: Mapping[str, Any], path: Path) -> MeshSpec:
     problems += _axis_problems(known, devices if readable else None)
     if devices and per_host and chip:
         problems += _layout_problems(chip, devices, per_host, topology)
-    hardware.raise_problems(str(path), problems)
+    raise_violations(problems, str(path))
     assert devices and per_host and chip and facts, "a part was not read, and nothing said so"
     return MeshSpec(
         name=path.stem,

@@ -12,7 +12,6 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from jaxtrain.mesh.sharding import LogicalAxes
-from jaxtrain.optim.fields import at_least, count, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
     LeafDims,
@@ -26,6 +25,7 @@ from jaxtrain.optim.leaves import (
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
 from jaxtrain.optim.schedule import RateFn
 from jaxtrain.optim.shards import WHOLE, LeafSum, Shards, real_means, squares_of_layers
+from jaxtrain.violations import at_least, count, fraction, positive, raise_violations
 
 _EPS2 = 1e-3
 

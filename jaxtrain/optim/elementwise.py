@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import optax
 
-from jaxtrain.optim.fields import at_least, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import AxesTree, LeafMask, check_axes, decoupled_decay, matrices
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
+from jaxtrain.violations import at_least, fraction, positive, raise_violations
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from jaxtrain.optim.fields import at_least, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
     LeafMask,
@@ -22,6 +21,7 @@ from jaxtrain.optim.leaves import (
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
 from jaxtrain.optim.shards import WHOLE, Shards, squares_of_layers
+from jaxtrain.violations import at_least, fraction, positive, raise_violations
 
 
 def scale_by_trust_ratio(

@@ -17,8 +17,8 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from jaxtrain.mesh.sharding import LogicalAxes, PaddedAxis
-from jaxtrain.optim.fields import raise_violations
 from jaxtrain.optim.schedule import RateFn
+from jaxtrain.violations import raise_violations
 
 AxesTree = PyTree
 """A tree like the parameters' whose leaves are tuples of logical axis names, one for each dim."""

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from jaxtrain.mesh.sharding import LogicalAxes
 from jaxtrain.optim.elementwise import AdamW
-from jaxtrain.optim.fields import at_least, count, fraction, positive, raise_violations
 from jaxtrain.optim.leaves import (
     AxesTree,
     check_axes,
@@ -30,6 +29,7 @@ from jaxtrain.optim.leaves import (
 )
 from jaxtrain.optim.rate import Rate, rate_fields, rate_fn, rate_violations
 from jaxtrain.optim.shards import WHOLE, ByMatrix, Shards
+from jaxtrain.violations import at_least, count, fraction, positive, raise_violations
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan et al. 2024: the steepest at 0, singular values end in (0.7, 1.2)."""

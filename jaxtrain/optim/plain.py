@@ -10,8 +10,8 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxtrain.optim.fields import raise_violations
 from jaxtrain.optim.leaves import AxesTree
+from jaxtrain.violations import raise_violations
 
 MIXING = ("reduce_", "cum", "sort", "arg", "top_k", "conv_", "fft", "dot_general")
 MIXING_WHOLE = {"cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"}

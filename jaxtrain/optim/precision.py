@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
-from jaxtrain.optim.fields import at_least, count, positive, raise_violations
+from jaxtrain.violations import at_least, count, positive, raise_violations
 
 Tree = TypeVar("Tree")
 MATMUL_PRECISIONS = ("default", "high", "highest")

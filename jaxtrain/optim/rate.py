@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxtrain.optim.fields import count, positive, raise_violations
 from jaxtrain.optim.schedule import Constant, RateFn, Schedule
+from jaxtrain.violations import count, positive, raise_violations
 
 
 def linear_scaling(ratio: float) -> float:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jaxtrain.optim.fields import at_least, count, positive, raise_violations
+from jaxtrain.violations import at_least, count, positive, raise_violations
 
 RateFn = Callable[[jax.typing.ArrayLike], Float32[Array, ""]]
 """From a step, a whole number, to the learning rate."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxtrain.files.stores import store_violations
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule, nearest_kind
 from jaxtrain.pipeline.table_file import read_schedule
+from jaxtrain.violations import raise_violations
 
 SAVES = ("inputs", "residuals")
 
@@ -41,7 +41,7 @@ class Pipeline:
             found.append(f"chunks={self.chunks!r} must be a whole number of at least 1")
         if self.save not in SAVES:
             found.append(f"save={self.save!r} must be one of {', '.join(SAVES)}")
-        raise_problems("pipeline", found + store_violations("schedule", self.schedule))
+        raise_violations(found + store_violations("schedule", self.schedule), "pipeline")
 
     @property
     def of_file(self) -> bool:
@@ -65,5 +65,5 @@ class Pipeline:
             for name, value in due.items()
             if getattr(found, name) != value
         ]
-        raise_problems(self.schedule, wrong)
+        raise_violations(wrong, self.schedule)
         return found

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from jaxtrain.mesh.hardware import did_you_mean, raise_problems
+from jaxtrain.violations import did_you_mean, raise_violations
 
 ENTRIES = 2**23
 """Of one table, at most: ten times those of the largest pipelines published; some seconds' work."""
@@ -66,7 +66,7 @@ class Costs:
         wrong = [f"{k}={v!r} must be a time of at least 0" for k, v in times.items() if not v >= 0]
         if not wrong and not self.forward + self.backward + self.weight:
             wrong.append("forward, backward and weight are all 0; give one of them a time")
-        raise_problems("costs", wrong)
+        raise_violations(wrong, "costs")
 
     def of(self, schedule: Schedule) -> dict[str, float]:
         """By letter, of one chunk."""
@@ -83,7 +83,7 @@ def make_schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) ->
     Raises ValueError, with all that is wrong: an unknown kind, numbers below 1, chunks with a
     schedule that has none, `interleaved` with one.
     """
-    raise_problems(f"schedule {kind}", _violations(kind, stages, microbatches, chunks))
+    raise_violations(_violations(kind, stages, microbatches, chunks), f"schedule {kind}")
     r = np.arange(stages)
     m, c = np.divmod(np.arange(microbatches * chunks), chunks)
     group, i = np.divmod(m, stages)

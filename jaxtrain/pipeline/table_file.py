@@ -21,9 +21,9 @@ from statistics import median_low
 import numpy as np
 
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.pipeline.analysis import violations
 from jaxtrain.pipeline.schedule import Schedule
+from jaxtrain.violations import raise_violations
 
 _WORK = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 
@@ -42,7 +42,7 @@ def read_schedule(path: str | Path) -> Schedule:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     schedule, problems = _parse(path.stem, rows)
-    raise_problems(str(path), problems or violations(schedule))
+    raise_violations(problems or violations(schedule), str(path))
     return schedule
 
 

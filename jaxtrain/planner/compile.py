@@ -17,7 +17,6 @@ from jaxtrain.attention.kernels import Reference
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
@@ -33,6 +32,7 @@ from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
 from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.violations import raise_violations
 
 CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
 """Gives what the compiler writes to the process's standard error while the context is open."""
@@ -187,8 +187,8 @@ def compile_experiment(
     assembly = checked.assembly
     spec = assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
-    raise_problems(
-        spec.where, option_violations(dict(spec.compiler_options), active.devices.flat[0])
+    raise_violations(
+        option_violations(dict(spec.compiler_options), active.devices.flat[0]), spec.where
     )
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)

@@ -16,12 +16,12 @@ import jax
 
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
-from jaxtrain.optim.fields import raise_violations
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.run.rates import Rates
 from jaxtrain.telemetry.metrics import MetricsWriter
 from jaxtrain.telemetry.profiler import Profiler, Steps
 from jaxtrain.telemetry.progress import Progress
+from jaxtrain.violations import raise_violations
 
 
 def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:

@@ -18,7 +18,6 @@ from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rates import DocumentsOf, counts_flops
@@ -31,6 +30,7 @@ from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step, trace_loss
 from jaxtrain.validation.model import vocab_of
+from jaxtrain.violations import raise_violations
 from jaxtrain.weights.start import Start, settled_start, starting_params
 
 CACHE_DIR = Path("~/.cache/jaxtrain")
@@ -120,7 +120,9 @@ def open_session(
     """
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
-    raise_problems(spec.where, option_violations(dict(spec.compiler_options), mesh.devices.flat[0]))
+    raise_violations(
+        option_violations(dict(spec.compiler_options), mesh.devices.flat[0]), spec.where
+    )
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
     dataset = open_split(experiment, "train", cache_dir)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.validation.model import taken_names
+from jaxtrain.violations import raise_violations
 
 Arrays = dict[str, Any]
 
@@ -99,7 +99,7 @@ def _sums(model: Any, found: Any) -> LossSums:
             f"{name}.loss returned {type(beside).__name__} as its third value; return a dict of "
             f'sums by name, such as {{"accuracy": ...}}'
         )
-    raise_problems(f"{name}.loss", taken_names(beside))
+    raise_violations(taken_names(beside), f"{name}.loss")
     shapes = [jnp.shape(value) for value in found[:2]]
     if shapes != [(), ()]:
         raise ValueError(

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.hardware import did_you_mean
 from jaxtrain.models.description import (
     ABILITIES,
     STACK,
@@ -20,6 +19,7 @@ from jaxtrain.models.description import (
 )
 from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.nn.module import ModuleSplit
+from jaxtrain.violations import did_you_mean
 
 
 def model_violations(experiment: Experiment) -> list[str]:

@@ -18,11 +18,11 @@ from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
-from jaxtrain.optim.fields import at_least, count, raise_violations
 from jaxtrain.optim.precision import Precision
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.step.state import TrainState, averaged_params
+from jaxtrain.violations import at_least, count, raise_violations
 from jaxtrain.weights.loading import load, static_of
 
 

@@ -17,7 +17,6 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
-from jaxtrain.mesh.hardware import raise_problems
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
 from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merge_adapters
@@ -25,6 +24,7 @@ from jaxtrain.models.build import abstract_model
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
+from jaxtrain.violations import raise_violations
 from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
     AVERAGES,
@@ -120,7 +120,7 @@ def _of_run(
         raise ValueError(own) from error
     if not isinstance(config, ModelConfig):
         raise ValueError(own)
-    raise_problems(f"{path}: its model", getattr(config, "violations", list)())
+    raise_violations(getattr(config, "violations", list)(), f"{path}: its model")
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)
@@ -173,7 +173,7 @@ def _template(split: ModuleSplit, spec: MeshSpec, dtype: Any = "float32") -> dic
     mesh = make_mesh(spec)
     sizes = {axis: n for axis, n in mesh.shape.items() if n > 1}
     places, violations = place(split.params, split.axes, fsdp() | tensor(), sizes=sizes)
-    raise_problems(spec.where, violations)
+    raise_violations(violations, spec.where)
     return {
         k: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named_sharding(mesh, places[k].params))
         for k, leaf in split.params.items()

@@ -248,10 +248,10 @@ def test_all_that_cannot_be_is_refused_before_anything_is_compiled() -> None:
             progress=told.append,
         )  # fmt: skip
     for wrong in (
-        "stages=1 must be an integer of 2 or more",
-        "measured_at=0 must be an integer of 1 or more",
-        "microbatches[1]=-4 must be an integer of 1 or more",
-        "rounds=1 must be an integer of 2 or more",
+        "stages=1 must be a whole number of 2 or more",
+        "measured_at=0 must be a whole number of 1 or more",
+        "microbatches[1]=-4 must be a whole number of 1 or more",
+        "rounds=1 must be a whole number of 2 or more",
         "experiment.microbatches=2 must be 1",
         "window=nan must be a finite number of 0 or more",
         "must be a number, the rows of a microbatch",
@@ -289,4 +289,4 @@ def test_the_command_prints_the_report(
 def test_the_command_refuses_what_the_function_does() -> None:
     command = [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline", "--stages", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "stages=0 must be an integer of 2 or more" in done.stderr
+    assert done.returncode == 2 and "stages=0 must be a whole number of 2 or more" in done.stderr

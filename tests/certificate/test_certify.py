@@ -389,7 +389,7 @@ def test_a_users_own_model_is_refused(own: jaxtrain.Experiment) -> None:
 
 @pytest.mark.parametrize("devices", [0, -2])
 def test_no_devices_are_refused(devices: int) -> None:
-    with pytest.raises(ValueError, match=f"devices={devices} must be an integer of 1 or more"):
+    with pytest.raises(ValueError, match=f"devices={devices} must be a whole number of 1 or more"):
         next(certify.certify(EXPERIMENT, devices=devices))
 
 

@@ -30,7 +30,7 @@ MESH = jaxtrain.mesh_from_axes(data=1)
         (lambda: FineTuning(start="folder"), "use a jaxtrain.FromHuggingFace or a jaxtrain.FromR"),
         (lambda: FineTuning(lora=8), "lora=8 is a int; use a jaxtrain.LoRA or None"),
         (lambda: FromHuggingFace(3), "folder=3 is a int"),
-        (lambda: FromRun("run", step=0), "step=0 must be an integer of 1 or more"),
+        (lambda: FromRun("run", step=0), "step=0 must be a whole number of 1 or more"),
         (lambda: FromRun("run", leaves=()), r"leaves=\(\) names nothing"),
         (lambda: LoRA(0, alpha=-1.0), "rank=0 must be .*; alpha=-1.0 must be"),
         (lambda: LoRA(2, 4.0, targets=("",)), "targets has ''; a pattern is a text"),

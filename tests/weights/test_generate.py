@@ -156,7 +156,7 @@ def test_what_cannot_be_generated_is_refused(decoder: jaxtrain.Experiment) -> No
 
 BAD = [
     (-5, 0.8, ["tokens=-5"]),
-    (0, 0.8, ["tokens=0 must be an integer of 1 or more"]),
+    (0, 0.8, ["tokens=0 must be a whole number of 1 or more"]),
     (True, 0.8, ["tokens=True"]),
     (8, -1.0, ["temperature=-1.0 must be a finite number"]),
     (8, math.nan, ["temperature=nan"]),

@@ -1,0 +1,84 @@
+"""Checks of values and fields: each gives its violations, and all of them are raised at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterable
+from itertools import takewhile
+from typing import TypeGuard
+
+
+def raise_violations(violations: Iterable[str], where: str = "") -> None:
+    """Raise one ValueError with every violation, if there is any; where: what they are of. With it
+    several stand one to a line."""
+    found = list(violations)
+    if len(found) > 1 and where:
+        lines = "".join(f"\n  - {violation}" for violation in found)
+        raise ValueError(f"{where}: {len(found)} problems{lines}")
+    if found:
+        raise ValueError((f"{where}: " if where else "") + "; ".join(found))
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """The option most like `word`; among several, the one that begins most like it."""
+    lower, word = {option.lower(): option for option in options}, word.lower()
+
+    def same_start(option: str) -> int:
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(option, word, strict=False))
+        )
+
+    best = max(difflib.get_close_matches(word, lower, n=3), key=same_start, default=None)
+    return lower[best] if best else None
+
+
+def did_you_mean(word: str, options: Collection[str]) -> str:
+    """`; did you mean X?` for the nearest option, else `; use one of ...`."""
+    near = nearest(word, options)
+    return f"; did you mean {near!r}?" if near else f"; use one of {', '.join(options)}"
+
+
+def positive(name: str, value: object) -> list[str]:
+    """`value` must be a finite number above 0."""
+    if is_number(value) and value > 0 and math.isfinite(value):
+        return []
+    return [f"{name}={value!r} must be a finite number above 0"]
+
+
+def at_least(name: str, value: object, least: float) -> list[str]:
+    """`value` must be a finite number of at least `least`."""
+    if is_number(value) and value >= least and math.isfinite(value):
+        return []
+    return [f"{name}={value!r} must be a finite number of {least} or more"]
+
+
+def fraction(name: str, value: object) -> list[str]:
+    """`value` must lie in [0, 1): a decay rate, or a momentum."""
+    if is_number(value) and 0 <= value < 1:
+        return []
+    return [f"{name}={value!r} must lie in [0, 1); use for example {name}=0.9"]
+
+
+def count(name: str, value: object, least: int = 1) -> list[str]:
+    """`value` must be a whole number of at least `least`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return []
+    return [f"{name}={value!r} must be a whole number of {least} or more"]
+
+
+def ratio(name: str, value: object) -> list[str]:
+    """`value` must lie in (0, 1]: a part of a whole."""
+    if is_number(value) and 0 < value <= 1:
+        return []
+    return [f"{name}={value!r} must lie in (0, 1]; use for example 0.01"]
+
+
+def flag(name: str, value: object) -> list[str]:
+    """`value` must be True or False."""
+    return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False"]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """An int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
