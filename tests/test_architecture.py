@@ -20,6 +20,7 @@ LAYERS = {
     "files": 0,
     "public": 0,
     "violations": 0,
+    "cluster": 1,
     "mesh": 1,
     "state_format": 1,
     "checkpoint": 2,
@@ -40,6 +41,7 @@ LAYERS = {
     "certificate": 11,
     "planner": 11,
     "bench": 11,
+    "fault_tolerance": 11,
     "cli": 12,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""

@@ -130,6 +130,7 @@ def test_the_flags_of_train_are_frozen() -> None:
     assert {flag for action in actions for flag in action.option_strings} == {
         *("-h", "--help"),
         *("--mesh", "--run-dir", "--steps", "--set", "--simulate"),
+        *("--coordinator", "--processes", "--process"),
     }
     assert [a.dest for a in actions if not a.option_strings] == ["experiment"]
 

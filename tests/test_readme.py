@@ -90,6 +90,11 @@ def test_command_lines_use_options_that_exist(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(line)[1:]
+    if "--" in words:  # another command, of each process
+        inner = words[words.index("--") + 1 :]
+        words = words[: -len(inner) - 1]
+        if "..." not in inner:
+            test_command_lines_use_options_that_exist(shlex.join(["jaxtrain", *inner]), capsys)
     commands = 2 if words[0] == "bench" else 1
     shown = help_of(words[:commands], capsys)
     for option in (word for word in words if word.startswith("--")):
@@ -103,6 +108,7 @@ def test_runs_of_the_examples_do_not_meet() -> None:
     """Each trains in a directory of its own, and what is read of a run was written above it."""
     written: list[str] = []
     for words in (shlex.split(line)[1:] for line in JAXTRAIN):
+        words = words[words.index("--") + 1 :] if "--" in words else words
         read = [word for word in words[1:2] if word.startswith("runs/")]
         assert not read or read[0] in written, words
         given = [after for flag, after in pairwise(words) if flag in ("--run-dir", "--out")]

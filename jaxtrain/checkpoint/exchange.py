@@ -1,7 +1,6 @@
-"""What processes tell and send each other beside the training: small texts through JAX's own
-collectives, files over sockets, behind the next steps.
+"""Files that processes send each other beside the training, over sockets, behind the next steps.
 
-The device network is not used for files: a save must not wait for the step, nor a step for a save.
+The device network is not used for them: a save must not wait for the step, nor a step for a save.
 """
 
 from __future__ import annotations
@@ -15,67 +14,12 @@ from contextlib import suppress
 from io import FileIO
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
+from jaxtrain.cluster.agreement import all_gather_text, share_oserror
 from jaxtrain.files.regular import open_regular, read_text, write_all, write_text
 
 PIECE = 16 * 2**20
-
-T = TypeVar("T")
-
-
-def all_gather_text(text: str) -> list[str]:
-    """The text of every process, in their order. All of them call it."""
-    if jax.process_count() == 1:
-        return [text]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.asarray(data.size)))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: data.size] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def all_gather_union(items: list[T]) -> list[T]:
-    """The items (JSON) of all processes, each once. All of them call it."""
-    found = (item for told in all_gather_text(json.dumps(items)) for item in json.loads(told))
-    return list(dict.fromkeys(found))
-
-
-def share_oserror(act: Callable[[], T]) -> T:
-    """What `act` gives; OSError on every process where it fails on one. All of them call it."""
-    found: Any = None
-    problem = ""
-    try:
-        found = act()
-    except OSError as error:
-        problem = str(error)
-    problems = [f"process {i}: {p}" for i, p in enumerate(all_gather_text(problem)) if p]
-    if problems:
-        raise OSError("; ".join(problems))
-    return found
-
-
-def share_failure(act: Callable[[], T]) -> T:
-    """What `act` gives; where it raises OSError or ValueError on one process that is raised there,
-    and ValueError with its words on all others. All of them call it."""
-    found: Any = None
-    mine: Exception | None = None
-    try:
-        found = act()
-    except (OSError, ValueError) as error:
-        mine = error
-    told = all_gather_text("" if mine is None else str(mine))
-    if mine is not None:
-        raise mine
-    if problems := [f"process {i}: {said}" for i, said in enumerate(told) if said]:
-        raise ValueError("; ".join(problems))
-    return found
 
 
 class Held(NamedTuple):

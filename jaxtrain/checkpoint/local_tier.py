@@ -25,8 +25,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.exchange import Held, Peers, all_gather_text, share_oserror
+from jaxtrain.checkpoint.exchange import Held, Peers
 from jaxtrain.checkpoint.policy import LocalTier
+from jaxtrain.cluster.agreement import all_gather_text, share_oserror
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_text
 from jaxtrain.state_format.chunks import Chunk, Part, digest

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import PyTree
 
-from jaxtrain.checkpoint.exchange import all_gather_union, share_oserror
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.storage import (
@@ -32,6 +31,7 @@ from jaxtrain.checkpoint.storage import (
     unfinished_bytes,
     whole_manifest,
 )
+from jaxtrain.cluster.agreement import all_gather_union, share_oserror
 from jaxtrain.files.stores import local_path
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import Manifest, refuse_other_step

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxtrain.checkpoint.exchange import all_gather_text, share_oserror
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
@@ -26,6 +25,7 @@ from jaxtrain.checkpoint.storage import (
     describe,
     whole_manifest,
 )
+from jaxtrain.cluster.agreement import all_gather_text, share_oserror
 from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text

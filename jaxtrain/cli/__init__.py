@@ -1,7 +1,8 @@
 """The command line: parses, calls, prints. Everything it does is a function elsewhere.
 
-Exit codes: 0 done; 1 a check failed; 2 refused input; 75 stopped after saving (Ctrl-C, SIGTERM,
-SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output any more.
+Exit codes: 0 done; 1 a check failed; 2 refused input; 69 and 124 processes crashed or hung and no
+restarts are left; 70 a crash that comes again at the same step; 75 stopped after saving (Ctrl-C,
+SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import generate, schedule, train, verify
+from jaxtrain.cli import generate, launch, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     FAILED,
@@ -103,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     trained = command("train", train.train_command, text)
     train.add_options(trained)
 
+    text = "several processes of one run on this machine, started again when one fails"
+    launched = command("launch", _launch, text)
+    launch.add_options(launched)
+
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
     check.add_argument("--mesh", required=True, help=MESH)
@@ -143,6 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--out", required=True, help="directory of the token files")
     tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     return parser
+
+
+def _launch(options: argparse.Namespace) -> int:
+    return launch.launch_command(options, _parser().parse_args)
 
 
 def _check(options: argparse.Namespace) -> int:

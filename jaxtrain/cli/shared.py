@@ -35,13 +35,13 @@ def experiment_of(options: argparse.Namespace) -> Any:
     return with_fields(load_experiment(options.experiment), options.settings)
 
 
-def set_simulation_flags(options: argparse.Namespace, spec: Any) -> None:
-    """Tells JAX of fake devices before it starts. The C library reads its variable only when a
-    process starts: the command starts again, once, as the same process."""
+def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int = 1) -> None:
+    """Tells JAX of fake devices before it starts: this process's share of them. The C library reads
+    its variable only when a process starts: the command starts again, once, as the same process."""
     from jaxtrain.mesh.simulation import simulation_flags
 
     before = os.environ.get("GLIBC_TUNABLES")
-    os.environ.update(simulation_flags(spec, os.environ))
+    os.environ.update(simulation_flags(spec, os.environ, processes))
     late = before != os.environ["GLIBC_TUNABLES"] and sys.platform == "linux"
     if options.own_process and late and not os.environ.get(STARTED_AGAIN):
         os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop

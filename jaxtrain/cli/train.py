@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxtrain.cli.shared import INTERRUPTED, MESH, PREEMPTED, mesh_of, say, set_simulation_flags
+from jaxtrain.cli.shared import (
+    FAILED,
+    INTERRUPTED,
+    MESH,
+    PREEMPTED,
+    REFUSED,
+    mesh_of,
+    say,
+    set_simulation_flags,
+    settle_streams,
+)
+from jaxtrain.cluster.join import Place, join, place_of, process_count
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
+from jaxtrain.fault_tolerance.faults import FAULTS, Injector
 from jaxtrain.run.callback import Callback, Run
+
+if TYPE_CHECKING:  # it imports JAX
+    from jaxtrain.run.result import Result
 
 TOGETHER_S = 0.25
 """Signals that come so close are one: a terminal, its shell and a launcher may each send theirs."""
@@ -24,38 +44,101 @@ def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
+    text = "HOST:PORT where process 0 of several listens; default as the launcher says"
+    train.add_argument("--coordinator", help=text)
+    train.add_argument("--processes", type=int, help="how many processes there are")
+    train.add_argument("--process", type=int, help="which of them this one is, from 0")
 
 
 def train_command(options: argparse.Namespace) -> int:
     spec = mesh_of(options)
+    place = place_of(options.coordinator, options.processes, options.process)
     if spec.simulated:
-        set_simulation_flags(options, spec)
-    from jaxtrain.run.directory import left_in
+        set_simulation_flags(options, spec, process_count(place, os.environ))
+    run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+    phases = Phases()
+    with ExitStack() as stack:
+        if path := os.environ.get(SAMPLE_FILE):
+            end_with_parent()
+            faulthandler.register(signal.SIGUSR1)
+            stack.callback(Sampler(Path(path), phases).close)
+        if given := os.environ.get(FAULTS):
+            phases.listen(Injector(given, place.process if place else 0, run_dir))
+        stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
+        return _train(options, spec, place, run_dir, phases, stop)
+
+
+def _train(
+    options: argparse.Namespace,
+    spec: Any,
+    place: Place | None,
+    run_dir: Path,
+    phases: Phases,
+    stop: Stop,
+) -> int:
+    with phases.within("join"):
+        several = join(place)
     from jaxtrain.run.loop import train
 
-    run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
-    with Stop().listening(to_the_end=options.own_process) as stop:
-        try:
-            result = train(
-                options.experiment,
-                spec,
-                run_dir=run_dir,
-                steps=options.steps,
-                settings=options.settings,
-                callbacks=[stop],
-            )
-        except KeyboardInterrupt:
-            options.interrupted, result = True, None
-        stop.over = True  # what is left to do takes no time
-        if result is not None and not result.stopped:
-            say(f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}")
-            return 0
-        if result is not None and result.saved is None:
-            say(f"stopped at step {result.steps}; nothing is saved: there are no checkpoints")
-            return INTERRUPTED
-        saved, left = left_in(run_dir)
-        say(f"stopped; {left}")
-        return INTERRUPTED if saved is None else PREEMPTED
+    leave = [LeaveAtOnce()] if several and options.own_process else []
+    result = None
+    try:
+        result = train(
+            options.experiment,
+            spec,
+            run_dir=run_dir,
+            steps=options.steps,
+            settings=options.settings,
+            callbacks=[stop, *leave],
+            phases=phases,
+        )
+    except KeyboardInterrupt:
+        options.interrupted = True
+    except BaseException as error:
+        if leave:
+            leave_at_once(error)
+        raise
+    stop.over = True  # what is left to do takes no time
+    code, text = _outcome(result, run_dir)
+    if place is None or place.process == 0:
+        say(text)
+    return code
+
+
+def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
+    """The exit code, and what to say. result: None where it was interrupted."""
+    if result is not None and not result.stopped:
+        return 0, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
+    if result is not None and result.saved is None:
+        text = f"stopped at step {result.steps}; nothing is saved: there are no checkpoints"
+        return INTERRUPTED, text
+    from jaxtrain.run.directory import left_in
+
+    saved, left = left_in(run_dir)
+    return INTERRUPTED if saved is None else PREEMPTED, f"stopped; {left}"
+
+
+class LeaveAtOnce(Callback):
+    """One of several processes that cannot go on ends without a word to the others: whatever it
+    waited for on its way out may wait for them, and they for it."""
+
+    def end(self, run: Run) -> None:
+        if (error := sys.exception()) is not None:
+            leave_at_once(error)
+
+
+def leave_at_once(error: BaseException) -> NoReturn:
+    """End the process with what it failed of, as the command would tell it."""
+    code = FAILED
+    if isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
+    elif type(error) is ValueError:
+        code = REFUSED
+        print(f"jaxtrain: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    settle_streams()
+    os._exit(code)
 
 
 class Stop(Callback):

@@ -13,8 +13,11 @@ MOST_SIMULATED_DEVICES = 2048
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-def simulation_flags(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that runs `spec` on fake CPU devices.
+def simulation_flags(
+    spec: MeshSpec, environ: Mapping[str, str], processes: int = 1
+) -> dict[str, str]:
+    """The environment that runs `spec` on fake CPU devices, in one of so many processes that have
+    as many of them each. Raises ValueError where they cannot.
 
     JAX reads JAX_PLATFORMS when it is imported and XLA_FLAGS when it first looks for devices. A
     device count that is already in XLA_FLAGS is kept if large enough; ValueError if it is not.
@@ -22,20 +25,26 @@ def simulation_flags(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, st
     temporaries from malloc at every step, fresh pages every time, and huge ones are 512 times
     fewer (experiments/LOG.md).
     """
-    if spec.devices > MOST_SIMULATED_DEVICES:
+    devices, left = divmod(spec.devices, processes)
+    if left:
+        raise ValueError(
+            f"{spec.where} has {spec.devices} devices, which {processes} processes cannot have as "
+            f"many of each; use a number of processes that divides {spec.devices}"
+        )
+    if devices > MOST_SIMULATED_DEVICES:
         raise ValueError(
             f"{spec.where} has {spec.devices} devices, and one CPU process can simulate "
             f"{MOST_SIMULATED_DEVICES}; use fewer devices"
         )
     flags = environ.get("XLA_FLAGS", "")
     given = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", flags)
-    if given and int(given[-1]) < spec.devices:
+    if given and int(given[-1]) < devices:
         raise ValueError(
-            f"{spec.where} needs {spec.devices} devices, but XLA_FLAGS has "
-            f"{DEVICE_COUNT_FLAG}={given[-1]}; set it to {spec.devices} or more, or remove it"
+            f"{spec.where} needs {devices} devices, but XLA_FLAGS has "
+            f"{DEVICE_COUNT_FLAG}={given[-1]}; set it to {devices} or more, or remove it"
         )
     if not given:
-        flags = f"{flags} {DEVICE_COUNT_FLAG}={spec.devices}".strip()
+        flags = f"{flags} {DEVICE_COUNT_FLAG}={devices}".strip()
     tunables = environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
         tunables = f"{tunables}:{_HUGE_PAGES}".strip(":")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line listens to signals before it imports JAX
+    from jaxtrain.cluster.requests import Requests
     from jaxtrain.experiment import Experiment
     from jaxtrain.run.session import Session
     from jaxtrain.step.state import TrainState
@@ -17,11 +18,16 @@ class Run:
     metrics.jsonl."""
 
     def __init__(
-        self, session: Session, run_dir: Path | None, last: int, tell: Callable[[str], None]
+        self,
+        session: Session,
+        run_dir: Path | None,
+        last: int,
+        tell: Callable[[str], None],
+        requests: Requests,
     ) -> None:
         self._session, self._run_dir, self._tell = session, run_dir, tell
         self._steps, self._last, self._whole = session.start, last, last
-        self._asked: set[str] = set()
+        self._requests = requests
 
     @property
     def experiment(self) -> Experiment:
@@ -68,13 +74,13 @@ class Run:
 
     def stop(self) -> None:
         """Ask the run to end after the step it is at, with that step saved. May be called from any
-        thread, and from a signal handler."""
-        self._asked.add("stop")
+        thread, and from a signal handler; of several processes by any."""
+        self._requests.ask("stop")
 
     def save(self) -> None:
         """Ask for a save after the step the run is at; there is none where the run saves
         nothing."""
-        self._asked.add("save")
+        self._requests.ask("save")
 
     def tell(self, text: str) -> None:
         """A line of its own among those that the run prints."""
@@ -90,13 +96,9 @@ class Running(Run):
     def end_at(self, step: int) -> None:
         self._steps = self._last = step
 
-    def asked(self, what: str) -> bool:
-        """Whether it was asked for since this was called last."""
-        try:  # in one operation: another may be asked for by a signal, between two
-            self._asked.remove(what)
-        except KeyError:
-            return False
-        return True
+    def due(self, step: int) -> frozenset[str]:
+        """What was asked for, by whichever process, and is done by all after `step`."""
+        return self._requests.due(step)
 
 
 class Callback:
@@ -113,11 +115,9 @@ class Callback:
     the save that are due. What a callback raises ends the run as any error does: the state is saved
     first. After an error or an interrupt `end` alone is called.
 
-    With several processes each has its own callbacks, and calls all of them. A stop and a save are
-    collective: every process must ask for them at the same step, or those that asked wait for the
-    others. So decide by what is the same everywhere: the step, and metrics that the device made
-    (the loss, not the speeds, which are each process's own clock's). Write files where
-    `Run.first_process` says so.
+    With several processes each has its own callbacks, and calls all of them. A stop and a save may
+    be asked for by any of them: all do it after the same step, which is not the one they are at but
+    one soon after, when all have heard of it. Write files where `Run.first_process` says so.
     """
 
     def begin(self, run: Run) -> None:

@@ -4,6 +4,7 @@ compressed sums found), and how they and the user's are called."""
 from __future__ import annotations
 
 import difflib
+import gc
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxtrain.cluster.phases import Phases
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
 from jaxtrain.run.callback import Callback, Run
@@ -63,20 +65,28 @@ def _never_called(callback: Callback) -> list[str]:
 
 
 class Hooks:
-    """The callbacks of a run: its `own`, then those `given`; each is told of everything."""
+    """The callbacks of a run: its `own`, then those `given`; each is told of everything. What those
+    given take is the phase "callback" of `phases`."""
 
-    def __init__(self, run: Run, own: Iterable[Callback], given: Iterable[Callback]) -> None:
-        self.run, self._own, self._given = run, tuple(own), tuple(given)
-        self._told = (*self._own, *self._given)
+    def __init__(
+        self, run: Run, own: Iterable[Callback], given: Iterable[Callback], phases: Phases
+    ) -> None:
+        self.run, self._own, self._given, self._phases = run, tuple(own), tuple(given), phases
+        self._told = self._given
 
     def tell(self, event: str, *of: Any) -> None:
         """Call that method of each."""
-        for each in self._told:
+        for each in self._own:
             getattr(each, event)(self.run, *of)
+        for each in self._told:
+            call = getattr(each, event)
+            if getattr(call, "__func__", None) is not getattr(Callback, event):
+                with self._phases.within("callback"):
+                    call(self.run, *of)
 
     def own_alone(self) -> None:
         """From here on those given are told of the end only."""
-        self._told = self._own
+        self._told = ()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -214,3 +224,25 @@ class Profiling(Callback):
 
     def end(self, run: Run) -> None:
         self._profiler.close()
+
+
+class GarbageCollection(Callback):
+    """Of several processes: Python collects its garbage at the same steps on all of them, `every`
+    so many. Each would else stop for it at steps of its own, and all wait for each (MegaScale,
+    Jiang et al. 2024, section 5)."""
+
+    def __init__(self, every: int = 200) -> None:
+        self._every, self._enabled = every, False
+
+    def begin(self, run: Run) -> None:
+        if jax.process_count() > 1:
+            self._enabled = gc.isenabled()
+            gc.disable()
+
+    def before_step(self, run: Run, step: int) -> None:
+        if self._enabled and step % self._every == 0:
+            gc.collect()
+
+    def end(self, run: Run) -> None:
+        if self._enabled:
+            gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any, TextIO
 
 import jax
 
-from jaxtrain.checkpoint.exchange import share_failure
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.requests import requests_of
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.files.stores import local_path
@@ -21,6 +24,7 @@ from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
 from jaxtrain.run.hooks import (
+    GarbageCollection,
     GuardMessages,
     Hooks,
     MetricsFiles,
@@ -49,6 +53,7 @@ def train(
     cache_dir: str | Path = CACHE_DIR,
     stream: TextIO | None = None,
     callbacks: Sequence[Callback] = (),
+    phases: Phases | None = None,
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
@@ -58,8 +63,9 @@ def train(
     steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
     `path=value` overrides. callbacks: code of your own that the run calls, after that of
     `Logging.callbacks`; it may ask for a stop and for saves (`Callback`). On a stop, a
-    KeyboardInterrupt or an error the state is saved first (what was raised is then raised again).
-    run_dir=None keeps everything in memory.
+    KeyboardInterrupt or an error the state is saved first (what was raised is then raised again),
+    but for those of one process of several. run_dir=None keeps everything in memory. phases: told
+    what the run is at.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
     do not fit together or more steps are done than are asked for, and later when nothing but
@@ -79,13 +85,14 @@ def train(
         refuse_unfit(run, config, experiment)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
-    policy = experiment.checkpoints
-    saves = checkpoints_of(run, policy, spec) if run and policy else None
+    saves = checkpoints_of(run, experiment.checkpoints, spec)
     with ExitStack() as stack:
         if saves is not None:
             stack.callback(saves.close)
             refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
-        session = open_session(experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True)
+        session = open_session(
+            experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True, phases=phases
+        )
         stack.callback(session.close)
         first, directory = jax.process_index() == 0, None
         if run is not None and first:
@@ -126,12 +133,14 @@ class _Loop:
         logging, run_dir = self.experiment.logging, result.run_dir
         progress = ProgressLine(last, session.start, stream, logging.every)
         self.tell = progress.tell
-        self.run = Running(session, run_dir, last, self.tell)
+        self.requests = requests_of(session.start)
+        self.run = Running(session, run_dir, last, self.tell, self.requests)
         self.rates = Rates(session.assembly, session.documents)
         self.readings = Readings(session, self.rates, self.tell_metrics)
         self.files = MetricsFiles(run_dir, session.start, logging, self.rates)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
-        self.hooks = Hooks(self.run, (profiling, progress, guard, self.files), callbacks)
+        own = (profiling, progress, guard, self.files, GarbageCollection())
+        self.hooks, self.phases = Hooks(self.run, own, callbacks, session.phases), session.phases
         self.saving = Saving(saves, session, self.tell) if saves else None
         self.uninterrupted = Uninterrupted()
         self.result.history = self.readings.history.lines
@@ -161,10 +170,15 @@ class _Loop:
         return self.result
 
     def loop(self) -> None:
-        session, run, hooks = self.session, self.run, self.hooks
+        session, run, hooks, phases = self.session, self.run, self.hooks, self.phases
+        phases.enter("first step")
+        phases.advance(session.start)
         hooks.tell("begin")
         for step in range(session.start, run.last):
-            at, batch = session.loader.next()
+            began, early = time.monotonic(), step < session.start + 2
+            phases.enter("first step" if early else "step")
+            with phases.within("load"):
+                at, batch = session.loader.next()
             assert at == step, f"the loader gave the batch of step {at} for step {step}"
             hooks.tell("before_step", step + 1)
             self.readings.take(step + 1, session.step(batch))
@@ -172,11 +186,13 @@ class _Loop:
             run.advance(step + 1)
             hooks.tell("after_step", step + 1)
             self.readings.read()
+            phases.advance(step + 1, None if early else time.monotonic() - began)
             self.readings.refuse_skipping()
             self.evaluate_and_save(step + 1)
             if self.stops_as_asked(step + 1):
                 break
         self.readings.flush()
+        phases.enter("finish")
         self.readings.refuse_skipping()
 
     def evaluate_and_save(self, done: int) -> None:
@@ -194,8 +210,9 @@ class _Loop:
 
     def stops_as_asked(self, done: int) -> bool:
         """Do what callbacks asked for; whether the run ends here for it."""
-        stops = self.run.asked("stop") and done < self.run.last
-        if self.run.asked("save") or stops:
+        due = self.run.due(done)
+        stops = "stop" in due and done < self.run.last
+        if "save" in due or stops:
             self.save(last=stops)
         if stops:
             self.run.end_at(done)
@@ -228,7 +245,7 @@ class _Loop:
         evaluation = self.experiment.evaluation
         assert evaluation is not None
         self.readings.flush()
-        with self.rates.paused():
+        with self.rates.paused(), self.phases.within("evaluate"):
             final = step >= self.run.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
@@ -237,7 +254,9 @@ class _Loop:
 
     def save(self, *, last: bool, durable: bool = True) -> None:
         """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it."""
-        if self.uninterrupted(self.save_now, last, durable):
+        with self.phases.within("save"):
+            begun = self.uninterrupted(self.save_now, last, durable)
+        if begun:
             self.hooks.tell("after_save", self.result.steps)
 
     def save_now(self, last: bool, durable: bool = True) -> bool:
@@ -288,6 +307,11 @@ class _Loop:
     def leave(self, word: str) -> None:
         """Save what is whole: the state after the last finished step."""
         self.hooks.own_alone()  # one of the others may be why it ends
+        self.phases.enter("finish")
+        if jax.process_count() > 1:  # a save is of all processes, and the others may go on
+            latest = self.saving and self.saving.manager.latest()
+            self.tell(f"{word} on one process of several; the newest save is {latest}")
+            return
         if self.saving is None:
             self.tell(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
@@ -338,5 +362,6 @@ class _Loop:
         )
 
     def close(self) -> None:
+        self.requests.close()
         self.uninterrupted.close()
         self.hooks.close()

@@ -16,8 +16,12 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.session import Session
 
 
-def checkpoints_of(run: Path, policy: SavePolicy, spec: MeshSpec) -> Checkpoints:
-    """The checkpoints of a run directory, for a run on that mesh."""
+def checkpoints_of(
+    run: Path | None, policy: SavePolicy | None, spec: MeshSpec
+) -> Checkpoints | None:
+    """The checkpoints of a run directory, for a run on that mesh; None without one or the other."""
+    if run is None or policy is None:
+        return None
     hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
     mtbf_s = None if hours is None else hours * 3600 / spec.devices
     return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s)

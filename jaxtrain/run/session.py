@@ -14,6 +14,7 @@ import jax
 
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment, FromRun
@@ -60,6 +61,7 @@ class Session:
     """What the first step of the run begins with, if the run did not make it."""
     documents: DocumentsOf = lambda step: None
     guard: GuardReader = field(default_factory=GuardReader)
+    phases: Phases = field(default_factory=Phases)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
@@ -87,7 +89,8 @@ class Session:
         which = program_key(micro * rows, choice)
         program = self.compiled.get(which)
         if program is None:
-            program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
+            with self.phases.within("compile"):
+                program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
             self.compiled[which] = program
         self.state, metrics = program(self.state, batch)
         self.guard.push(metrics)
@@ -112,12 +115,16 @@ def open_session(
     cache_dir: Path,
     checkpoints: Checkpoints | None = None,
     held_out: bool = False,
+    phases: Phases | None = None,
 ) -> Session:
     """Raises ValueError for whatever does not fit, before anything is compiled or written; what can
     be told without the data before it is opened, which may mean to tokenise it.
 
-    held_out: open the held-out data too, if the experiment evaluates.
+    held_out: open the held-out data too, if the experiment evaluates. phases: where the time that
+    it takes is told.
     """
+    phases = phases or Phases()
+    phases.enter("open")
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     raise_violations(
@@ -138,30 +145,35 @@ def open_session(
         evaluate.open()
     if checkpoints is not None:
         checkpoints.check_space(natural_shapes(assembly))  # last: it makes the directory
+    phases.enter("compile")
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, at_rest.shardings, None, choice)
-        state, start = _first_state(at_rest, checkpoints, begins)
+        with phases.within("restore" if start else "compile"):
+            state, start = _first_state(at_rest, checkpoints, begins)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    counted = None
-    if counts_flops(assembly) and "segments" in assembly.fields:
-        counted = Documents(dataset, experiment.batch, start)
+    counted = _documents(assembly, dataset, start)
     read = dataset if counted is None else counted
     placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
     loader = Loader(placed, row_numbers(experiment.batch), lambda batch: batch, start=start)
-    where = at_rest.shardings
-    session = Session(
-        assembly, mesh, where, dataset, state, start, loader, evaluate, at_rest, compile_s
-    )
-    session.guard, session.begins = guard, begins
+    given = (dataset, state, start, loader, evaluate, at_rest, compile_s)
+    session = Session(assembly, mesh, at_rest.shardings, *given)
+    session.guard, session.begins, session.phases = guard, begins, phases
     if counted is not None:
         session.documents = counted.of
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
+
+
+def _documents(assembly: Assembly, dataset: Any, start: int) -> Documents | None:
+    """Counts those of each batch as it is read; None where nothing is counted by them."""
+    if counts_flops(assembly) and "segments" in assembly.fields:
+        return Documents(dataset, assembly.experiment.batch, start)
+    return None
 
 
 def _reducer(assembly: Assembly) -> Any:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.exchange import all_gather_text, share_failure
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links

@@ -3,6 +3,7 @@ with and without them."""
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -21,7 +22,7 @@ import jaxtrain
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.experiment import config_of
 from jaxtrain.experiment.stored import refuse_unreadable, stored_field
-from jaxtrain.run.hooks import GuardMessages
+from jaxtrain.run.hooks import GarbageCollection, GuardMessages
 from jaxtrain.run.saving import Saving
 from jaxtrain.telemetry.profiler import Profiler
 
@@ -504,3 +505,19 @@ def test_what_a_run_would_never_call_is_refused_before_it_compiles(
     mesh = jaxtrain.mesh_from_axes(data=1)
     with pytest.raises(ValueError, match=told):
         jaxtrain.train(own, mesh, cache_dir=tmp_path, callbacks=given)
+
+
+def test_of_several_processes_garbage_is_collected_at_the_same_steps(monkeypatch) -> None:
+    """And as before it is left to Python where one runs alone, and when the run is over."""
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(step))
+    for processes, wanted in ((1, []), (2, [20, 40])):
+        collected.clear()
+        monkeypatch.setattr(jax, "process_count", lambda n=processes: n)
+        each = GarbageCollection(every=20)
+        each.begin(Any)
+        assert gc.isenabled() == (processes == 1)
+        for step in range(1, 50):
+            each.before_step(Any, step)
+        each.end(Any)
+        assert collected == wanted and gc.isenabled()

@@ -15,8 +15,9 @@ import pytest
 from tiny import Asking
 
 import jaxtrain
-from jaxtrain.checkpoint import CheckpointManager, exchange, manager, tiers
+from jaxtrain.checkpoint import CheckpointManager, manager, tiers
 from jaxtrain.checkpoint.policy import SaveClock
+from jaxtrain.cluster import agreement
 from jaxtrain.data import BigramChain
 from jaxtrain.run.directory import RunDirectory, left_in
 from jaxtrain.telemetry.metrics import read_metrics
@@ -245,7 +246,7 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
         return [text, "no room" if fails == 1 and len(asked) == 4 else ""]
 
     monkeypatch.setattr(RunDirectory, "written_again", refuse)
-    monkeypatch.setattr(exchange, "all_gather_text", gathered)
+    monkeypatch.setattr(agreement, "all_gather_text", gathered)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     stream = io.StringIO()
     policy = jaxtrain.SavePolicy(every=2)

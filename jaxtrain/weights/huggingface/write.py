@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxtrain.checkpoint.exchange import share_failure
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.models.decoder import DecoderConfig

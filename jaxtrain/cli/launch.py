@@ -1,0 +1,108 @@
+"""`jaxtrain launch`: several processes of one run on this machine, under watch."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.fault_tolerance.deadlines import Deadlines
+from jaxtrain.fault_tolerance.faults import read_fault
+from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RECORD = "failures.jsonl"
+"""In the run directory: a line of JSON for each failure that a supervisor saw."""
+
+
+def add_options(launch: argparse.ArgumentParser) -> None:
+    launch.add_argument("--processes", type=int, required=True, help="how many to run here")
+    text = "how often all may be started again within --within seconds; default 10"
+    launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
+    text = "seconds in which --restarts are counted; default 3600"
+    launch.add_argument("--within", type=float, default=Restarts.within_s, help=text)
+    text = "one on purpose, KIND@STEP.PHASE:PROCESS, such as kill@20 or stop@12.load:1"
+    launch.add_argument("--fault", action="append", default=[], dest="faults", help=text)
+    for field in fields(Deadlines):
+        flag, default = field.name.replace("_", "-"), field.default
+        where = {
+            "silence": "without a sign of life",
+            "step": "in a step, a wait for data or a callback",
+            "step_times": "the same as medians of a step, where that is longer",
+        }.get(field.name, f"in the phase {field.name.replace('_', ' ')}")
+        text = f"seconds {where}, after which a process hangs; default {default}"
+        launch.add_argument(f"--deadline-{flag}", type=float, default=default, help=text)
+    launch.add_argument("command", nargs=argparse.REMAINDER, help="-- train EXPERIMENT ...")
+
+
+def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any]) -> int:
+    """parse: the command line's own reader, which refuses what `train` would."""
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if command[:1] != ["train"]:
+        raise ValueError(
+            f"launch runs `train`, and was given {' '.join(command) or 'nothing'}; write "
+            f"jaxtrain launch --processes {options.processes} -- train EXPERIMENT --mesh MESH"
+        )
+    train = parse(command)
+    if train.coordinator or train.processes or train.process is not None:
+        raise ValueError(
+            "launch tells its processes where they meet and which they are; leave out "
+            "--coordinator, --processes and --process"
+        )
+    _refuse(train, options.processes)
+    run_dir = Path(train.run_dir or Path("runs") / Path(train.experiment).stem)
+    names = {field.name: f"deadline_{field.name}" for field in fields(Deadlines)}
+    faults = [read_fault(text) for text in options.faults]
+    supervisor = Supervisor(
+        own_command(*command),
+        options.processes,
+        tell=_teller(),
+        deadlines=Deadlines(**{k: getattr(options, name) for k, name in names.items()}),
+        restarts=Restarts(most=options.restarts, within_s=options.within),
+        record=run_dir / RECORD,
+        faults=faults,
+    )
+    before = {
+        number: signal.signal(number, lambda number, _: supervisor.stop(number))
+        for number in SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        return supervisor.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _refuse(train: argparse.Namespace, processes: int) -> None:
+    """What cannot be run, before any process is started."""
+    from jaxtrain.cli.shared import mesh_of
+
+    if processes < 1:
+        raise ValueError(f"--processes {processes}; use 1 or more")
+    spec = mesh_of(train)
+    if spec.devices % processes:
+        raise ValueError(
+            f"{spec.where} has {spec.devices} devices, of which {processes} processes cannot have "
+            f"as many each; use a number of processes that divides {spec.devices}"
+        )
+
+
+def _teller() -> Callable[[str], None]:
+    """Lines of several threads, each whole."""
+    lock = threading.Lock()
+
+    def tell(text: str) -> None:
+        with lock:
+            try:
+                print(text, flush=True)
+            except OSError:  # nobody reads any more; the run goes on
+                sys.stdout = open("/dev/null", "w")  # noqa: SIM115 (for the rest of the process)
+
+    return tell

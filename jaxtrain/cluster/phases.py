@@ -1,0 +1,106 @@
+"""What a process is at, and where its wall time has gone: one phase at any moment."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+PHASES = {
+    "start": "imports, and whatever the command does before the others",
+    "join": "waiting for the other processes to join",
+    "open": "data opened, which may mean to tokenise it",
+    "compile": "a step's program compiled, and the state made meanwhile",
+    "restore": "a checkpoint read",
+    "first step": "the first step of this start, and the second, which waits for it",
+    "step": "a step: dispatched, and the one before it waited for",
+    "load": "waiting for the rows of the next batch",
+    "callback": "code of the user's own",
+    "evaluate": "the held-out loss",
+    "save": "a save begun: the state copied off the devices",
+    "finish": "the last save, the sample, and leaving",
+}
+"""Phase -> what a process does in it."""
+
+RECENT = 50
+"""Steps of which the median is taken."""
+
+
+class Now(NamedTuple):
+    """What a process is at. step: done so far. since: when the phase began, by the monotonic clock
+    of the machine, in seconds. median_s: of a step, 0 before there is one."""
+
+    phase: str
+    step: int
+    since: float
+    median_s: float
+
+
+class Phases:
+    """The phases of one start of a run. The time in a phase is without that of those within it, so
+    the times of all phases sum to the wall time since the first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._listeners: list[Callable[[Now], None]] = []
+        self._phase, self._since, self._step = "start", clock(), 0
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._lock = threading.RLock()
+
+    def listen(self, listener: Callable[[Now], None]) -> None:
+        """Have it called with `Now`, and again whenever the phase or the step changes, by the
+        thread that changes it."""
+        self._listeners.append(listener)
+        listener(self.now)
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """That phase while the block runs, then the one before it. Of the main thread, or of one
+        that it waits for."""
+        outer = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def enter(self, phase: str) -> str:
+        """From now on; gives the one before it. Raises KeyError for a word not in PHASES."""
+        PHASES[phase]
+        with self._lock:
+            before, now = self._phase, self._clock()
+            self._spent[before] += now - self._since
+            self._phase, self._since = phase, now
+        self._tell()
+        return before
+
+    def advance(self, step: int, seconds: float | None = None) -> None:
+        """`step` steps are done; the last of them took so many seconds, None where that is not
+        like other steps."""
+        with self._lock:
+            self._step = step
+            if seconds is not None:
+                self._steps.append(seconds)
+        self._tell()
+
+    @property
+    def now(self) -> Now:
+        median = statistics.median(self._steps) if self._steps else 0.0
+        return Now(self._phase, self._step, self._since, median)
+
+    def spent(self) -> dict[str, float]:
+        """Phase -> seconds so far, the present one included."""
+        with self._lock:
+            now = self._clock()
+            present = now - self._since
+            return {**self._spent, self._phase: self._spent[self._phase] + present}
+
+    def _tell(self) -> None:
+        now = self.now
+        for listener in self._listeners:
+            listener(now)

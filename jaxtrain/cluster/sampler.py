@@ -1,0 +1,156 @@
+"""What a process is at, in a file that outlives it, written through memory for a supervisor.
+
+The phase is written as it changes, and every two seconds by a thread of its own the stacks of all
+Python threads. A process that was stopped or killed has said what it was at; one whose thread still
+writes and whose phase does not change hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+from jaxtrain.cluster.phases import Now, Phases
+
+SAMPLE_FILE = "JAXTRAIN_SAMPLE_FILE"
+"""The environment variable by which a supervisor tells where it reads."""
+
+SUPERVISOR = "JAXTRAIN_SUPERVISOR"
+"""The one by which it tells its process id."""
+
+EVERY_S = 2.0
+HEAD = Struct("<QII")
+"""Number of the record, its bytes, their CRC-32."""
+
+SLOTS = {"now": 512, "sample": 2**18}
+"""Record -> bytes of each of its two slots: one is whole while the other is written."""
+
+SIZE = 2 * sum(SLOTS.values())
+
+STACKS = 2**15
+"""Characters of a sample at most; JSON makes six bytes of one at worst."""
+
+
+class Sample(NamedTuple):
+    """The last that a process has said. at: when its sampler last ran, by the machine's monotonic
+    clock, 0 before it did; stacks: of its Python threads then, the main one first."""
+
+    phase: str
+    step: int
+    since: float
+    median_s: float
+    at: float
+    stacks: str
+
+
+class _File:
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        if create:
+            path.write_bytes(bytes(SIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._numbers = dict.fromkeys(SLOTS, 0)
+
+    def write(self, record: str, value: object) -> None:
+        number, data = self._numbers[record] + 1, json.dumps(value).encode()
+        assert HEAD.size + len(data) <= SLOTS[record], f"{record} of {len(data)} bytes"
+        start = self._start(record, number)
+        self._memory[start + HEAD.size : start + HEAD.size + len(data)] = data
+        HEAD.pack_into(self._memory, start, number, len(data), zlib.crc32(data))
+        self._numbers[record] = number
+
+    def read(self, record: str) -> list | None:
+        """The newest that is whole."""
+        found = []
+        for slot in (0, 1):
+            start = self._start(record, slot)
+            number, size, crc = HEAD.unpack_from(self._memory, start)
+            data = self._memory[start + HEAD.size : start + HEAD.size + size]
+            if number and size <= SLOTS[record] and zlib.crc32(data) == crc:
+                found.append((number, data))
+        return json.loads(max(found)[1]) if found else None
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _start(self, record: str, number: int) -> int:
+        before = sum(2 * size for name, size in SLOTS.items() if name < record)
+        return before + SLOTS[record] * (number % 2)
+
+
+class Sampler:
+    """Writes what `phases` are at into `path`, until it is closed or the process ends."""
+
+    def __init__(self, path: Path, phases: Phases) -> None:
+        self._file, self._lock = _File(path, create=True), threading.Lock()
+        phases.listen(self._write_now)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _write_now(self, now: Now) -> None:
+        with self._lock:
+            self._file.write("now", now)
+
+    def _sample(self) -> None:
+        while True:
+            stacks = stacks_of_all(STACKS)
+            self._file.write("sample", (time.monotonic(), stacks))
+            if self._closed.wait(EVERY_S):
+                return
+
+
+def read_sample(path: Path) -> Sample | None:
+    """What a process has said in `path`; None before it has said anything."""
+    with suppress(OSError, ValueError):
+        file = _File(path)
+        try:
+            now, sample = file.read("now"), file.read("sample")
+        finally:
+            file.close()
+        if now is not None:
+            at, stacks = sample or (0.0, "")
+            return Sample(*Now(*now), at, stacks)
+    return None
+
+
+def stacks_of_all(most: int) -> str:
+    """The stacks of all Python threads but this one, the main one first, innermost frame last; the
+    outermost are left out where they are more than `most` characters."""
+    own, names = threading.get_ident(), {t.ident: t.name for t in threading.enumerate()}
+    main, texts = threading.main_thread().ident, []
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    share = most // max(1, len(frames) - 1)
+    for number, frame in frames:
+        if number != own:
+            text = "".join(traceback.format_stack(frame))
+            texts.append(f"thread {names.get(number, number)}:\n{text[-share:]}")
+    return "\n".join(texts)[:most]
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however that ends: no
+    worker goes on without its supervisor, not a stopped one either. Linux alone has it."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get(SUPERVISOR, os.getppid())):
+        os._exit(1)  # it ended before the kernel knew

@@ -1,0 +1,141 @@
+"""Faults on purpose: each of a kind, at a step and in a phase, on one process, once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.cluster.phases import PHASES, Now
+from jaxtrain.violations import did_you_mean, raise_violations
+
+FAULTS = "JAXTRAIN_FAULTS"
+"""The environment variable that has a process's faults, and first the folder where those that
+happened are marked."""
+
+KINDS = {
+    "kill": "SIGKILL, as the kernel does where memory is short",
+    "kill_soon": "SIGKILL a twentieth of a second later: in a save, while its files are written",
+    "stop": "SIGSTOP: the process stands still, all threads of it",
+    "hang": "the main thread waits for ever, and the others go on",
+    "exit": "the process leaves with code 3",
+    "crash": "an exception, in every start that comes there",
+    "terminate": "SIGTERM, as a scheduler sends it before it takes a machine back",
+    "slow": "half a second more, in this and the 30 steps that follow",
+    "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
+    "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
+    "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
+}
+"""Kind -> what happens."""
+
+SLOW_S, SLOW_STEPS, SOON_S = 0.5, 30, 0.05
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: one of KINDS. step: how many are done when it happens, or more. phase: one of PHASES;
+    process: to which it happens. Raises ValueError with every violation."""
+
+    kind: str
+    step: int
+    phase: str = "step"
+    process: int = 0
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.kind not in KINDS:
+            found.append(f"{self.kind!r} is no fault{did_you_mean(self.kind, KINDS)}")
+        if self.phase not in PHASES:
+            found.append(f"{self.phase!r} is no phase{did_you_mean(self.phase, PHASES)}")
+        raise_violations(found, f"fault {self}")
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.step}.{self.phase.replace(' ', '_')}:{self.process}"
+
+
+def read_fault(text: str) -> Fault:
+    """`KIND@STEP`, with `.PHASE` and `:PROCESS` where they are not "step" and 0. Raises
+    ValueError."""
+    found = re.fullmatch(r"(\w+)@(\d+)(?:\.(\w+))?(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(
+            f"fault {text!r} is not written as KIND@STEP.PHASE:PROCESS, such as kill@20 or "
+            f"stop@12.load:1; kinds are {', '.join(KINDS)}"
+        )
+    kind, step, phase, process = found.groups()
+    return Fault(kind, int(step), (phase or "step").replace("_", " "), int(process or 0))
+
+
+def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
+    """The environment that gives the processes their faults; {} where there are none."""
+    return {FAULTS: " ".join([str(folder), *map(str, faults)])} if faults else {}
+
+
+class Injector:
+    """Makes the faults of this process happen, told of every phase."""
+
+    def __init__(self, given: str, process: int, run_dir: Path) -> None:
+        folder, *texts = given.split(" ")
+        self._folder, self._run_dir, self._slow_until = Path(folder), run_dir, -1
+        self._faults = [f for f in map(read_fault, texts) if f.process == process]
+
+    def __call__(self, now: Now) -> None:
+        if now.phase == "step" and now.step < self._slow_until:
+            time.sleep(SLOW_S)
+        for fault in self._faults:
+            if now.phase == fault.phase and now.step >= fault.step and self._first(fault):
+                self._act(fault, now)
+
+    def _first(self, fault: Fault) -> bool:
+        """Whether it has not happened in this start or one before it. A crash always does."""
+        if fault.kind == "crash":
+            return True
+        try:
+            (self._folder / str(fault)).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _act(self, fault: Fault, now: Now) -> None:
+        acts: dict[str, Callable[[], object]] = {
+            "kill": lambda: _signal(signal.SIGKILL),
+            "kill_soon": lambda: threading.Timer(SOON_S, _signal, (signal.SIGKILL,)).start(),
+            "stop": lambda: _signal(signal.SIGSTOP),
+            "hang": lambda: threading.Event().wait(),
+            "exit": lambda: os._exit(3),
+            "crash": lambda: _crash(fault),
+            "terminate": lambda: _signal(signal.SIGTERM),
+            "slow": lambda: setattr(self, "_slow_until", now.step + SLOW_STEPS),
+        }
+        acts.get(fault.kind, lambda: self._damage(fault.kind))()
+
+    def _damage(self, how: str) -> None:
+        """A file of the newest committed step, and the process with it: a run reads its checkpoints
+        when it begins."""
+        checkpoints = self._run_dir / CHECKPOINTS
+        for step in committed_steps(checkpoints)[-1:]:
+            packs = (checkpoints / str(step)).rglob("*.pack")
+            pack = max(packs, key=lambda path: path.stat().st_size)
+            data = pack.read_bytes()
+            middle = len(data) // 2
+            pack.unlink()  # an earlier step may hold the same file
+            if how == "corrupt":
+                pack.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+            if how == "truncate":
+                pack.write_bytes(data[:middle])
+        _signal(signal.SIGKILL)
+
+
+def _signal(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _crash(fault: Fault) -> None:
+    raise RuntimeError(f"the fault {fault}")

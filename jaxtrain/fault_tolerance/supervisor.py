@@ -1,0 +1,219 @@
+"""One machine's processes under watch: started together, and together again when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.cluster.sampler import Sample
+from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
+from jaxtrain.fault_tolerance.faults import Fault, faults_variable
+from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
+from jaxtrain.fault_tolerance.workers import Worker, ending, free_port
+
+DONE, REFUSED, EXHAUSTED, DETERMINISTIC, PREEMPTED, HUNG, INTERRUPTED = 0, 2, 69, 70, 75, 124, 130
+"""Exit codes: all went well; input was refused; no restarts are left after a crash; a crash that
+would come again; stopped after saving; no restarts are left after a hang; stopped, unsaved."""
+
+POLL_S = 0.05
+LOOK_S = 0.5
+"""How often exits are looked for, and what processes say of themselves."""
+
+GRACE_S = 0.3
+"""After the first exit: others may have ended before it and are seen only now."""
+
+FRAMES = 12
+"""Lines of a stack that a report has."""
+
+
+@dataclass
+class Supervisor:
+    """Runs `processes` copies of `command` until they are done.
+
+    command: of one process; where the processes meet, and which it is, is added as flags. tell:
+    takes every line, of the processes and its own. record: a file to which each failure is added as
+    a line of JSON; None keeps none. faults: on purpose, each once.
+    """
+
+    command: Sequence[str]
+    processes: int
+    tell: Callable[[str], None]
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    restarts: Restarts = field(default_factory=Restarts)
+    record: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    faults: Sequence[Fault] = ()
+    workers: list[Worker] = field(default_factory=list)
+    stopping: int = 0
+    """Signals that have asked for an end."""
+
+    def run(self) -> int:
+        """Until all are done, or nothing more is tried; gives the exit code."""
+        history, attempt = RestartHistory(self.restarts), 0
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
+            stack.callback(self._kill)
+            while True:
+                attempt += 1
+                self._start(folder)
+                found = self._watch()
+                if isinstance(found, int):
+                    return found
+                self._kill()
+                if self.stopping:
+                    self.tell(f"launch: {found.what}, while it was stopping")
+                    return INTERRUPTED
+                next_one = history.decide(found)
+                self._write_down(found, attempt, next_one)
+                if isinstance(next_one, Exhausted):
+                    self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
+                    return _code(found, next_one)
+                self.tell(f"launch: all processes start again in {next_one:g} s")
+                if not self._wait(next_one):
+                    return INTERRUPTED
+
+    def stop(self, number: int) -> None:
+        """A signal of the outside: the first asks all processes to save and leave, a second one
+        ends them."""
+        self.stopping += 1
+        for worker in self.workers:
+            worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
+
+    def _start(self, folder: Path) -> None:
+        coordinator = f"127.0.0.1:{free_port()}"
+        where = ["--coordinator", coordinator, "--processes", str(self.processes)]
+        self.workers = [
+            Worker(
+                index,
+                [*self.command, *where, "--process", str(index)],
+                {**self.environ, **faults_variable(self.faults, folder)},
+                folder / f"{index}.sample",
+            )
+            for index in range(self.processes)
+        ]
+        for worker in self.workers:
+            worker.read(self.tell)
+
+    def _watch(self) -> int | Failure:
+        """Until all have ended well, or one has not."""
+        looked = 0.0
+        while True:
+            time.sleep(POLL_S)
+            codes = [worker.code for worker in self.workers]
+            if all(code is not None for code in codes):
+                if (code := _together(codes)) is not None:
+                    return code
+                return self._ended()
+            if any(code not in (None, DONE, PREEMPTED) for code in codes):
+                time.sleep(GRACE_S)
+                code = _together([w.code for w in self.workers if w.code is not None])
+                return self._ended() if code is None else code
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                looked = now
+                samples = {
+                    w.process: s for w in self.workers if w.code is None and (s := w.sample())
+                }
+                if found := late(samples, now, self.deadlines):
+                    return self._stuck(found)
+
+    def _ended(self) -> Failure:
+        """The failure of the process that ended first of those that did not end well."""
+        bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
+        # What ends by the loss of another ends later. JAX aborts for no other reason.
+        worker = min(bad, key=lambda w: (w.code == -signal.SIGABRT, w.ended_at))
+        sample, code = worker.sample(), worker.code or 0
+        phase, step = (sample.phase, sample.step) if sample else ("start", 0)
+        what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
+        self.tell(f"launch: {what}")
+        kind = "killed" if code == -signal.SIGKILL else "crashed"
+        return Failure(worker.process, kind, what, phase, step, time.monotonic())
+
+    def _stuck(self, found: list[Late]) -> Failure:
+        """Tells of the processes to blame, each with its stack."""
+        for each in found:
+            worker = self.workers[each.process]
+            state = worker.state()
+            quiet = "has said nothing" if each.what == "silent" else "has not moved"
+            what = (
+                f"process {each.process} of {self.processes} {quiet} for {each.seconds:.1f} s "
+                f"{_at(each.sample)}{f' ({state})' if state else ''}"
+            )
+            self.tell(f"launch: {what}; its main thread was at:")
+            for line in _main_stack(each.sample):
+                self.tell(f"    {line}")
+            # It may have more to say: stacks of all its threads, written without Python.
+            worker.send(signal.SIGCONT)
+            worker.send(signal.SIGUSR1)
+        time.sleep(GRACE_S)
+        first = found[0]
+        sample = first.sample
+        what = f"process {first.process} {_at(sample)}: {first.what}"
+        return Failure(first.process, first.what, what, sample.phase, sample.step, time.monotonic())
+
+    def _kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether nobody asked for an end meanwhile."""
+        end = time.monotonic() + seconds
+        while not self.stopping and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return not self.stopping
+
+    def _write_down(self, failure: Failure, attempt: int, next_one: float | Exhausted) -> None:
+        if self.record is None:
+            return
+        line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
+        del line["at"]
+        line["restarts"] = not isinstance(next_one, Exhausted)
+        with suppress(OSError):  # a full disk: the run is worth more than what is told of it
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            with self.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _together(codes: Sequence[int | None]) -> int | None:
+    """The exit code that follows from those of all processes; None for a failure. One that is
+    refused speaks for all."""
+    found = set(codes)
+    if REFUSED in found and not any(code is not None and code < 0 for code in found):
+        return REFUSED
+    if found <= {DONE}:
+        return DONE
+    if found <= {DONE, PREEMPTED}:
+        return PREEMPTED
+    return INTERRUPTED if found == {INTERRUPTED} else None
+
+
+def _code(failure: Failure, exhausted: Exhausted) -> int:
+    if exhausted.deterministic:
+        return DETERMINISTIC
+    return HUNG if failure.kind in ("hangs", "silent") else EXHAUSTED
+
+
+def _at(sample: Sample | None) -> str:
+    if sample is None:
+        return "before it had said anything"
+    return f"after step {sample.step}, in phase {sample.phase}"
+
+
+def _main_stack(sample: Sample) -> list[str]:
+    """The innermost frames of the main thread, which comes first."""
+    main = sample.stacks.split("\n\nthread ")[0].splitlines()
+    return main[-FRAMES:]
+
+
+def own_command(*arguments: str) -> list[str]:
+    """A command of jaxtrain in a process of its own."""
+    return [sys.executable, "-P", "-m", "jaxtrain.cli", *arguments]

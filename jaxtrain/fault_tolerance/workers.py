@@ -1,0 +1,113 @@
+"""The processes of one machine: started, listened to, ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, read_sample
+
+CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
+"""What XLA's CPU collectives print on the standard output, in threads that may break a line."""
+
+
+class Worker:
+    """One process. `code` is its exit code, minus the signal where one ended it."""
+
+    def __init__(
+        self, process: int, command: Sequence[str], environ: Mapping[str, str], file: Path
+    ) -> None:
+        self.process, self._file = process, file
+        file.unlink(missing_ok=True)
+        # A group of its own: a terminal's Ctrl-C is the supervisor's to pass on, and whatever the
+        # process starts ends with it.
+        self._popen = subprocess.Popen(
+            command,
+            env={**environ, SAMPLE_FILE: str(file), SUPERVISOR: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader: threading.Thread | None = None
+        self.ended_at = math.inf
+        """When it ended, by the monotonic clock: which of several was first."""
+        threading.Thread(target=self._await_end, name=f"end {process}", daemon=True).start()
+
+    def _await_end(self) -> None:
+        self._popen.wait()
+        self.ended_at = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs."""
+        return self._popen.poll()
+
+    def sample(self) -> Sample | None:
+        """The last that it said of itself."""
+        return read_sample(self._file)
+
+    def read(self, tell: Callable[[str], None]) -> None:
+        """Give every line that it prints to `tell`, from a thread."""
+
+        def lines() -> None:
+            assert self._popen.stdout is not None
+            with self._popen.stdout as output:
+                for line in output:
+                    if not CHATTER.search(line.rstrip()):
+                        tell(f"[{self.process}] {line.decode(errors='replace').rstrip()}")
+
+        self._reader = threading.Thread(target=lines, name=f"output {self.process}", daemon=True)
+        self._reader.start()
+
+    def send(self, number: int) -> None:
+        """A signal, if it still runs."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+        if self._reader is not None:
+            self._reader.join(2)  # its last words; a stranger that holds the pipe is not waited for
+
+    def state(self) -> str:
+        """Of the kernel's scheduler, in words; "" where it is not told."""
+        words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in the kernel"}
+        with suppress(OSError, IndexError):
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+            return words.get(text.rpartition(")")[2].split()[0], "")
+        return ""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+def ending(code: int) -> str:
+    """An exit code in words: `exit code 3`, `SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

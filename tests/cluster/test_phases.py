@@ -1,0 +1,74 @@
+"""Where the time of a process goes: phases that sum to the wall time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxtrain.cluster.phases import PHASES, RECENT, Now, Phases
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nested_phases_are_counted_once_and_sum_to_the_wall_time() -> None:
+    clock, drawn = Clock(), random.Random(0)
+    phases, names = Phases(clock), list(PHASES)
+    wanted = dict.fromkeys(names, 0.0)
+
+    def spend(phase: str, depth: int) -> None:
+        """At random, with phases within; what is spent here is this phase's alone."""
+        for _ in range(3):
+            seconds = drawn.random()
+            clock.now += seconds
+            wanted[phase] += seconds
+            if depth:
+                inner = drawn.choice(names)
+                with phases.within(inner):
+                    spend(inner, depth - 1)
+
+    with phases.within("open"):
+        spend("open", 4)
+    assert phases.now.phase == "start"
+    found = phases.spent()
+    assert sum(found.values()) == pytest.approx(clock.now - 100.0)
+    assert {k: found.get(k, 0.0) for k in names} == pytest.approx(wanted)
+
+
+def test_a_phase_ends_with_its_block_however_that_ends() -> None:
+    phases = Phases()
+    phases.enter("step")
+    with pytest.raises(ZeroDivisionError), phases.within("save"):
+        raise ZeroDivisionError
+    assert phases.now.phase == "step"
+    with pytest.raises(KeyError):
+        phases.enter("stepp")
+    assert phases.now.phase == "step"
+
+
+def test_listeners_hear_of_every_change() -> None:
+    clock, heard = Clock(), []
+    phases = Phases(clock)
+    phases.listen(heard.append)
+    clock.now = 103.0
+    phases.enter("step")
+    for seconds in (1.0, 3.0, 9.0):
+        phases.advance(phases.now.step + 1, seconds)
+    phases.advance(4)  # unlike other steps
+    assert heard == [
+        Now("start", 0, 100.0, 0.0),
+        Now("step", 0, 103.0, 0.0),
+        Now("step", 1, 103.0, 1.0),
+        Now("step", 2, 103.0, 2.0),
+        Now("step", 3, 103.0, 3.0),
+        Now("step", 4, 103.0, 3.0),
+    ]
+    for _ in range(RECENT):
+        phases.advance(5, 7.0)
+    assert phases.now.median_s == 7.0, "of the recent steps"

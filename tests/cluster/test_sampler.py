@@ -1,0 +1,162 @@
+"""What a process has said of itself is there after it was stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.sampler import (
+    EVERY_S,
+    HEAD,
+    SIZE,
+    SLOTS,
+    Sampler,
+    read_sample,
+    stacks_of_all,
+)
+
+ROOT = Path(__file__).parents[2]
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.sampler import Sampler
+
+phases = Phases()
+sampler = Sampler(Path(sys.argv[1]), phases)
+
+def waits_for_ever():
+    print("ready", flush=True)
+    time.sleep(1000)
+
+phases.advance(41)
+phases.enter("load")
+phases.advance(42)
+waits_for_ever()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_it_outlives_the_process(tmp_path: Path, number: int) -> None:
+    file = tmp_path / "sample"
+    command = [sys.executable, "-c", CHILD, str(file)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)})
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        began = time.monotonic()
+        while "waits_for_ever" not in (before := read_sample(file)).stacks:
+            assert time.monotonic() - began < 3 * EVERY_S
+            time.sleep(0.1)
+        os.kill(child.pid, number)
+        at = time.monotonic()
+        time.sleep(EVERY_S + 0.5)
+        found = read_sample(file)
+        assert (found.phase, found.step) == ("load", 42)
+        assert before.at <= found.at < at, "its thread stood still too"
+        assert found.since < began, "the clock is the machine's"
+        assert "waits_for_ever" in found.stacks.partition("\nthread")[0], "the main thread first"
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_while_it_lives_its_thread_writes(tmp_path: Path) -> None:
+    sampler = Sampler(tmp_path / "sample", Phases())
+    try:
+        time.sleep(0.2)
+        first = read_sample(tmp_path / "sample")
+        time.sleep(EVERY_S + 0.5)
+        assert read_sample(tmp_path / "sample").at == pytest.approx(first.at + EVERY_S, abs=0.4)
+    finally:
+        sampler.close()
+
+
+def test_nothing_was_said_yet(tmp_path: Path) -> None:
+    assert read_sample(tmp_path / "none") is None
+    (tmp_path / "empty").write_bytes(bytes(SIZE))
+    assert read_sample(tmp_path / "empty") is None
+    (tmp_path / "short").write_bytes(bytes(10))
+    assert read_sample(tmp_path / "short") is None
+
+
+def test_of_a_record_cut_off_in_the_writing_the_one_before_is_read(tmp_path: Path) -> None:
+    file, phases = tmp_path / "sample", Phases()
+    sampler = Sampler(file, phases)
+    phases.advance(7)  # the second record of "now"
+    sampler.close()
+    assert read_sample(file).step == 7
+    data = bytearray(file.read_bytes())
+    for slot in (0, 1):
+        if data[slot * SLOTS["now"]] == 2:
+            data[slot * SLOTS["now"] + HEAD.size + 3] ^= 1
+    file.write_bytes(data)
+    assert read_sample(file).step == 0
+
+
+def test_stacks_without_end_leave_their_outermost_frames() -> None:
+    ready, done = threading.Event(), threading.Event()
+
+    def one(n: int) -> None:
+        other(n - 1) if n else innermost()
+
+    def other(n: int) -> None:
+        one(n)
+
+    def innermost() -> None:
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=one, args=(100,), name="deep")
+    thread.start()
+    ready.wait()
+    try:
+        whole, cut = stacks_of_all(10**6), stacks_of_all(4000)
+    finally:
+        done.set()
+        thread.join()
+    assert len(cut) <= 4000 < len(whole) and whole.count("other(n - 1)") == 101
+    mine = cut.partition("thread deep:")[2]
+    assert "done.wait()" in mine and "threading.py" in mine and 0 < mine.count("other(n - 1)") < 101
+
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, time
+from jaxtrain.cluster.sampler import end_with_parent
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(1000)
+'''], stdout=subprocess.PIPE, env={**os.environ, "JAXTRAIN_SUPERVISOR": str(os.getpid())})
+pid = int(child.stdout.readline())
+if sys.argv[1] == "stopped":
+    os.kill(pid, 19)
+print(pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own doing")
+@pytest.mark.parametrize("how", ["running", "stopped"])
+def test_nobody_outlives_a_supervisor_that_is_killed(how: str) -> None:
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, how],
+        stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=60,
+    )  # fmt: skip
+    pid = int(parent.stdout)
+    for _ in range(100):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"process {pid} goes on")

@@ -1,0 +1,72 @@
+"""Faults on purpose: where they are written, and that each happens once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.fault_tolerance import faults
+from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable, read_fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill@5", Fault("kill", 5)),
+        ("stop@12.load:1", Fault("stop", 12, "load", 1)),
+        ("exit@0.first_step:3", Fault("exit", 0, "first step", 3)),
+    ],
+)
+def test_a_fault_is_read_as_it_is_written(text: str, fault: Fault) -> None:
+    assert read_fault(text) == fault == read_fault(str(fault))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill", "KIND@STEP.PHASE:PROCESS, such as kill@20"),
+        ("kil@5", "'kil' is no fault; did you mean 'kill'?"),
+        ("kill@5.laod", "'laod' is no phase; did you mean 'load'?"),
+    ],
+)
+def test_what_is_no_fault_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_fault(text)
+    assert said in str(caught.value)
+
+
+def test_each_happens_once_over_all_starts(tmp_path: Path, monkeypatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(faults, "_signal", sent.append)
+    given = faults_variable([read_fault("kill@3.load"), read_fault("stop@3:1")], tmp_path)[FAULTS]
+
+    def start() -> None:
+        phases = Phases()
+        phases.listen(Injector(given, 0, tmp_path))
+        for step in range(1, 6):
+            phases.enter("load")
+            assert bool(sent) == (step > 3), "when 3 are done, in the phase"
+            phases.enter("step")
+            phases.advance(step)
+            if sent and step == 4:
+                return
+
+    start()
+    assert len(sent) == 1
+    again = Phases()
+    again.listen(Injector(given, 0, tmp_path))
+    again.advance(3)
+    again.enter("load")
+    assert len(sent) == 1
+    assert faults_variable([], tmp_path) == {}
+
+
+def test_a_crash_comes_in_every_start(tmp_path: Path) -> None:
+    for _ in range(2):
+        phases = Phases()
+        phases.listen(Injector(f"{tmp_path} crash@2", 0, tmp_path))
+        phases.advance(2)
+        with pytest.raises(RuntimeError, match=r"the fault crash@2\.step:0"):
+            phases.enter("step")

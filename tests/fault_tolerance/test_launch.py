@@ -1,0 +1,184 @@
+"""`jaxtrain launch`: real runs on two processes, with faults on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain import cli
+
+ROOT = Path(__file__).parents[2]
+
+EXPERIMENT = '''
+"""A run of a few seconds, with code of its own that it calls."""
+import time
+import jaxtrain
+
+
+class Looks(jaxtrain.Callback):
+    """A step takes a twentieth of a second at least: signals come between steps."""
+
+    def after_step(self, run, step):
+        time.sleep(0.05)
+
+
+def experiment():
+    block = jaxtrain.BlockConfig(
+        jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
+    )
+    return jaxtrain.Experiment(
+        model=jaxtrain.DecoderConfig(
+            vocab=16, embed=8, layers=1, period=(block,), tied=True, vocab_multiple=16
+        ),
+        data=jaxtrain.data.BigramChain(vocab=16, seq=8, isolate_documents=True),
+        optimizer=jaxtrain.AdamW(1e-2),
+        steps=48,
+        batch=8,
+        evaluation=None,
+        checkpoints=jaxtrain.SavePolicy(every=8),
+        logging=jaxtrain.Logging(every=1, tensorboard=False, callbacks=(Looks,)),
+    )
+'''
+MESH = 'chip = "cpu"\ndevices = 4\n[axes]\ndata = 2\nfsdp = 2\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("launch")
+    (found / "experiment.py").write_text(EXPERIMENT)
+    (found / "mesh.toml").write_text(MESH)
+    return found
+
+
+def begin(folder: Path, run: str, *flags: str) -> subprocess.Popen[str]:
+    """A launch of two processes, which cannot end but by themselves or a signal."""
+    train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", run]
+    command = [sys.executable, "-m", "jaxtrain.cli", "launch", "--processes", "2", *flags, "--"]
+    return subprocess.Popen(
+        [*command, *train],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launched(folder: Path, run: str, *flags: str) -> tuple[int, str]:
+    """Its exit code, and what it said."""
+    said, _ = (started := begin(folder, run, *flags)).communicate(timeout=280)
+    return started.returncode, said
+
+
+def losses(folder: Path, run: str) -> dict[int, float]:
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def failures(folder: Path, run: str) -> list[dict[str, Any]]:
+    lines = (folder / run / "failures.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[int, float]:
+    code, said = launched(folder, "undisturbed")
+    assert code == 0, said
+    assert "[0] done: 48 steps" in said and "[1]" not in said and "Gloo" not in said
+    assert not (folder / "undisturbed" / "failures.jsonl").exists()
+    return losses(folder, "undisturbed")
+
+
+FAULTS = {
+    "kill@10:1": ("killed", "step", 1),
+    "hang@18.load:1": ("hangs", "load", 1),
+    "stop@24.save:0": ("silent", "save", 0),
+    "stop@29.callback:1": ("silent", "callback", 1),
+    "corrupt@34:0": ("killed", "step", 0),
+}
+"""Fault -> the kind of failure, the phase and the process that are to be named."""
+
+
+@pytest.mark.slow
+def test_the_run_is_the_same_to_the_bit_whatever_fails(folder: Path, undisturbed) -> None:
+    flags = [f"--fault={fault}" for fault in FAULTS]
+    code, said = launched(folder, "disturbed", *flags, "--deadline-silence=6", "--deadline-step=7")
+    assert code == 0, said
+    found = failures(folder, "disturbed")
+    assert [(each["kind"], each["phase"], each["process"]) for each in found] == [*FAULTS.values()]
+    for fault, each in zip(FAULTS, found, strict=True):
+        assert each["step"] == int(re.findall(r"\d+", fault)[0]), fault
+    resumed = [int(step) for step in re.findall(r"resuming at step (\d+)", said)]
+    # One that was stopped is let go on for a moment, for its stacks: it may reach another save.
+    assert resumed[3] in (24, 32)
+    assert resumed[:3] + resumed[4:] == [8, 16, 16, 24], "since the last whole save at most"
+    assert losses(folder, "disturbed") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undisturbed) -> None:
+    code, said = launched(folder, "stopped", "--fault=terminate@20:1")
+    assert code == cli.shared.PREEMPTED, said
+    (step,) = re.findall(r"stopped; step (\d+) is saved", said)
+    assert 20 < int(step) < 48 and "[1] stopping after this step" in said
+    assert not (folder / "stopped" / "failures.jsonl").exists()
+    code, said = launched(folder, "stopped")
+    assert code == 0 and f"resuming at step {step}" in said
+    assert losses(folder, "stopped") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_crash_that_comes_again_stops_after_two_tries(folder: Path) -> None:
+    code, said = launched(folder, "crashes", "--fault=crash@12:1")
+    assert code == 70, said
+    assert said.count("RuntimeError: the fault crash@12.step:1") == 2
+    assert [each["step"] for each in failures(folder, "crashes")] == [12, 12]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_on_all(folder: Path) -> None:
+    started = begin(folder, "interrupted")
+    assert started.stdout is not None
+    said = ""
+    while "step 12/48" not in said:
+        said += started.stdout.readline()
+    started.send_signal(signal.SIGINT)
+    said += started.communicate(timeout=60)[0]
+    assert started.returncode == cli.shared.PREEMPTED, said
+    assert re.search(r"\[0\] stopped; step \d+ is saved", said)
+
+
+REFUSED = {
+    "nothing": ([], "launch runs `train`, and was given nothing"),
+    "another command": (["check", "e.py"], "launch runs `train`, and was given check e.py"),
+    "a place": (["train", "e.py", "--process", "1"], "launch tells its processes where they meet"),
+    "devices": (
+        ["train", "e.py", "--mesh", "cpu_8"], "cpu_8 has 8 devices, of which 3 processes cannot"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(name: str, capsys) -> None:
+    command, said = REFUSED[name]
+    assert cli.main(["launch", "--processes", "3", "--", *command]) == cli.REFUSED
+    assert said in capsys.readouterr().err
+
+
+def test_wrong_rules_are_refused(capsys) -> None:
+    train = ["--", "train", "e.py", "--mesh", "cpu_8"]
+    for flags, said in (
+        (["--restarts=-1"], "most=-1"),
+        (["--deadline-step=0"], "step=0.0 must be a finite number above 0"),
+        (["--fault=kil@3"], "did you mean 'kill'?"),
+    ):
+        assert cli.main(["launch", "--processes=2", *flags, *train]) == cli.REFUSED
+        assert said in capsys.readouterr().err

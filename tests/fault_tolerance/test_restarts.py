@@ -1,0 +1,56 @@
+"""Whether all begin again: waits that double, a budget, and crashes that would come again."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
+
+
+def failure(step: int, *, at: float = 0, kind: str = "crashed", phase: str = "step", process=0):
+    return Failure(process, kind, f"process {process} {kind}", phase, step, at)
+
+
+def decide(failures, **rule) -> list[float | Exhausted]:
+    history = RestartHistory(Restarts(**rule))
+    return [history.decide(each) for each in failures]
+
+
+def test_waits_double_until_a_step_is_won() -> None:
+    kills = [failure(step, kind="killed") for step in (5, 5, 5, 5, 9, 9, 3)]
+    assert decide(kills, first_wait_s=2, longest_wait_s=9) == [2, 4, 8, 9, 2, 4, 8]
+
+
+def test_the_budget_is_of_a_window_of_time() -> None:
+    times = (0, 10, 20, 101, 102, 103)
+    found = decide([failure(n, at=at) for n, at in enumerate(times)], most=3, within_s=100)
+    assert found[:4] == [1, 1, 1, 1], "the first is forgotten at 101"
+    assert isinstance(found[4], Exhausted) and not found[4].deterministic
+    assert "3 restarts within 100 s are used up (--restarts 3)" in found[4].why
+    assert isinstance(decide([failure(1)], most=0)[0], Exhausted)
+
+
+SAME = {
+    "a crash, on whatever process": (failure(7), failure(7, process=1), True),
+    "a step further": (failure(7), failure(8), False),
+    "killed, as by a lack of memory elsewhere": (
+        failure(7, kind="killed"), failure(7, kind="killed"), False,
+    ),
+    "a hang": (failure(7, kind="hangs"), failure(7, kind="hangs"), False),
+    "another phase": (failure(7, phase="load"), failure(7), False),
+    "before the first step": (failure(0, phase="compile"), failure(0, phase="compile"), True),
+    "where processes meet": (failure(0, phase="join"), failure(0, phase="join"), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_crash_that_comes_again_at_the_same_step_ends_it(name: str) -> None:
+    first, second, ends = SAME[name]
+    found = decide([first, second])
+    assert not isinstance(found[0], Exhausted)
+    assert (isinstance(found[1], Exhausted) and found[1].deterministic) == ends
+
+
+def test_a_rule_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"most=-1 .*; within_s=0 .*; first_wait_s=-1"):
+        Restarts(most=-1, within_s=0, first_wait_s=-1)

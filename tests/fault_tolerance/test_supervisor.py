@@ -1,0 +1,213 @@
+"""A supervisor with processes that only tell what they are at: no JAX in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.fault_tolerance import supervisor as supervising
+from jaxtrain.fault_tolerance.deadlines import Deadlines
+from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.supervisor import Supervisor
+
+ROOT = Path(__file__).parents[2]
+
+WORKER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
+
+end_with_parent()
+process, folder = int(sys.argv[sys.argv.index("--process") + 1]), Path(sys.argv[1])
+phases = Phases()
+sampler = Sampler(Path(os.environ[SAMPLE_FILE]), phases)
+(folder / f"pid{process}").write_text(str(os.getpid()))
+start = len(list(folder.glob(f"start{process}.*")))
+(folder / f"start{process}.{start}").touch()
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("begins", start, flush=True)
+phases.enter("step")
+"""
+"""`start` counts from 0."""
+
+
+@pytest.fixture
+def supervise(tmp_path: Path):
+    """The exit code, what was told and the failures written down of a script on two processes."""
+
+    def run(
+        script: str, *, processes: int = 2, late: float = 3, step: float = 3, during=None, **rule
+    ):
+        told: list[str] = []
+        (tmp_path / "worker.py").write_text(WORKER + script)
+        made = Supervisor(
+            [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)],
+            2,
+            tell=told.append,
+            deadlines=Deadlines(silence=late, step=step),
+            restarts=Restarts(first_wait_s=0.1, **rule),
+            record=tmp_path / "run" / "failures.jsonl",
+            environ={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        )
+        if during is not None:
+            threading.Thread(target=during, args=(made, told), daemon=True).start()
+        code = made.run()
+        for worker in made.workers:
+            assert worker.code is not None, "nobody is left"
+        record = tmp_path / "run" / "failures.jsonl"
+        lines = record.read_text().splitlines() if record.exists() else []
+        return code, told, [json.loads(line) for line in lines]
+
+    return run
+
+
+def test_all_done(supervise) -> None:
+    code, told, failures = supervise("print('x' * 3)\nprint('[Gloo] Rank 1 is connected to 1')")
+    assert code == 0 and not failures
+    assert sorted(told) == ["[0] begins 0", "[0] xxx", "[1] begins 0", "[1] xxx"]
+
+
+ENDS = {
+    "an exit code": ("sys.exit(3)", "crashed", "ended by exit code 3 after step 4"),
+    "a kill": ("os.kill(os.getpid(), 9)", "killed", "ended by SIGKILL after step 4"),
+    "a fault": ("os.kill(os.getpid(), 11)", "crashed", "ended by SIGSEGV after step 4"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_one_that_ends_badly_is_named_and_all_start_again(supervise, name: str) -> None:
+    """The other leaves by an abort, as JAX has it, whenever it is seen."""
+    act, kind, said = ENDS[name]
+    code, told, failures = supervise(
+        f"""
+if start == 0:
+    phases.advance(4)
+    if process == 1:
+        {act}
+    time.sleep(0.1 if "{name}" == "a kill" else 60)
+    os.kill(os.getpid(), 6)
+"""
+    )
+    assert code == 0
+    assert f"launch: process 1 of 2 {said}, in phase step" in told
+    (failure,) = failures
+    assert (failure["process"], failure["kind"], failure["step"]) == (1, kind, 4)
+    assert failure["start"] == 1 and failure["restarts"] is True
+    assert told.count("[0] begins 1") == told.count("[1] begins 1") == 1
+
+
+HANGS = {
+    "stopped": ("os.kill(os.getpid(), 19)", "silent", "has said nothing for", "(stopped by a"),
+    "stuck": ("time.sleep(60)", "hangs", "has not moved for", "in phase load"),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_one_that_hangs_is_named_with_its_stack(supervise, name: str) -> None:
+    act, kind, said, more = HANGS[name]
+    began = time.monotonic()
+    code, told, failures = supervise(
+        f"""
+def gets_stuck():
+    {act}
+
+if start == 0:
+    phases.advance(6)
+    if process == 0:
+        phases.enter("load")
+        {"time.sleep(2.5)" if name == "stopped" else ""}
+        gets_stuck()
+    time.sleep(60)
+""",
+        step=20 if name == "stopped" else 3,
+    )
+    assert code == 0 and time.monotonic() - began < 15
+    (line,) = [line for line in told if "main thread was at" in line]
+    assert line.startswith(f"launch: process 0 of 2 {said}") and more in line
+    assert any(("gets_stuck" if name == "stuck" else "sleep(2.5)") in line for line in told)
+    (failure,) = failures
+    assert (failure["process"], failure["kind"], failure["phase"]) == (0, kind, "load")
+
+
+def test_a_crash_that_comes_again_is_met_twice(supervise) -> None:
+    code, told, failures = supervise(
+        "phases.advance(4)\nif process:\n    sys.exit(1)\ntime.sleep(60)"
+    )
+    assert code == supervising.DETERMINISTIC == 70 and len(failures) == 2
+    assert "[1] begins 1" in told and "[1] begins 2" not in told
+    assert "the same failure twice, after step 4 in phase step" in told[-1]
+    assert [each["restarts"] for each in failures] == [True, False]
+
+
+def test_a_flapping_process_exhausts_the_budget(supervise) -> None:
+    script = "phases.advance(start)\nif process:\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    code, told, failures = supervise(script, most=2)
+    assert code == supervising.EXHAUSTED == 69 and len(failures) == 3
+    assert "2 restarts within 3600 s are used up (--restarts 2)" in told[-1]
+    code, told, _ = supervise("time.sleep(60)", late=0.5, step=0.5, most=0)
+    assert code == supervising.HUNG == 124
+
+
+def test_what_one_refuses_is_not_tried_again(supervise) -> None:
+    code, told, failures = supervise("sys.exit(2) if process else time.sleep(60)")
+    assert code == 2 and not failures and "[0] begins 1" not in told
+
+
+def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None:
+    obeys = "while not asked:\n    time.sleep(0.05)\nsys.exit(75)"
+
+    def once(made: Supervisor, told: list[str]) -> None:
+        while len(told) < 2:
+            time.sleep(0.05)
+        made.stop(signal.SIGINT)
+
+    code, _, failures = supervise(obeys, during=once)
+    assert code == 75 and not failures
+
+    def twice(made: Supervisor, told: list[str]) -> None:
+        once(made, told)
+        time.sleep(0.3)
+        made.stop(signal.SIGINT)
+
+    began = time.monotonic()
+    code, _, _ = supervise("time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50)
+    assert code == 130 and time.monotonic() - began < 20
+
+
+def test_one_that_was_asked_by_another_leaves_with_all(supervise) -> None:
+    """A scheduler's SIGTERM to one process: all agree, and exit with 75."""
+    code, _, failures = supervise("sys.exit(75)")
+    assert code == 75 and not failures
+
+
+def test_what_a_process_started_ends_with_it(supervise, tmp_path: Path) -> None:
+    code, _, _ = supervise(
+        """
+if start == 0 and process == 1:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    (folder / "child").write_text(str(child.pid))
+    os.kill(os.getpid(), 9)
+"""
+    )
+    assert code == 0
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    time.sleep(0.2)
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_of_two_that_end_alike_the_first_is_named(supervise) -> None:
+    """The other meets an error where the first is missing, before anybody looks."""
+    script = (
+        "time.sleep(0.02 * (1 - process))\nif start == 0:\n    phases.advance(5)\n    os._exit(1)"
+    )
+    _, told, failures = supervise(script)
+    assert [each["process"] for each in failures] == [1], told
