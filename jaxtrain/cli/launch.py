@@ -17,8 +17,6 @@ from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-RECORD = "failures.jsonl"
-"""In the run directory: a line of JSON for each failure that a supervisor saw."""
 
 
 def add_options(launch: argparse.ArgumentParser) -> None:
@@ -65,7 +63,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         tell=_teller(),
         deadlines=Deadlines(**{k: getattr(options, name) for k, name in names.items()}),
         restarts=Restarts(most=options.restarts, within_s=options.within),
-        record=run_dir / RECORD,
+        run_dir=run_dir,
         faults=faults,
     )
     before = {

@@ -29,6 +29,7 @@ from jaxtrain.cluster.join import Place, join, place_of, process_count
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
+from jaxtrain.fault_tolerance.ledger import add_entry, entry_of
 from jaxtrain.run.callback import Callback, Run
 
 if TYPE_CHECKING:  # it imports JAX
@@ -62,6 +63,8 @@ def train_command(options: argparse.Namespace) -> int:
             end_with_parent()
             faulthandler.register(signal.SIGUSR1)
             stack.callback(Sampler(Path(path), phases).close)
+        elif place is None or place.process == 0:
+            stack.callback(_keep_ledger, run_dir, phases, time.time(), time.monotonic())
         if given := os.environ.get(FAULTS):
             phases.listen(Injector(given, place.process if place else 0, run_dir))
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
@@ -103,6 +106,15 @@ def _train(
     if place is None or place.process == 0:
         say(text)
     return code
+
+
+def _keep_ledger(run_dir: Path, phases: Phases, began: float, clock: float) -> None:
+    """Where the time of this start went; a supervisor would keep it. Of a run that was refused
+    there is nothing to keep."""
+    if phases.now.first >= 0:
+        at = time.monotonic()
+        entry = entry_of(phases.now, at, began=began, ended=began + at - clock)
+        add_entry(run_dir, entry)
 
 
 def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:

@@ -6,8 +6,9 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 PHASES = {
@@ -31,13 +32,17 @@ RECENT = 50
 
 
 class Now(NamedTuple):
-    """What a process is at. step: done so far. since: when the phase began, by the monotonic clock
-    of the machine, in seconds. median_s: of a step, 0 before there is one."""
+    """What a process is at. step: done so far; first: that were done before this start, -1 until it
+    knows. since: when
+    the phase began, by the monotonic clock of the machine, in seconds. median_s: of a step, 0
+    before there is one. spent: phase -> seconds, until `since`."""
 
     phase: str
     step: int
     since: float
-    median_s: float
+    median_s: float = 0.0
+    first: int = -1
+    spent: Mapping[str, float] = MappingProxyType({})
 
 
 class Phases:
@@ -48,7 +53,7 @@ class Phases:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._listeners: list[Callable[[Now], None]] = []
-        self._phase, self._since, self._step = "start", clock(), 0
+        self._phase, self._since, self._step, self._first = "start", clock(), 0, -1
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._lock = threading.RLock()
@@ -79,6 +84,11 @@ class Phases:
         self._tell()
         return before
 
+    def begin_at(self, step: int) -> None:
+        """So many steps were done before this start."""
+        self._first = step
+        self.advance(step)
+
     def advance(self, step: int, seconds: float | None = None) -> None:
         """`step` steps are done; the last of them took so many seconds, None where that is not
         like other steps."""
@@ -91,7 +101,9 @@ class Phases:
     @property
     def now(self) -> Now:
         median = statistics.median(self._steps) if self._steps else 0.0
-        return Now(self._phase, self._step, self._since, median)
+        with self._lock:
+            spent = {phase: round(seconds, 4) for phase, seconds in self._spent.items()}
+            return Now(self._phase, self._step, self._since, median, self._first, spent)
 
     def spent(self) -> dict[str, float]:
         """Phase -> seconds so far, the present one included."""

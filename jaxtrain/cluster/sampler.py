@@ -33,7 +33,7 @@ EVERY_S = 2.0
 HEAD = Struct("<QII")
 """Number of the record, its bytes, their CRC-32."""
 
-SLOTS = {"now": 512, "sample": 2**18}
+SLOTS = {"now": 1024, "sample": 2**18}
 """Record -> bytes of each of its two slots: one is whole while the other is written."""
 
 SIZE = 2 * sum(SLOTS.values())
@@ -43,15 +43,13 @@ STACKS = 2**15
 
 
 class Sample(NamedTuple):
-    """The last that a process has said. at: when its sampler last ran, by the machine's monotonic
-    clock, 0 before it did; stacks: of its Python threads then, the main one first."""
+    """The last that a process has said. now: what it is at. at: when its sampler last ran, by the
+    machine's monotonic clock, 0 before it did; stacks: of its Python threads then, the main one
+    first."""
 
-    phase: str
-    step: int
-    since: float
-    median_s: float
-    at: float
-    stacks: str
+    now: Now
+    at: float = 0.0
+    stacks: str = ""
 
 
 class _File:
@@ -125,7 +123,7 @@ def read_sample(path: Path) -> Sample | None:
             file.close()
         if now is not None:
             at, stacks = sample or (0.0, "")
-            return Sample(*Now(*now), at, stacks)
+            return Sample(Now(*now), at, stacks)
     return None
 
 

@@ -63,7 +63,7 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
         process
         for process, sample in samples.items()
         if _quiet(sample, now) > deadlines.silence
-        or now - sample.since > deadlines.of(sample.phase, sample.median_s)
+        or now - sample.now.since > deadlines.of(sample.now.phase, sample.now.median_s)
     ]
     if not beyond:
         return []
@@ -71,16 +71,16 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
     silent = [p for p, sample in samples.items() if _quiet(sample, now) > behind]
     if silent:
         return [Late(p, "silent", _quiet(samples[p], now), samples[p]) for p in silent]
-    elsewhere = [p for p in beyond if samples[p].phase not in ("step", "first step")]
+    elsewhere = [p for p in beyond if samples[p].now.phase not in ("step", "first step")]
     blamed = elsewhere or beyond
-    least = min(samples[p].step for p in blamed)
+    least = min(samples[p].now.step for p in blamed)
     return [
-        Late(p, "hangs", now - samples[p].since, samples[p])
+        Late(p, "hangs", now - samples[p].now.since, samples[p])
         for p in blamed
-        if samples[p].step == least
+        if samples[p].now.step == least
     ]
 
 
 def _quiet(sample: Sample, now: float) -> float:
     """Since its sampler last wrote; before it did, since it began."""
-    return now - (sample.at or sample.since)
+    return now - (sample.at or sample.now.since)

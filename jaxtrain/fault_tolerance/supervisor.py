@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
+from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.fault_tolerance.workers import Worker, ending, free_port
 
@@ -31,6 +33,9 @@ LOOK_S = 0.5
 GRACE_S = 0.3
 """After the first exit: others may have ended before it and are seen only now."""
 
+FAILURES = "failures.jsonl"
+"""In the run directory: a line of JSON for each failure."""
+
 FRAMES = 12
 """Lines of a stack that a report has."""
 
@@ -40,16 +45,16 @@ class Supervisor:
     """Runs `processes` copies of `command` until they are done.
 
     command: of one process; where the processes meet, and which it is, is added as flags. tell:
-    takes every line, of the processes and its own. record: a file to which each failure is added as
-    a line of JSON; None keeps none. faults: on purpose, each once.
+    takes every line, of the processes and its own. run_dir: where failures and the ledger are
+    written down. faults: on purpose, each once.
     """
 
     command: Sequence[str]
     processes: int
     tell: Callable[[str], None]
+    run_dir: Path
     deadlines: Deadlines = field(default_factory=Deadlines)
     restarts: Restarts = field(default_factory=Restarts)
-    record: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     faults: Sequence[Fault] = ()
     workers: list[Worker] = field(default_factory=list)
@@ -64,11 +69,10 @@ class Supervisor:
             stack.callback(self._kill)
             while True:
                 attempt += 1
-                self._start(folder)
-                found = self._watch()
+                found = self._one_start(folder)
                 if isinstance(found, int):
+                    self.tell(f"launch: {self._ledger()}")
                     return found
-                self._kill()
                 if self.stopping:
                     self.tell(f"launch: {found.what}, while it was stopping")
                     return INTERRUPTED
@@ -80,6 +84,24 @@ class Supervisor:
                 self.tell(f"launch: all processes start again in {next_one:g} s")
                 if not self._wait(next_one):
                     return INTERRUPTED
+
+    def _one_start(self, folder: Path) -> int | Failure:
+        """All processes, from their beginning to their end; kept in the ledger."""
+        began, clock = time.time(), time.monotonic()
+        self._start(folder)
+        found = self._watch()
+        self._kill()
+        sample, at = self.workers[0].sample(), time.monotonic()
+        now = sample.now if sample else Now("start", 0, clock)
+        entry = entry_of(now, at, began=began, ended=began + at - clock)
+        add_entry(self.run_dir, entry)
+        return found
+
+    def _ledger(self) -> str:
+        try:
+            return str(read_ledger(self.run_dir))
+        except ValueError as error:
+            return str(error)
 
     def stop(self, number: int) -> None:
         """A signal of the outside: the first asks all processes to save and leave, a second one
@@ -132,7 +154,7 @@ class Supervisor:
         # What ends by the loss of another ends later. JAX aborts for no other reason.
         worker = min(bad, key=lambda w: (w.code == -signal.SIGABRT, w.ended_at))
         sample, code = worker.sample(), worker.code or 0
-        phase, step = (sample.phase, sample.step) if sample else ("start", 0)
+        phase, step = (sample.now.phase, sample.now.step) if sample else ("start", 0)
         what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
         self.tell(f"launch: {what}")
         kind = "killed" if code == -signal.SIGKILL else "crashed"
@@ -155,10 +177,9 @@ class Supervisor:
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGUSR1)
         time.sleep(GRACE_S)
-        first = found[0]
-        sample = first.sample
-        what = f"process {first.process} {_at(sample)}: {first.what}"
-        return Failure(first.process, first.what, what, sample.phase, sample.step, time.monotonic())
+        first, now = found[0], found[0].sample.now
+        what = f"process {first.process} {_at(first.sample)}: {first.what}"
+        return Failure(first.process, first.what, what, now.phase, now.step, time.monotonic())
 
     def _kill(self) -> None:
         for worker in self.workers:
@@ -166,20 +187,20 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> bool:
         """Whether nobody asked for an end meanwhile."""
-        end = time.monotonic() + seconds
-        while not self.stopping and time.monotonic() < end:
+        began, clock = time.time(), time.monotonic()
+        while not self.stopping and time.monotonic() < clock + seconds:
             time.sleep(POLL_S)
+        waited = time.monotonic() - clock
+        add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
         return not self.stopping
 
     def _write_down(self, failure: Failure, attempt: int, next_one: float | Exhausted) -> None:
-        if self.record is None:
-            return
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
         del line["at"]
         line["restarts"] = not isinstance(next_one, Exhausted)
         with suppress(OSError):  # a full disk: the run is worth more than what is told of it
-            self.record.parent.mkdir(parents=True, exist_ok=True)
-            with self.record.open("a", encoding="utf-8") as file:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            with (self.run_dir / FAILURES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
 
@@ -205,7 +226,7 @@ def _code(failure: Failure, exhausted: Exhausted) -> int:
 def _at(sample: Sample | None) -> str:
     if sample is None:
         return "before it had said anything"
-    return f"after step {sample.step}, in phase {sample.phase}"
+    return f"after step {sample.now.step}, in phase {sample.now.phase}"
 
 
 def _main_stack(sample: Sample) -> list[str]:

@@ -172,7 +172,7 @@ class _Loop:
     def loop(self) -> None:
         session, run, hooks, phases = self.session, self.run, self.hooks, self.phases
         phases.enter("first step")
-        phases.advance(session.start)
+        phases.begin_at(session.start)
         hooks.tell("begin")
         for step in range(session.start, run.last):
             began, early = time.monotonic(), step < session.start + 2

@@ -60,9 +60,9 @@ def test_it_outlives_the_process(tmp_path: Path, number: int) -> None:
         at = time.monotonic()
         time.sleep(EVERY_S + 0.5)
         found = read_sample(file)
-        assert (found.phase, found.step) == ("load", 42)
+        assert (found.now.phase, found.now.step) == ("load", 42)
         assert before.at <= found.at < at, "its thread stood still too"
-        assert found.since < began, "the clock is the machine's"
+        assert found.now.since < began, "the clock is the machine's"
         assert "waits_for_ever" in found.stacks.partition("\nthread")[0], "the main thread first"
     finally:
         child.kill()
@@ -93,13 +93,13 @@ def test_of_a_record_cut_off_in_the_writing_the_one_before_is_read(tmp_path: Pat
     sampler = Sampler(file, phases)
     phases.advance(7)  # the second record of "now"
     sampler.close()
-    assert read_sample(file).step == 7
+    assert read_sample(file).now.step == 7
     data = bytearray(file.read_bytes())
     for slot in (0, 1):
         if data[slot * SLOTS["now"]] == 2:
             data[slot * SLOTS["now"] + HEAD.size + 3] ^= 1
     file.write_bytes(data)
-    assert read_sample(file).step == 0
+    assert read_sample(file).now.step == 0
 
 
 def test_stacks_without_end_leave_their_outermost_frames() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.cluster.phases import PHASES
+from jaxtrain.cluster.phases import PHASES, Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, late
 
@@ -13,7 +13,7 @@ NOW = 1000.0
 
 def sample(phase: str, *, for_s: float, quiet_s: float = 1, step: int = 9, median_s: float = 0.1):
     at = 0.0 if quiet_s < 0 else NOW - quiet_s
-    return Sample(phase, step, NOW - for_s, median_s, at, "")
+    return Sample(Now(phase, step, NOW - for_s, median_s), at)
 
 
 FINE = sample("step", for_s=2)

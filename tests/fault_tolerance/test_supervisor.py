@@ -55,7 +55,7 @@ def supervise(tmp_path: Path):
             tell=told.append,
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),
-            record=tmp_path / "run" / "failures.jsonl",
+            run_dir=tmp_path / "run",
             environ={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         )
         if during is not None:
@@ -73,7 +73,8 @@ def supervise(tmp_path: Path):
 def test_all_done(supervise) -> None:
     code, told, failures = supervise("print('x' * 3)\nprint('[Gloo] Rank 1 is connected to 1')")
     assert code == 0 and not failures
-    assert sorted(told) == ["[0] begins 0", "[0] xxx", "[1] begins 0", "[1] xxx"]
+    assert sorted(told[:-1]) == ["[0] begins 0", "[0] xxx", "[1] begins 0", "[1] xxx"]
+    assert told[-1].startswith("launch: ") and "goodput" in told[-1]
 
 
 ENDS = {

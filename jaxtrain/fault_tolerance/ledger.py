@@ -1,0 +1,108 @@
+"""Where the wall time of a run went, over all its starts.
+
+A line of JSON for each start, and for each wait between two, in the run directory. Seconds of the
+steps that a later start had to take again are lost; goodput is the share of the wall time that went
+into steps that were not (Jiang et al. 2024, section 6.1, call it effective training time).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtrain.cluster.phases import Now
+
+NAME = "ledger.jsonl"
+
+KINDS = {
+    "start": "init", "join": "init", "open": "init",
+    "compile": "compile", "first step": "compile",
+    "step": "step", "load": "data", "callback": "callback",
+    "evaluate": "evaluate", "save": "save", "restore": "restore", "finish": "finish",
+    "waiting": "waiting",
+}  # fmt: skip
+"""Phase of a process -> where the ledger has its seconds."""
+
+
+class Entry(NamedTuple):
+    """One start, of process 0, or a wait between two. began, ended: Unix times. seconds: phase ->
+    seconds. first, done: steps before it, -1 where it did not come to know, and at its end."""
+
+    began: float
+    ended: float
+    seconds: Mapping[str, float]
+    first: int = -1
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """wall_s: seconds of all starts and the waits between them. seconds: where they went; they sum
+    to it."""
+
+    wall_s: float
+    seconds: Mapping[str, float]
+
+    @property
+    def goodput(self) -> float:
+        """The share of the wall time in steps that were not lost."""
+        return self.seconds.get("step", 0.0) / self.wall_s if self.wall_s else 0.0
+
+    def __str__(self) -> str:
+        parts = sorted(self.seconds.items(), key=lambda each: -each[1])
+        shares = ", ".join(f"{name} {s:.1f}" for name, s in parts if s >= 0.05)
+        return f"{self.wall_s:.1f} s, goodput {self.goodput:.0%} ({shares})"
+
+
+def entry_of(now: Now, at: float, *, began: float, ended: float) -> Entry:
+    """Of a start that ended, as far as its process has told. at: the monotonic time of `ended`.
+    What it had not told yet was before its first phase."""
+    spent = dict(now.spent)
+    spent[now.phase] = spent.get(now.phase, 0.0) + max(0.0, at - now.since)
+    spent["start"] = spent.get("start", 0.0) + ended - began - sum(spent.values())
+    return Entry(began, ended, spent, now.first, now.step)
+
+
+def add_entry(run_dir: Path, entry: Entry) -> None:
+    """A full disk is passed over: the run is worth more than what is told of it."""
+    with suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / NAME).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry._asdict()) + "\n")
+
+
+def read_ledger(run_dir: str | Path) -> Ledger:
+    """Raises ValueError where there is none, or a line of it cannot be read."""
+    path = Path(run_dir) / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; a run keeps it when it ends") from error
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            entries.append(Entry(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is no entry of a ledger: {error}") from error
+    return sum_up(entries)
+
+
+def sum_up(entries: Sequence[Entry]) -> Ledger:
+    """The ledger of all starts and waits, in their order."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for number, entry in enumerate(entries):
+        for phase, spent in entry.seconds.items():
+            seconds[KINDS[phase]] += spent
+        # Steps that any later start began before were taken again.
+        again = min((e.first for e in entries[number + 1 :] if e.first >= 0), default=entry.done)
+        taken = entry.done - entry.first
+        if entry.first >= 0 and again < entry.done:
+            lost = entry.seconds.get("step", 0.0) * min(1.0, (entry.done - again) / taken)
+            seconds["step"] -= lost
+            seconds["lost"] += lost
+    return Ledger(sum(seconds.values()), {k: v for k, v in seconds.items() if v})
