@@ -19,6 +19,7 @@ from .experiment import Experiment as Experiment
 from .experiment import FineTuning as FineTuning
 from .experiment import FromHuggingFace as FromHuggingFace
 from .experiment import FromRun as FromRun
+from .experiment import Health as Health
 from .experiment import Logging as Logging
 from .experiment import LoRA as LoRA
 from .experiment import Sample as Sample

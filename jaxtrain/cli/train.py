@@ -65,10 +65,13 @@ def train_command(options: argparse.Namespace) -> int:
             stack.callback(Sampler(Path(path), phases).close)
         elif place is None or place.process == 0:
             stack.callback(_keep_ledger, run_dir, phases, time.time(), time.monotonic())
-        if given := os.environ.get(FAULTS):
-            phases.listen(Injector(given, place.process if place else 0, run_dir))
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
-        return _train(options, spec, place, run_dir, phases, stop)
+        others: list[Callback] = []
+        if given := os.environ.get(FAULTS):
+            injector = Injector(given, place.process if place else 0, run_dir)
+            phases.listen(injector)
+            others.append(injector)
+        return _train(options, spec, place, run_dir, phases, stop, others)
 
 
 def _train(
@@ -78,6 +81,7 @@ def _train(
     run_dir: Path,
     phases: Phases,
     stop: Stop,
+    others: list[Callback],
 ) -> int:
     with phases.within("join"):
         several = join(place)
@@ -92,7 +96,7 @@ def _train(
             run_dir=run_dir,
             steps=options.steps,
             settings=options.settings,
-            callbacks=[stop, *leave],
+            callbacks=[stop, *others, *leave],
             phases=phases,
         )
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 Below this package nobody has heard of an Experiment; above it everything takes one.
 """
 
-from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Logging, Sample
+from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Health, Logging, Sample
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment
 from jaxtrain.experiment.settings import with_fields
@@ -17,6 +17,7 @@ __all__ = [
     "FineTuning",
     "FromHuggingFace",
     "FromRun",
+    "Health",
     "LoRA",
     "Logging",
     "Sample",

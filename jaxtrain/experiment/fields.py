@@ -28,6 +28,26 @@ SEEDS = 2**32
 
 
 @dataclass(frozen=True)
+class Health:
+    """Whether devices compute and keep what they should. What does not ends the run without a save
+    of that state; the newest checkpoint goes on (see `jaxtrain launch`).
+
+    replicas: every so many steps, and before each save, copies of the same part of the state on
+    several devices are compared, bit for bit; those with most of three or more against them are
+    named, of two both. replay: every so many steps one is taken twice from the same state and
+    batch, and must come out the same to the bit; a copy of the state is held meanwhile. None is
+    never.
+    """
+
+    replicas: int | None = None
+    replay: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {"replicas": self.replicas, "replay": self.replay}
+        raise_violations(v for k, n in given.items() if n is not None for v in count(k, n, 1))
+
+
+@dataclass(frozen=True)
 class Execution:
     """How the same mathematics is run. None lets the platform decide.
 
@@ -50,6 +70,7 @@ class Execution:
       is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
       ever.
     pipeline: the schedule of a mesh's `stage` axis.
+    health: checks of what devices compute and keep.
     """
 
     mode: str | None = None
@@ -61,6 +82,7 @@ class Execution:
     small_leaf: int = SMALL_LEAF
     reduce_layers: bool = False
     pipeline: Pipeline = Pipeline()  # noqa: RUF009 (frozen)
+    health: Health = Health()
 
     def __post_init__(self) -> None:
         raise_violations(kind_violations(self) or count("small_leaf", self.small_leaf, 0))

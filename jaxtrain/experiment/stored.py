@@ -26,6 +26,7 @@ RESUMABLE = (
     "experiment.execution.check_vma",
     "experiment.execution.reduce_layers",
     "experiment.execution.pipeline",
+    "experiment.execution.health",
     "experiment.sharding",
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",

@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.phases import PHASES, Now
+from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import did_you_mean, raise_violations
 
 FAULTS = "JAXTRAIN_FAULTS"
@@ -29,11 +30,17 @@ KINDS = {
     "crash": "an exception, in every start that comes there",
     "terminate": "SIGTERM, as a scheduler sends it before it takes a machine back",
     "slow": "half a second more, in this and the 30 steps that follow",
+    "flip": "a bit of a parameter changes in the memory of the process's first device",
+    "wrong": "the next step changes a bit of a parameter there, if it is taken once",
+    "nan": "the gradients of the next step are not finite",
     "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
     "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
 }
 """Kind -> what happens."""
+
+STATE = ("flip", "wrong", "nan")
+"""Kinds that need the state: they happen before a step, whatever their phase."""
 
 SLOW_S, SLOW_STEPS, SOON_S = 0.5, 30, 0.05
 
@@ -78,13 +85,15 @@ def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
     return {FAULTS: " ".join([str(folder), *map(str, faults)])} if faults else {}
 
 
-class Injector:
-    """Makes the faults of this process happen, told of every phase."""
+class Injector(Callback):
+    """Makes the faults of this process happen, told of every phase and of the run."""
 
     def __init__(self, given: str, process: int, run_dir: Path) -> None:
         folder, *texts = given.split(" ")
         self._folder, self._run_dir, self._slow_until = Path(folder), run_dir, -1
-        self._faults = [f for f in map(read_fault, texts) if f.process == process]
+        mine = [f for f in map(read_fault, texts) if f.process == process]
+        self._faults = [f for f in mine if f.kind not in STATE]
+        self._of_state = [f for f in mine if f.kind in STATE]
 
     def __call__(self, now: Now) -> None:
         if now.phase == "step" and now.step < self._slow_until:
@@ -92,6 +101,13 @@ class Injector:
         for fault in self._faults:
             if now.phase == fault.phase and now.step >= fault.step and self._first(fault):
                 self._act(fault, now)
+
+    def before_step(self, run: Run, step: int) -> None:
+        from jaxtrain.fault_tolerance.state_faults import change_state
+
+        for fault in self._of_state:
+            if step > fault.step and self._first(fault):
+                change_state(fault.kind, run._session)
 
     def _first(self, fault: Fault) -> bool:
         """Whether it has not happened in this start or one before it. A crash always does."""

@@ -23,6 +23,7 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
+from jaxtrain.run.health import HealthChecks, WrongNumbers
 from jaxtrain.run.hooks import (
     GarbageCollection,
     GuardMessages,
@@ -142,6 +143,7 @@ class _Loop:
         own = (profiling, progress, guard, self.files, GarbageCollection())
         self.hooks, self.phases = Hooks(self.run, own, callbacks, session.phases), session.phases
         self.saving = Saving(saves, session, self.tell) if saves else None
+        self.health = HealthChecks(self.experiment.execution.health, session, self.tell)
         self.uninterrupted = Uninterrupted()
         self.result.history = self.readings.history.lines
         self.evaluated_at: int | None = None
@@ -160,6 +162,8 @@ class _Loop:
             except KeyboardInterrupt:
                 self.uninterrupted.to_the_end(self.leave, "interrupted")
                 raise
+            except WrongNumbers:
+                raise  # nothing of it is saved
             except Exception as error:
                 self.uninterrupted.to_the_end(self.save_after_error, error)
                 raise
@@ -181,13 +185,14 @@ class _Loop:
                 at, batch = session.loader.next()
             assert at == step, f"the loader gave the batch of step {at} for step {step}"
             hooks.tell("before_step", step + 1)
-            self.readings.take(step + 1, session.step(batch))
+            self.readings.take(step + 1, self.health.step(step, batch))
             self.result.steps = step + 1
             run.advance(step + 1)
             hooks.tell("after_step", step + 1)
             self.readings.read()
             phases.advance(step + 1, None if early else time.monotonic() - began)
             self.readings.refuse_skipping()
+            self.health.after_step(step + 1)
             self.evaluate_and_save(step + 1)
             if self.stops_as_asked(step + 1):
                 break
@@ -266,6 +271,7 @@ class _Loop:
         if self.saving is None:
             return False
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
+        self.health.before_save(self.result.steps)
         with self.rates.paused():
             step, metrics = self.result.steps, self.evaluation_at(self.result.steps)
             if not self.directory_is_whole(last):

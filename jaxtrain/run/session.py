@@ -62,6 +62,7 @@ class Session:
     documents: DocumentsOf = lambda step: None
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
+    _latest = None  # the program of the latest step
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
@@ -83,6 +84,11 @@ class Session:
         """
         return self.dispatcher.submit(self._dispatch, batch).result()
 
+    def again(self, state: TrainState, batch: dict[str, jax.Array]) -> TrainState:
+        """What the latest step would have made of `state`, which is donated."""
+        assert self._latest is not None, "no step was taken"
+        return self.dispatcher.submit(self._latest, state, batch).result()[0]
+
     def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         micro, rows = batch["rows"].shape
         choice = self.guard.choose(_reducer(self.assembly))
@@ -92,6 +98,7 @@ class Session:
             with self.phases.within("compile"):
                 program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
             self.compiled[which] = program
+        self._latest = program
         self.state, metrics = program(self.state, batch)
         self.guard.push(metrics)
         return metrics

@@ -1,0 +1,68 @@
+"""Faults of the state: what a chip that computes or keeps wrongly does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.run.session import Session
+from jaxtrain.step.state import TrainState
+
+
+def change_state(kind: str, session: Session) -> None:
+    """ "flip": now. "wrong", "nan": in the next step, once."""
+    if kind == "flip":
+        session.state = flipped(session.state)
+    elif kind == "wrong":
+        _once(session, lambda program, state, batch: _wrong(program(state, batch)))
+    else:
+        _once(session, _not_finite)
+
+
+def flipped(state: TrainState) -> TrainState:
+    """With the lowest bit of the first word of the first parameter changed on the first device of
+    this process, and nowhere else."""
+    name = min(state.params)
+    leaf = state.params[name]
+    parts = [shard.data for shard in leaf.addressable_shards]
+    first = np.array(parts[0])
+    first.reshape(-1).view(np.uint8)[0] ^= 1
+    parts[0] = jax.device_put(first, next(iter(parts[0].devices())))
+    made = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    return replace(state, params={**state.params, name: made})
+
+
+def _wrong(found: tuple[TrainState, Any]) -> tuple[TrainState, Any]:
+    state, metrics = found
+    return flipped(jax.block_until_ready(state)), metrics
+
+
+def _not_finite(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    """Of parameters that are not numbers the gradients are none, and the step is skipped; the
+    parameters are those before it."""
+    kept = jax.tree.map(jnp.copy, state.params)
+    name = min(state.params)
+    spoiled = {**state.params, name: state.params[name] * jnp.nan}
+    state, metrics = program(replace(state, params=spoiled), batch)
+    return replace(state, params=kept), metrics
+
+
+def _once(session: Session, act: Callable[[Any, TrainState, Any], Any]) -> None:
+    """Have the next step done by `act`, given the program of it, state and batch."""
+    programs = dict(session.compiled)
+
+    def instead(which: Any) -> Callable[[TrainState, Any], Any]:
+        def run(state: TrainState, batch: Any) -> Any:
+            if session.compiled[which] is programs[which]:
+                return programs[which](state, batch)  # the same step, taken again
+            session.compiled.update(programs)
+            return act(programs[which], state, batch)
+
+        return run
+
+    session.compiled.update({which: instead(which) for which in programs})

@@ -1,0 +1,113 @@
+"""What each device holds, as a number: every change shows, and copies are told from parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.step.digests import (
+    Copies,
+    Difference,
+    compare,
+    compile_digests,
+    copies_of,
+    covered,
+    digest,
+)
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool", "float8_e4m3fn")
+
+
+def bits(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    size = jnp.dtype(dtype).itemsize
+    raw = np.random.default_rng(0).integers(0, 256, (*shape, size), np.uint8)
+    if dtype == "bool":
+        return jnp.asarray(raw[..., 0] % 2 == 1)
+    return jnp.asarray(raw.view(jnp.dtype(dtype))[..., 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 3, 4)])
+def test_a_change_of_any_bit_shows(shape: tuple[int, ...], dtype: str) -> None:
+    x = np.array(bits(shape, dtype))
+    found = [int(digest(jnp.asarray(x)))]
+    flat = x.reshape(-1).view(np.uint8)
+    for place in range(flat.size) if flat.size < 20 else (0, 7, flat.size - 1):
+        for bit in range(1 if dtype == "bool" else 8):
+            flat[place] ^= 1 << bit
+            found.append(int(digest(jnp.asarray(x))))
+            flat[place] ^= 1 << bit
+    assert found[0] not in found[1:]
+
+
+def test_it_is_the_sum_it_says_it_is() -> None:
+    x = np.asarray(bits((3, 5), "float32"))
+    words = [int(word) for word in x.reshape(-1).view(np.uint32)]
+    weights = [((2 * i * 0x9E3779B1) | 1) % 2**32 for i in range(len(words))]
+    wanted = sum(word * weight for word, weight in zip(words, weights, strict=True)) % 2**32
+    assert int(digest(jnp.asarray(x))) == wanted
+    assert int(digest(jnp.asarray(x[::-1]))) != wanted, "an order is told from another"
+
+
+def test_a_key_has_the_digest_of_its_data() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert int(digest(keys)) == int(digest(jax.random.key_data(keys)))
+
+
+SPLITS = {
+    "whole": ((), ()),
+    "fsdp": (("fsdp",), ()),
+    "data and fsdp": (("data",), ("fsdp",)),
+    "both on one dim": (("data", "fsdp"), ()),
+}
+
+
+def test_copies_are_those_of_equal_parts_and_only_they_are_compared() -> None:
+    """On data=2 x fsdp=4: of each leaf, however it is split, the devices that hold the same
+    numbers; what NumPy finds in their buffers is the judge."""
+    mesh = make_mesh(mesh_from_axes(data=2, fsdp=4))
+    state = {
+        name: jax.device_put(bits((8, 12), "float32"), named_sharding(mesh, split))
+        for name, split in SPLITS.items()
+    }
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    rows = compile_digests(state, places, mesh)(state)
+    assert sorted(rows) == [device.id for device in jax.devices()[:8]]
+    copies, names = copies_of(state, places), sorted(state)
+    for number, name in enumerate(names):
+        same = defaultdict(list)
+        for shard in state[name].addressable_shards:
+            same[np.asarray(shard.data).tobytes()].append(shard.device.id)
+            assert int(rows[shard.device.id][number]) == int(digest(jnp.asarray(shard.data)))
+        found = [each.devices for each in copies if each.leaf == number]
+        assert sorted(found) == sorted(tuple(sorted(each)) for each in same.values())
+    assert compare(rows, copies, names) == []
+    assert covered(copies) == pytest.approx(2 / 4), "two leaves lie on one device each"
+
+
+def rows_of(*digests: int) -> dict[int, np.ndarray]:
+    return {device: np.asarray([value], np.uint32) for device, value in enumerate(digests)}
+
+
+DIFFERENCES = {
+    "one of three": ((7, 9, 7), Difference("w", (1,), True)),
+    "two of five": ((9, 7, 7, 8, 7), Difference("w", (0, 3), True)),
+    "one of two": ((7, 9), Difference("w", (0, 1), False)),
+    "two and two": ((7, 9, 9, 7), Difference("w", (0, 1, 2, 3), False)),
+    "all of three": ((7, 8, 9), Difference("w", (0, 1, 2), False)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_most_of_three_or_more_name_the_odd_one(name: str) -> None:
+    digests, wanted = DIFFERENCES[name]
+    copies = [Copies(0, tuple(range(len(digests))), 4)]
+    assert compare(rows_of(*digests), copies, ["w"]) == [wanted]
+    assert compare(rows_of(*[7] * len(digests)), copies, ["w"]) == []
+    assert compare(rows_of(*digests), [Copies(0, (n,), 4) for n in range(2)], ["w"]) == []
