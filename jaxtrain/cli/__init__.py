@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import generate, launch, schedule, train, verify
+from jaxtrain.cli import drill, generate, launch, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     FAILED,
@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "several processes of one run on this machine, started again when one fails"
     launched = command("launch", _launch, text)
     launch.add_options(launched)
+
+    text = "every fault on purpose, on the experiment made small, and what became of the run"
+    drill.add_options(command("drill", drill.drill_command, text))
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")

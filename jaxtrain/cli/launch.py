@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cli.shared import mesh_of
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_options(launch: argparse.ArgumentParser) -> None:
-    launch.add_argument("--processes", type=int, required=True, help="how many to run here")
+    where = launch.add_mutually_exclusive_group(required=True)
+    where.add_argument("--processes", type=int, help="how many to run on this machine, watched")
+    for name, what in (("slurm", "sbatch"), ("k8s", "kubectl, as a JobSet"), ("ray", "Ray")):
+        text = f"one on each host of the mesh, started by {what}"
+        where.add_argument(
+            f"--{name}", action="store_const", dest="scheduler", const=name, help=text
+        )
+    text = "print what the scheduler would be given, and leave"
+    launch.add_argument("--dry-run", action="store_true", help=text)
+    launch.add_argument("--image", help="the container image of --k8s")
     text = "how often all may be started again within --within seconds; default 10"
     launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
     text = "seconds in which --restarts are counted; default 3600"
@@ -45,7 +58,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
     if command[:1] != ["train"]:
         raise ValueError(
             f"launch runs `train`, and was given {' '.join(command) or 'nothing'}; write "
-            f"jaxtrain launch --processes {options.processes} -- train EXPERIMENT --mesh MESH"
+            "jaxtrain launch --processes 2 -- train EXPERIMENT --mesh MESH"
         )
     train = parse(command)
     if train.coordinator or train.processes or train.process is not None:
@@ -53,19 +66,49 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch tells its processes where they meet and which they are; leave out "
             "--coordinator, --processes and --process"
         )
+    if options.scheduler:
+        return _submit(options, train, command)
     _refuse(train, options.processes)
     run_dir = Path(train.run_dir or Path("runs") / Path(train.experiment).stem)
     names = {field.name: f"deadline_{field.name}" for field in fields(Deadlines)}
     faults = [read_fault(text) for text in options.faults]
-    supervisor = Supervisor(
-        own_command(*command),
-        options.processes,
-        tell=_teller(),
-        deadlines=Deadlines(**{k: getattr(options, name) for k, name in names.items()}),
-        restarts=Restarts(most=options.restarts, within_s=options.within),
-        run_dir=run_dir,
-        faults=faults,
-    )
+    deadlines = Deadlines(**{k: getattr(options, name) for k, name in names.items()})
+    restarts = Restarts(most=options.restarts, within_s=options.within)
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+        supervisor = Supervisor(
+            own_command(*command),
+            options.processes,
+            _teller(),
+            run_dir,
+            Path(folder),
+            deadlines=deadlines,
+            restarts=restarts,
+            faults=faults,
+        )
+        return _run(supervisor)
+
+
+def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
+    """Give a scheduler what starts the processes; with --dry-run print it."""
+    job = job_of(train.experiment, mesh_of(train), command, options.image)
+    text = SCHEDULERS[options.scheduler](job)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    with tempfile.NamedTemporaryFile("w", prefix=f"{job.name}-", suffix=".job") as file:
+        file.write(text)
+        file.flush()
+        program = SUBMIT[options.scheduler]
+        try:
+            return subprocess.run([*program, file.name], check=False).returncode
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"there is no {program[0]} here; --dry-run prints what it would be given"
+            ) from error
+
+
+def _run(supervisor: Supervisor) -> int:
+    """With the signals that come here passed on."""
     before = {
         number: signal.signal(number, lambda number, _: supervisor.stop(number))
         for number in SIGNALS
@@ -80,8 +123,6 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
 
 def _refuse(train: argparse.Namespace, processes: int) -> None:
     """What cannot be run, before any process is started."""
-    from jaxtrain.cli.shared import mesh_of
-
     if processes < 1:
         raise ValueError(f"--processes {processes}; use 1 or more")
     spec = mesh_of(train)

@@ -25,9 +25,9 @@ from jaxtrain.cli.shared import (
     set_simulation_flags,
     settle_streams,
 )
-from jaxtrain.cluster.join import Place, join, place_of, process_count
+from jaxtrain.cluster.join import Place, join, place_of, process_count, process_number
 from jaxtrain.cluster.phases import Phases
-from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
+from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
 from jaxtrain.fault_tolerance.ledger import add_entry, entry_of
 from jaxtrain.run.callback import Callback, Run
@@ -56,19 +56,21 @@ def train_command(options: argparse.Namespace) -> int:
     place = place_of(options.coordinator, options.processes, options.process)
     if spec.simulated:
         set_simulation_flags(options, spec, process_count(place, os.environ))
+    number = process_number(place, os.environ)
     run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
     phases = Phases()
     with ExitStack() as stack:
-        if path := os.environ.get(SAMPLE_FILE):
+        if SUPERVISOR in os.environ:
             end_with_parent()
+        if path := os.environ.get(SAMPLE_FILE):
             faulthandler.register(signal.SIGUSR1)
             stack.callback(Sampler(Path(path), phases).close)
-        elif place is None or place.process == 0:
+        elif number == 0:
             stack.callback(_keep_ledger, run_dir, phases, time.time(), time.monotonic())
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
         others: list[Callback] = []
         if given := os.environ.get(FAULTS):
-            injector = Injector(given, place.process if place else 0, run_dir)
+            injector = Injector(given, number, run_dir)
             phases.listen(injector)
             others.append(injector)
         return _train(options, spec, place, run_dir, phases, stop, others)
@@ -107,7 +109,7 @@ def _train(
         raise
     stop.over = True  # what is left to do takes no time
     code, text = _outcome(result, run_dir)
-    if place is None or place.process == 0:
+    if process_number(place, os.environ) == 0:
         say(text)
     return code
 

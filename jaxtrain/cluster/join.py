@@ -15,9 +15,10 @@ DETECTED = {
     "SLURM": ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "Kubernetes": ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
-    "Cloud TPU": ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"),
+    "Cloud TPU": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
 }
-"""Launcher -> variables by which JAX finds the coordinator and the process's number."""
+"""Launcher -> variables by which JAX finds the coordinator and, the last of them, the process's
+number."""
 
 COUNTED = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 """Launcher -> the variable that says how many processes there are."""
@@ -86,6 +87,14 @@ def process_count(place: Place | None, environ: Mapping[str, str]) -> int:
             "shared out; give --coordinator, --processes and --process"
         )
     return int(environ[COUNTED[name]])
+
+
+def process_number(place: Place | None, environ: Mapping[str, str]) -> int:
+    """Which process this one will be, from 0: as `place` says, or the launcher; 0 of one alone."""
+    if place is not None:
+        return place.process
+    name = launcher(environ)
+    return 0 if name is None else int(environ[DETECTED[name][-1]])
 
 
 def join(place: Place | None) -> bool:

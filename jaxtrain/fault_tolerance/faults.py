@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ KINDS = {
     "slow": "half a second more, in this and the 30 steps that follow",
     "flip": "a bit of a parameter changes in the memory of the process's first device",
     "wrong": "the next step changes a bit of a parameter there, if it is taken once",
-    "nan": "the gradients of the next step are not finite",
+    "nan": "the gradients of the next step are not finite, whenever it is taken",
     "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
     "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
@@ -82,14 +83,14 @@ def read_fault(text: str) -> Fault:
 
 def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
     """The environment that gives the processes their faults; {} where there are none."""
-    return {FAULTS: " ".join([str(folder), *map(str, faults)])} if faults else {}
+    return {FAULTS: json.dumps([str(folder), *map(str, faults)])} if faults else {}
 
 
 class Injector(Callback):
     """Makes the faults of this process happen, told of every phase and of the run."""
 
     def __init__(self, given: str, process: int, run_dir: Path) -> None:
-        folder, *texts = given.split(" ")
+        folder, *texts = json.loads(given)
         self._folder, self._run_dir, self._slow_until = Path(folder), run_dir, -1
         mine = [f for f in map(read_fault, texts) if f.process == process]
         self._faults = [f for f in mine if f.kind not in STATE]
@@ -106,7 +107,8 @@ class Injector(Callback):
         from jaxtrain.fault_tolerance.state_faults import change_state
 
         for fault in self._of_state:
-            if step > fault.step and self._first(fault):
+            due = step == fault.step + 1 if fault.kind == "nan" else step > fault.step
+            if due and (fault.kind == "nan" or self._first(fault)):
                 change_state(fault.kind, run._session)
 
     def _first(self, fault: Fault) -> bool:

@@ -78,6 +78,11 @@ def add_entry(run_dir: Path, entry: Entry) -> None:
 
 def read_ledger(run_dir: str | Path) -> Ledger:
     """Raises ValueError where there is none, or a line of it cannot be read."""
+    return sum_up(read_entries(run_dir))
+
+
+def read_entries(run_dir: str | Path) -> list[Entry]:
+    """The starts and waits of a run, in their order. Raises ValueError as `read_ledger`."""
     path = Path(run_dir) / NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,7 +94,7 @@ def read_ledger(run_dir: str | Path) -> Ledger:
             entries.append(Entry(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is no entry of a ledger: {error}") from error
-    return sum_up(entries)
+    return entries
 
 
 def sum_up(entries: Sequence[Entry]) -> Ledger:

@@ -21,7 +21,7 @@ def change_state(kind: str, session: Session) -> None:
     elif kind == "wrong":
         _once(session, lambda program, state, batch: _wrong(program(state, batch)))
     else:
-        _once(session, _not_finite)
+        _once(session, _not_finite, again=_not_finite)
 
 
 def flipped(state: TrainState) -> TrainState:
@@ -52,14 +52,22 @@ def _not_finite(program: Any, state: TrainState, batch: Any) -> tuple[TrainState
     return replace(state, params=kept), metrics
 
 
-def _once(session: Session, act: Callable[[Any, TrainState, Any], Any]) -> None:
-    """Have the next step done by `act`, given the program of it, state and batch."""
+Act = Callable[[Any, TrainState, Any], Any]
+"""What does a step, given the program of it, state and batch."""
+
+
+def _plain(program: Any, state: TrainState, batch: Any) -> Any:
+    return program(state, batch)
+
+
+def _once(session: Session, act: Act, again: Act = _plain) -> None:
+    """Have the next step done by `act`, and by `again` where it is taken a second time."""
     programs = dict(session.compiled)
 
     def instead(which: Any) -> Callable[[TrainState, Any], Any]:
         def run(state: TrainState, batch: Any) -> Any:
             if session.compiled[which] is programs[which]:
-                return programs[which](state, batch)  # the same step, taken again
+                return again(programs[which], state, batch)
             session.compiled.update(programs)
             return act(programs[which], state, batch)
 

@@ -6,10 +6,9 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,15 @@ class Supervisor:
 
     command: of one process; where the processes meet, and which it is, is added as flags. tell:
     takes every line, of the processes and its own. run_dir: where failures and the ledger are
-    written down. faults: on purpose, each once.
+    written down; folder: for files that processes and supervisor share. faults: on purpose, each
+    once as long as `folder` is the same.
     """
 
     command: Sequence[str]
     processes: int
     tell: Callable[[str], None]
     run_dir: Path
+    folder: Path
     deadlines: Deadlines = field(default_factory=Deadlines)
     restarts: Restarts = field(default_factory=Restarts)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -64,33 +65,32 @@ class Supervisor:
     def run(self) -> int:
         """Until all are done, or nothing more is tried; gives the exit code."""
         history, attempt = RestartHistory(self.restarts), 0
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
-            stack.callback(self._kill)
-            while True:
-                attempt += 1
-                found = self._one_start(folder)
-                if isinstance(found, int):
-                    self.tell(f"launch: {self._ledger()}")
-                    return found
-                if self.stopping:
-                    self.tell(f"launch: {found.what}, while it was stopping")
-                    return INTERRUPTED
-                next_one = history.decide(found)
-                self._write_down(found, attempt, next_one)
-                if isinstance(next_one, Exhausted):
-                    self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
-                    return _code(found, next_one)
-                self.tell(f"launch: all processes start again in {next_one:g} s")
-                if not self._wait(next_one):
-                    return INTERRUPTED
+        while True:
+            attempt += 1
+            found = self._one_start()
+            if isinstance(found, int):
+                self.tell(f"launch: {self._ledger()}")
+                return found
+            if self.stopping:
+                self.tell(f"launch: {found.what}, while it was stopping")
+                return INTERRUPTED
+            next_one = history.decide(found)
+            self._write_down(found, attempt, next_one)
+            if isinstance(next_one, Exhausted):
+                self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
+                return _code(found, next_one)
+            self.tell(f"launch: all processes start again in {next_one:g} s")
+            if not self._wait(next_one):
+                return INTERRUPTED
 
-    def _one_start(self, folder: Path) -> int | Failure:
+    def _one_start(self) -> int | Failure:
         """All processes, from their beginning to their end; kept in the ledger."""
         began, clock = time.time(), time.monotonic()
-        self._start(folder)
-        found = self._watch()
-        self._kill()
+        try:
+            self._start()
+            found = self._watch()
+        finally:
+            self._kill()
         sample, at = self.workers[0].sample(), time.monotonic()
         now = sample.now if sample else Now("start", 0, clock)
         entry = entry_of(now, at, began=began, ended=began + at - clock)
@@ -110,15 +110,15 @@ class Supervisor:
         for worker in self.workers:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
-    def _start(self, folder: Path) -> None:
+    def _start(self) -> None:
         coordinator = f"127.0.0.1:{free_port()}"
         where = ["--coordinator", coordinator, "--processes", str(self.processes)]
         self.workers = [
             Worker(
                 index,
                 [*self.command, *where, "--process", str(index)],
-                {**self.environ, **faults_variable(self.faults, folder)},
-                folder / f"{index}.sample",
+                {**self.environ, **faults_variable(self.faults, self.folder)},
+                self.folder / f"{index}.sample",
             )
             for index in range(self.processes)
         ]
@@ -157,6 +157,8 @@ class Supervisor:
         phase, step = (sample.now.phase, sample.now.step) if sample else ("start", 0)
         what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
         self.tell(f"launch: {what}")
+        if code > 0 and worker.last_line:
+            what += f"; its last line: {worker.last_line}"
         kind = "killed" if code == -signal.SIGKILL else "crashed"
         return Failure(worker.process, kind, what, phase, step, time.monotonic())
 

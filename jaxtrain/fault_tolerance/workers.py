@@ -39,6 +39,7 @@ class Worker:
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
+        self.last_line = ""
         self.ended_at = math.inf
         """When it ended, by the monotonic clock: which of several was first."""
         threading.Thread(target=self._await_end, name=f"end {process}", daemon=True).start()
@@ -68,7 +69,9 @@ class Worker:
             with self._popen.stdout as output:
                 for line in output:
                     if not CHATTER.search(line.rstrip()):
-                        tell(f"[{self.process}] {line.decode(errors='replace').rstrip()}")
+                        text = line.decode(errors="replace").rstrip()
+                        self.last_line = text.strip() or self.last_line
+                        tell(f"[{self.process}] {text}")
 
         self._reader = threading.Thread(target=lines, name=f"output {self.process}", daemon=True)
         self._reader.start()

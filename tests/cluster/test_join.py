@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.cluster.join import Place, launcher, place_of, process_count
+from jaxtrain.cluster.join import Place, launcher, place_of, process_count, process_number
 
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
 }  # fmt: skip
 MPI = {
     "OMPI_MCA_orte_hnp_uri": "1;tcp://1.2.3.4:5", "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "1",
 }  # fmt: skip
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
@@ -26,7 +26,7 @@ KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
         (MPI, "Open MPI", 2),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None, 1),
         (KUBERNETES, None, 1),  # a pod that is no part of a job
-        (KUBERNETES | {"JOB_COMPLETION_INDEX": "1"}, "Kubernetes", None),
+        (KUBERNETES | {"JOB_COMPLETION_INDEX": "3"}, "Kubernetes", None),
     ],
 )
 def test_the_launcher_is_known_by_what_jax_needs_of_it(environ, found, count) -> None:
@@ -36,7 +36,10 @@ def test_the_launcher_is_known_by_what_jax_needs_of_it(environ, found, count) ->
     else:
         with pytest.raises(ValueError, match=f"{found} does not say how many"):
             process_count(None, environ)
-    assert process_count(Place("a:1", 3, 0), environ) == 3, "flags come first"
+    assert process_count(Place("a:1", 3, 2), environ) == 3, "flags come first"
+    assert process_number(Place("a:1", 3, 2), environ) == 2
+    numbers = {"SLURM": 2, "Open MPI": 1, "Kubernetes": 3}
+    assert process_number(None, environ) == numbers.get(found, 0)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def test_what_is_no_fault_is_refused(text: str, said: str) -> None:
 def test_each_happens_once_over_all_starts(tmp_path: Path, monkeypatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(faults, "_signal", sent.append)
-    given = faults_variable([read_fault("kill@3.load"), read_fault("stop@3:1")], tmp_path)[FAULTS]
+    marks = tmp_path / "a folder"
+    marks.mkdir()
+    given = faults_variable([read_fault("kill@3.load"), read_fault("stop@3:1")], marks)[FAULTS]
 
     def start() -> None:
         phases = Phases()
@@ -66,7 +68,8 @@ def test_each_happens_once_over_all_starts(tmp_path: Path, monkeypatch) -> None:
 def test_a_crash_comes_in_every_start(tmp_path: Path) -> None:
     for _ in range(2):
         phases = Phases()
-        phases.listen(Injector(f"{tmp_path} crash@2", 0, tmp_path))
+        given = faults_variable([read_fault("crash@2")], tmp_path)[FAULTS]
+        phases.listen(Injector(given, 0, tmp_path))
         phases.advance(2)
         with pytest.raises(RuntimeError, match=r"the fault crash@2\.step:0"):
             phases.enter("step")

@@ -56,6 +56,7 @@ def supervise(tmp_path: Path):
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),
             run_dir=tmp_path / "run",
+            folder=tmp_path,
             environ={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         )
         if during is not None:

@@ -118,7 +118,7 @@ def test_where_nothing_fails_nothing_changes(axes, run, experiment, tmp_path: Pa
 
 def test_a_fault_within_what_is_skipped_is_not_one_of_the_chip(run) -> None:
     """Gradients that are not finite are the same on all copies."""
-    found = run(Health(replicas=1), Faulty("nan", 6), data=2)
+    found = run(Health(replicas=1, replay=2), Faulty("nan", 6), data=2)
     assert [line["skipped"] for line in found.history] == [0] * 5 + [1] * 7
 
 

@@ -1,0 +1,29 @@
+"""`jaxtrain drill`: every fault, on purpose, and whether the run is the same for it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from jaxtrain.cli.shared import FAILED, JSON, answer, text_stream
+
+
+def add_options(drill: argparse.ArgumentParser) -> None:
+    drill.add_argument("experiment")
+    drill.add_argument("--processes", type=int, default=2, help="how many; default 2")
+    drill.add_argument("--json", action="store_true", help=JSON)
+
+
+def drill_command(options: argparse.Namespace) -> int:
+    from jaxtrain.fault_tolerance.drill import drill
+
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-drill-") as folder:
+        found = drill(
+            options.experiment,
+            processes=options.processes,
+            folder=Path(folder),
+            tell=lambda text: print(text, flush=True, file=text_stream(options)),
+        )
+    answer(options, found, str(found))
+    return 0 if found.passed else FAILED

@@ -1,0 +1,280 @@
+"""A run that everything happens to, held against one that nothing happens to."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.certificate.shrink import shrink
+from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
+from jaxtrain.fault_tolerance.faults import Fault
+from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
+from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.supervisor import (
+    DETERMINISTIC,
+    FAILURES,
+    PREEMPTED,
+    Supervisor,
+    own_command,
+)
+from jaxtrain.run.callback import Callback, Run
+from jaxtrain.telemetry.metrics import read_metrics
+from jaxtrain.violations import raise_violations
+
+SAVES, APART, FIRST = 5, 8, 8
+"""Steps between saves, between faults, and before the first fault."""
+
+STEP_S = 0.05
+"""A step takes so long at least, so that a fault strikes where it is meant to."""
+
+NOTICED_S = 15
+"""A fault must be noticed within."""
+
+
+def kinds(processes: int) -> list[Fault]:
+    """Each fault once, as they come; on the last process, and where it says so on the first, which
+    coordinates. `nan` changes what is learned, and is part of the undisturbed run too."""
+    last = processes - 1
+    told = [
+        ("kill", "step", last), ("kill", "step", 0), ("exit", "load", last),
+        ("stop", "step", last), ("stop", "load", last), ("stop", "save", 0),
+        ("stop", "callback", last), ("hang", "load", last), ("hang", "callback", 0),
+        ("kill_soon", "save", last), ("corrupt", "step", 0), ("truncate", "step", 0),
+        ("delete", "step", 0), ("nan", "step", 0), ("flip", "step", last), ("wrong", "step", last),
+        ("terminate", "step", last),
+    ]  # fmt: skip
+    return [
+        Fault(kind, FIRST + APART * number, phase, process)
+        for number, (kind, phase, process) in enumerate(told)
+    ]
+
+
+class Paced(Callback):
+    """Code of the user's own, in which a process can be stopped."""
+
+    def after_step(self, run: Run, step: int) -> None:
+        time.sleep(STEP_S)
+
+
+def drilled(path: str, processes: int) -> Experiment:
+    """The experiment of a file as it is drilled: shrunk as for a certificate, with a save every
+    few steps, and copies and steps compared."""
+    shrunk = shrink(load_experiment(path), devices=2 * processes)
+    execution = replace(shrunk.execution, health=Health(replicas=SAVES, replay=1))
+    return replace(
+        shrunk,
+        steps=FIRST + APART * (len(kinds(processes)) + 1),
+        execution=execution,
+        evaluation=Evaluation(every=10**6, batches=1, final_batches=1),
+        checkpoints=SavePolicy(every=SAVES, keep=3),
+        logging=Logging(every=1, tensorboard=False, callbacks=(Paced,)),
+    )
+
+
+@dataclass(frozen=True)
+class Happened:
+    """One fault. noticed_s: until the supervisor acted, None where nothing had to be done. named:
+    whom it said it was, "process N" with step and phase. lost: steps taken again. resumed_s: from
+    the notice to the next start's first step. violations: what is not as it should be."""
+
+    fault: str
+    noticed_s: float | None
+    named: str
+    lost: int
+    resumed_s: float
+    violations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What a drill has found. ledger_off: how far the ledger is from the wall time, as a share of
+    it. violations: of the run as a whole."""
+
+    processes: int
+    faults: tuple[Happened, ...]
+    ledger: Ledger
+    ledger_off: float
+    violations: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.violations and not any(each.violations for each in self.faults)
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that scripts may rely on."""
+        return {
+            "processes": self.processes,
+            "passed": self.passed,
+            "lost_steps": sum(each.lost for each in self.faults),
+            "faults": [each.__dict__ for each in self.faults],
+            "ledger": {"wall_s": self.ledger.wall_s, **self.ledger.seconds},
+            "ledger_off": self.ledger_off,
+            "violations": list(self.violations),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{'fault':24} {'noticed':>8} {'lost':>5} {'resumed':>8}  named"]
+        for each in self.faults:
+            noticed = "-" if each.noticed_s is None else f"{each.noticed_s:.1f} s"
+            numbers = f"{noticed:>8} {each.lost:>5} {each.resumed_s:>6.1f} s"
+            lines.append(f"{each.fault:24} {numbers}  {each.named}")
+            lines += [f"    VIOLATION {said}" for said in each.violations]
+        lines += [f"VIOLATION {said}" for said in self.violations]
+        lines.append(f"ledger: {self.ledger}, {self.ledger_off:.2%} off the wall time")
+        verdict = "as one that nothing happened to, to the bit" if self.passed else "NOT PASSED"
+        return "\n".join(
+            [*lines, f"{self.processes} processes, {len(self.faults)} faults: {verdict}"]
+        )
+
+
+def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None]) -> Drill:
+    """Run the experiment of a file, shrunk, on so many processes of this machine: undisturbed, with
+    every fault one after the other, and with a crash that comes again.
+
+    folder: for the runs. tell: takes every line that the processes and their supervisor print.
+    Raises ValueError for what cannot be drilled.
+    """
+    raise_violations([] if processes > 1 else [f"processes={processes}; use 2 or more"])
+    drilled(path, processes)  # what is wrong with it is told before anything is started
+    (folder / "drilled.py").write_text(
+        _EXPERIMENT.format(path=str(Path(path).resolve()), n=processes)
+    )
+    (folder / "mesh.toml").write_text(_MESH.format(devices=2 * processes, n=processes))
+    faults = kinds(processes)
+    of_both = [fault for fault in faults if fault.kind == "nan"]
+    violations = []
+    code, _ = _launched(folder, "undisturbed", of_both, processes, tell)
+    if code != 0:
+        violations.append(f"the undisturbed run ended with exit code {code}")
+    code, wall_s = _launched(folder, "disturbed", faults, processes, tell)
+    if code != 0:
+        violations.append(f"the run with faults ended with exit code {code}")
+    crash = Fault("crash", FIRST, "step", processes - 1)
+    code, _ = _launched(folder, "crash", [crash], processes, tell)
+    if code != DETERMINISTIC or len(_lines(folder / "crash" / FAILURES)) != 2:
+        violations.append(f"a crash at the same step, twice, ended with exit code {code}")
+    runs = [_numbers(folder / name) for name in ("undisturbed", "disturbed")]
+    if runs[0] != runs[1]:
+        first = next(
+            (n for n, pair in enumerate(zip(*runs, strict=False)) if pair[0] != pair[1]), 0
+        )
+        violations.append(f"losses differ, for the first time in line {first + 1} of metrics.jsonl")
+    if left := _left_over(folder):
+        violations.append(f"processes {left} go on")
+    ledger = read_ledger(folder / "disturbed")
+    off = abs(ledger.wall_s - wall_s) / wall_s
+    if off > 0.01:
+        violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
+    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"])
+    return Drill(processes, tuple(happened), ledger, off, tuple(violations))
+
+
+_EXPERIMENT = """\"\"\"What is drilled.\"\"\"
+from jaxtrain.fault_tolerance.drill import drilled
+
+
+def experiment():
+    return drilled({path!r}, {n})
+"""
+
+_MESH = """chip = "cpu"
+devices = {devices}
+
+[axes]
+data = {n}
+fsdp = 2
+"""
+
+
+def _launched(
+    folder: Path, run: str, faults: Sequence[Fault], processes: int, tell: Callable[[str], None]
+) -> tuple[int, float]:
+    """The exit code and the wall time of a run, begun again when it was asked to leave."""
+    files = folder / f"{run} files"
+    files.mkdir()
+    train = ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
+    command, wall_s = own_command(*train, "--run-dir", str(folder / run)), 0.0
+    for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
+        began = time.monotonic()
+        run_dir, often = folder / run, Restarts(most=len(faults))
+        code = Supervisor(
+            command, processes, tell, run_dir, files, restarts=often, faults=faults
+        ).run()
+        wall_s += time.monotonic() - began
+        if code != PREEMPTED:
+            break
+    return code, wall_s
+
+
+def _happened(folder: Path, faults: Sequence[Fault]) -> list[Happened]:
+    """What became of each fault, by the failures and starts that were written down."""
+    failures, starts = _lines(folder / "disturbed" / FAILURES), []
+    for entry in read_entries(folder / "disturbed"):
+        if "waiting" not in entry.seconds:
+            starts.append(entry)
+    found = []
+    for fault, start, following in zip(faults, starts, [*starts[1:], None], strict=False):
+        marker = folder / "disturbed files" / str(fault)
+        failure = failures.pop(0) if failures and fault.kind != "terminate" else None
+        if not marker.exists() or following is None:
+            found.append(Happened(str(fault), None, "", 0, 0.0, ("it did not happen",)))
+            continue
+        before = ("start", "join", "open", "compile", "restore")
+        ready = following.began + sum(following.seconds.get(phase, 0.0) for phase in before)
+        lost = max(0, start.done - following.first)
+        if failure is None:
+            wrong = () if fault.kind == "terminate" else ("nobody noticed",)
+            resumed_s = ready - start.ended
+            found.append(Happened(str(fault), None, "all left together", lost, resumed_s, wrong))
+            continue
+        noticed, resumed_s = failure["time"] - marker.stat().st_mtime, ready - failure["time"]
+        named, wrong = _judged(fault, failure, noticed, lost)
+        found.append(Happened(str(fault), noticed, named, lost, resumed_s, wrong))
+    return found
+
+
+def _judged(
+    fault: Fault, failure: dict[str, Any], noticed_s: float, lost: int
+) -> tuple[str, tuple[str, ...]]:
+    """Whom a failure names, and what is not as it should be."""
+    violations = []
+    where = f"after step {failure['step']} in {failure['phase']}"
+    named = f"process {failure['process']}, {failure['kind']} {where}"
+    if fault.kind in ("flip", "wrong"):
+        named = failure["what"].partition("its last line: ")[2]
+        if f"of process {fault.process}" not in named:
+            violations.append(f"process {fault.process} is not named")
+    elif failure["process"] != fault.process:
+        violations.append(f"it was process {fault.process}")
+    if noticed_s > NOTICED_S:
+        violations.append(f"it was noticed after more than {NOTICED_S} s")
+    if lost > 3 * SAVES:
+        violations.append(f"{lost} steps were lost")
+    return named, tuple(violations)
+
+
+def _numbers(run: Path) -> list[tuple[Any, ...]]:
+    """What a run computed, step by step."""
+    names = ("step", "loss", "skipped", "eval_loss")
+    return [tuple(line.get(name) for name in names) for line in read_metrics(run)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _left_over(folder: Path) -> list[int]:
+    """Processes of this drill that still run, by the environment they were given."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if str(folder).encode() in each.read_bytes():
+                found.append(int(each.parent.name))
+        except OSError:  # another user's, or gone meanwhile
+            continue
+    return found
