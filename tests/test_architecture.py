@@ -41,8 +41,8 @@ LAYERS = {
     "certificate": 11,
     "planner": 11,
     "bench": 11,
-    "fault_tolerance": 11,
-    "cli": 12,
+    "fault_tolerance": 12,
+    "cli": 13,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 

@@ -105,8 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_options(trained)
 
     text = "several processes of one run on this machine, started again when one fails"
-    launched = command("launch", _launch, text)
-    launch.add_options(launched)
+    launch.add_options(command("launch", _launch, text))
 
     text = "every fault on purpose, on the experiment made small, and what became of the run"
     drill.add_options(command("drill", drill.drill_command, text))

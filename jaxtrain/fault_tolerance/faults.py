@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS
-from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.phases import PHASES, Now
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import did_you_mean, raise_violations
@@ -137,6 +135,9 @@ class Injector(Callback):
     def _damage(self, how: str) -> None:
         """A file of the newest committed step, and the process with it: a run reads its checkpoints
         when it begins."""
+        from jaxtrain.checkpoint.run_config import CHECKPOINTS
+        from jaxtrain.checkpoint.storage import committed_steps
+
         checkpoints = self._run_dir / CHECKPOINTS
         for step in committed_steps(checkpoints)[-1:]:
             packs = (checkpoints / str(step)).rglob("*.pack")

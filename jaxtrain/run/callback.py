@@ -90,6 +90,11 @@ class Run:
 class Running(Run):
     """The loop's own side of it."""
 
+    @property
+    def whole(self) -> int:
+        """The step it was to end with, whatever stopped it."""
+        return self._whole
+
     def advance(self, steps: int) -> None:
         self._steps = steps
 
@@ -107,9 +112,9 @@ class Callback:
 
     The order of one start: `begin`; for each step `before_step`, `after_step`, `metrics` of the
     step before it, `after_evaluation` and `after_save` where they are due; the `metrics` of the
-    last step; `end`. An evaluation is preceded by the `metrics` of its own step. All are called in
-    the main thread, on each callback in the order of the experiment's and then of `train`'s. The
-    run waits for them.
+    last step; `end`. An evaluation and a save are preceded by the `metrics` of their own step. All
+    are called in the main thread, on each callback in the order of the experiment's and then of
+    `train`'s. The run waits for them.
 
     What `Run.stop` and `Run.save` ask for is done at the end of the step, after the evaluation and
     the save that are due. What a callback raises ends the run as any error does: the state is saved

@@ -217,11 +217,11 @@ class _Loop:
         """Do what callbacks asked for; whether the run ends here for it."""
         due = self.run.due(done)
         stops = "stop" in due and done < self.run.last
-        if "save" in due or stops:
-            self.save(last=stops)
         if stops:
             self.run.end_at(done)
             self.result.stopped = True
+        if "save" in due or stops:
+            self.save(last=stops)
         return stops
 
     def already_done(self) -> None:
@@ -258,25 +258,35 @@ class _Loop:
         self.hooks.tell("after_evaluation", step, MappingProxyType(values))
 
     def save(self, *, last: bool, durable: bool = True) -> None:
-        """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it."""
+        """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it. The step's
+        metrics are written first: a run that goes on from the save never has them again."""
         with self.phases.within("save"):
-            begun = self.uninterrupted(self.save_now, last, durable)
+            begun = self.uninterrupted(self.ready_to_save, last, durable)
+            if begun:
+                self.readings.flush()
+                begun = self.uninterrupted(self.save_now, last, durable)
         if begun:
             self.hooks.tell("after_save", self.result.steps)
+
+    def ready_to_save(self, last: bool, durable: bool = True) -> bool:
+        """Whether there is a directory to save in, and a state worth it."""
+        if self.saving is None:
+            return False
+        jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
+        with self.rates.paused():
+            self.health.before_save(self.result.steps)
+            if not self.directory_is_whole(last):
+                self.saving.manager.put_off(self.result.steps, durable=durable)
+                return False
+        return True
 
     def save_now(self, last: bool, durable: bool = True) -> bool:
         """Whether a save of this step has begun, unless it was there. last: nothing comes after it.
         Then it raises what is told otherwise: CheckpointError, and ValueError where the run
         directory is gone and cannot be written again."""
-        if self.saving is None:
-            return False
-        jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
-        self.health.before_save(self.result.steps)
+        assert self.saving is not None
         with self.rates.paused():
             step, metrics = self.result.steps, self.evaluation_at(self.result.steps)
-            if not self.directory_is_whole(last):
-                self.saving.manager.put_off(step, durable=durable)
-                return False
             if not last:
                 return self.saving.save(step, metrics, durable=durable)
             begun = self.saving.save_last(step, metrics)
@@ -307,7 +317,7 @@ class _Loop:
     def evaluation_at(self, step: int) -> dict[str, float]:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
         e = self.experiment.evaluation
-        alike = e is not None and (step < self.run.last or e.final_batches == e.batches)
+        alike = e is not None and (step < self.run.whole or e.final_batches == e.batches)
         return self.result.evaluation if alike and self.evaluated_at == step else {}
 
     def leave(self, word: str) -> None:
@@ -327,7 +337,8 @@ class _Loop:
             return
         self.result.steps = int(self.session.state.step)
         self.run.end_at(self.result.steps)
-        self.save_now(last=True)
+        if self.ready_to_save(last=True):
+            self.save_now(last=True)
         self.tell(f"{word}; saved step {self.result.steps}")
         self.readings.flush()
         self.files.write_held(self.run)

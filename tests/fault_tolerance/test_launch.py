@@ -182,3 +182,9 @@ def test_wrong_rules_are_refused(capsys) -> None:
     ):
         assert cli.main(["launch", "--processes=2", *flags, *train]) == cli.REFUSED
         assert said in capsys.readouterr().err
+
+
+def test_a_supervisor_needs_no_jax() -> None:
+    """It is there before the processes are, and takes no device or memory from them."""
+    script = "import sys, jaxtrain.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -107,20 +107,21 @@ ORDER = [
     ("before_step", 2, 1),
     ("after_step", 2, 2),
     ("metrics", 1, 2),
-    ("after_save", 2, 2),
     ("metrics", 2, 2),
+    ("after_save", 2, 2),
     ("after_evaluation", 2, 2),
     ("before_step", 3, 2),
     ("after_step", 3, 3),
-    ("after_save", 3, 3),
     ("metrics", 3, 3),
+    ("after_save", 3, 3),
     ("after_evaluation", 3, 3),
     ("end", None, 3),
 ]
 
 
 def test_the_order_of_calls(train: Train) -> None:
-    """The metrics of a step come when the next was dispatched, or an evaluation waits anyway."""
+    """The metrics of a step come when the next was dispatched, or a save or an evaluation waits
+    anyway."""
     recorder = Recorder()
     train(recorder, steps=3)
     assert recorder.calls == ORDER
@@ -132,7 +133,7 @@ def test_saves_that_are_rated_come_after_the_evaluation(train: Train) -> None:
     train(recorder, steps=2, checkpoints=jaxtrain.SavePolicy(every=1, keep=keep))
     at = [(event, step) for event, step, _ in recorder.calls if event not in EVENTS[:3]]
     assert at == [
-        *(("after_save", 1), ("metrics", 1), ("metrics", 2)),
+        *(("metrics", 1), ("after_save", 1), ("metrics", 2)),
         *(("after_evaluation", 2), ("after_save", 2), ("end", None)),
     ]
 
