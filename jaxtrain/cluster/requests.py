@@ -28,7 +28,10 @@ _starts = itertools.count()
 
 
 class Requests:
-    """Of a run on one process: what is asked is done after the step it is at."""
+    """Of a run on one process: what is asked is done after the step it is at. key: of this start
+    of this run, the same on all processes."""
+
+    key = ""
 
     def __init__(self) -> None:
         self._asked: set[str] = set()
@@ -55,7 +58,8 @@ class AgreedRequests(Requests):
 
     def __init__(self, start: int) -> None:
         super().__init__()
-        self._key, self._step, self._round = f"jaxtrain/requests/{next(_starts)}", start, 0
+        self.key = str(next(_starts))
+        self._key, self._step, self._round = f"jaxtrain/requests/{self.key}", start, 0
         self._agreed: dict[int, frozenset[str]] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="requests", daemon=True)

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
@@ -224,6 +225,19 @@ class Profiling(Callback):
 
     def end(self, run: Run) -> None:
         self._profiler.close()
+
+
+class SlowProcess(Callback):
+    """Tells of a process that the others wait for, once of each."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace, self._told = pace, set[int]()
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        slow = self._pace.slow()
+        if slow is not None and slow.process not in self._told:
+            self._told.add(slow.process)
+            run.tell(f"NOTE step {step}: {slow}")
 
 
 class GarbageCollection(Callback):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
 from jaxtrain.data import TextData, reference_bits
@@ -31,6 +32,7 @@ from jaxtrain.run.hooks import (
     MetricsFiles,
     Profiling,
     ProgressLine,
+    SlowProcess,
     callbacks_of,
 )
 from jaxtrain.run.rates import Rates
@@ -137,10 +139,12 @@ class _Loop:
         self.requests = requests_of(session.start)
         self.run = Running(session, run_dir, last, self.tell, self.requests)
         self.rates = Rates(session.assembly, session.documents)
-        self.readings = Readings(session, self.rates, self.tell_metrics)
+        self.pace, self.waited = Pace(self.requests.key), 0.0
+        self.readings = Readings(session, self.rates, self.pace, self.tell_metrics)
         self.files = MetricsFiles(run_dir, session.start, logging, self.rates)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
-        own = (profiling, progress, guard, self.files, GarbageCollection())
+        of_several = (SlowProcess(self.pace), GarbageCollection())
+        own = (profiling, progress, guard, self.files, *of_several)
         self.hooks, self.phases = Hooks(self.run, own, callbacks, session.phases), session.phases
         self.saving = Saving(saves, session, self.tell) if saves else None
         self.health = HealthChecks(self.experiment.execution.health, session, self.tell)
@@ -150,6 +154,13 @@ class _Loop:
 
     def tell_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         self.hooks.tell("metrics", step, MappingProxyType(values))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For rows, or for the devices: what is not done by this process of its own."""
+        began = time.monotonic()
+        yield
+        self.waited += time.monotonic() - began
 
     def whole(self) -> Result:
         """The run from its first words to its last."""
@@ -179,18 +190,22 @@ class _Loop:
         phases.begin_at(session.start)
         hooks.tell("begin")
         for step in range(session.start, run.last):
-            began, early = time.monotonic(), step < session.start + 2
+            began, self.waited, early = time.monotonic(), 0.0, step < session.start + 2
             phases.enter("first step" if early else "step")
-            with phases.within("load"):
+            with phases.within("load"), self.waiting():
                 at, batch = session.loader.next()
             assert at == step, f"the loader gave the batch of step {at} for step {step}"
             hooks.tell("before_step", step + 1)
-            self.readings.take(step + 1, self.health.step(step, batch))
+            with self.waiting():
+                self.readings.take(step + 1, self.health.step(step, batch))
             self.result.steps = step + 1
             run.advance(step + 1)
             hooks.tell("after_step", step + 1)
-            self.readings.read()
-            phases.advance(step + 1, None if early else time.monotonic() - began)
+            with self.waiting():
+                self.readings.read()
+            took = time.monotonic() - began
+            phases.advance(step + 1, None if early else took)
+            self.pace.add(took - self.waited, took)
             self.readings.refuse_skipping()
             self.health.after_step(step + 1)
             self.evaluate_and_save(step + 1)
@@ -323,11 +338,11 @@ class _Loop:
     def leave(self, word: str) -> None:
         """Save what is whole: the state after the last finished step."""
         self.hooks.own_alone()  # one of the others may be why it ends
-        self.phases.enter("finish")
         if jax.process_count() > 1:  # a save is of all processes, and the others may go on
             latest = self.saving and self.saving.manager.latest()
             self.tell(f"{word} on one process of several; the newest save is {latest}")
             return
+        self.phases.enter("finish")
         if self.saving is None:
             self.tell(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
@@ -379,6 +394,7 @@ class _Loop:
         )
 
     def close(self) -> None:
+        self.pace.close()
         self.requests.close()
         self.uninterrupted.close()
         self.hooks.close()

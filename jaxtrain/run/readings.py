@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtrain.cluster.pace import Pace
 from jaxtrain.run.history import History
 from jaxtrain.run.rates import Rates
 from jaxtrain.run.session import Session
@@ -17,13 +18,17 @@ parameters have not moved since, and nothing says that they will."""
 
 class Readings:
     """Reads the metrics of each step when the next was dispatched, adds its speeds, and gives
-    (step, values) to `tell`. `history` has them in memory."""
+    (step, values) to `tell`. `history` has them in memory. `pace`: which process is slow."""
 
     def __init__(
-        self, session: Session, rates: Rates, tell: Callable[[int, Mapping[str, Any]], None]
+        self,
+        session: Session,
+        rates: Rates,
+        pace: Pace,
+        tell: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
         self.session, self.history = session, History()
-        self._rates, self._tell, self._delayed = rates, tell, DelayedMetrics()
+        self._rates, self._pace, self._tell, self._delayed = rates, pace, tell, DelayedMetrics()
         self._skipped, self._in_a_row = int(session.state.skipped), 0
         self._dispatched: tuple[int, Mapping[str, Any]] | None = None
 
@@ -47,7 +52,8 @@ class Readings:
             return
         step, values = found
         self._count_skipped(values)
-        values = {**values, **self._rates.of(step, self.session.loader.wait_s)}
+        speeds = self._rates.of(step, self.session.loader.wait_s)
+        values = {**values, **speeds, **self._pace.metrics()}
         self.history.add({"step": step, **values})
         self._tell(step, values)
 

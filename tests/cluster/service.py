@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain.cluster import agreement, requests
+from jaxtrain.cluster import agreement, pace, requests
 
 PlainThread = threading.Thread
 
@@ -70,7 +70,8 @@ def play(
             super().run()
 
     monkeypatch.setattr(agreement, "coordination", lambda: service)
-    monkeypatch.setattr(requests, "coordination", lambda: service)
+    for module in (requests, pace):
+        monkeypatch.setattr(module, "coordination", lambda: service)
     monkeypatch.setattr(agreement, "_rounds", Rounds())
     monkeypatch.setattr(requests, "_starts", iter([0] * processes))
     monkeypatch.setattr(requests.threading, "Thread", Inheriting)

@@ -144,6 +144,17 @@ def test_a_crash_that_comes_again_stops_after_two_tries(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_slow_process_is_named_within_20_steps(folder: Path, undisturbed) -> None:
+    code, said = launched(folder, "slow", "--fault=slow@12:1")
+    assert code == 0, said
+    (step,) = re.findall(r"NOTE step (\d+): process 1 is slow", said)
+    assert 12 < int(step) <= 32 and "process 0 is slow" not in said
+    assert losses(folder, "slow") == undisturbed
+    lines = map(json.loads, (folder / "slow" / "metrics.jsonl").read_text().splitlines())
+    assert any(each.get("slowest_process") == 1 for each in lines)
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_on_all(folder: Path) -> None:
     started = begin(folder, "interrupted")
     assert started.stdout is not None

@@ -1,0 +1,114 @@
+"""What a drill makes of what was written down; and drills, by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import cli
+from jaxtrain.fault_tolerance import drill as drilling
+from jaxtrain.fault_tolerance.drill import APART, FIRST, SAVES, Drill, Happened, drilled, kinds
+from jaxtrain.fault_tolerance.faults import KINDS, Fault
+from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
+from jaxtrain.fault_tolerance.supervisor import FAILURES
+
+ROOT = Path(__file__).parents[2]
+STDLIB = str(ROOT / "experiments" / "stdlib_lm.py")
+
+
+def test_every_kind_of_fault_is_drilled() -> None:
+    """But those of which a run shows nothing, or that end it."""
+    for processes in (2, 4):
+        faults = kinds(processes)
+        assert {fault.kind for fault in faults} == set(KINDS) - {"slow", "crash"}
+        assert max(fault.process for fault in faults) == processes - 1
+        assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
+        assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
+
+
+def test_a_drill_of_one_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="processes=1; use 2 or more"):
+        drilling.drill(STDLIB, processes=1, folder=tmp_path, tell=print)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """A run with one fault, as it is written down; and what a drill makes of it."""
+
+    def judge(
+        fault: Fault, *, mark: bool = True, noticed_s: float = 2.0, again: int = 8, **failure
+    ):
+        run, files = tmp_path / "disturbed", tmp_path / "disturbed files"
+        files.mkdir()
+        if mark:
+            (files / str(fault)).touch()
+            os.utime(files / str(fault), (1000.0, 1000.0))
+        add_entry(run, Entry(900.0, 1002.0, {"step": 102.0}, 0, 10))
+        add_entry(run, Entry(1002.0, 1003.0, {"waiting": 1.0}))
+        add_entry(
+            run, Entry(1003.0, 1050.0, {"start": 2.0, "compile": 3.0, "step": 42.0}, again, 20)
+        )
+        line = {"process": 1, "kind": "killed", "what": "", "phase": "step", "step": 10} | failure
+        if failure.get("process", 1) is not None:
+            (run / FAILURES).write_text(json.dumps({"time": 1000.0 + noticed_s, **line}) + "\n")
+        return drilling._happened(tmp_path, [fault])[0]
+
+    return judge
+
+
+def test_what_happened_is_told(written) -> None:
+    found = written(Fault("kill", 10, "step", 1))
+    assert found == Happened(
+        "kill@10.step:1", 2.0, "process 1, killed after step 10 in step", 2, 1 + 2 + 3, ()
+    )
+
+
+WRONG = {
+    "another is named": (dict(process=0), "it was process 1"),
+    "late": (dict(noticed_s=15.2), "it was noticed after more than 15 s"),
+    "not at all": (dict(process=None), "nobody noticed"),
+    "it did not happen": (dict(mark=False), "it did not happen"),
+    "a flipped bit of another": (
+        dict(kind="crashed", what="ended; its last line: device 0 of process 0"),
+        "process 1 is not named",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_as_it_should_be_is_a_violation(name: str, written) -> None:
+    how, said = WRONG[name]
+    kind = "flip" if "flipped" in name else "kill"
+    assert written(Fault(kind, 10, "step", 1), **how).violations == (said,)
+
+
+def test_steps_lost_beyond_the_saves_that_are_kept(written, monkeypatch) -> None:
+    monkeypatch.setattr(drilling, "SAVES", 1)
+    assert written(Fault("kill", 10, "step", 1), again=6).violations == ("4 steps were lost",)
+
+
+def test_any_violation_fails_it() -> None:
+    good = Happened("kill@8.step:1", 0.4, "process 1", 3, 8.0, ())
+    ledger = Ledger(10.0, {"step": 5.0, "init": 5.0})
+    fine = Drill(2, (good,), ledger, 0.001, ())
+    assert fine.passed and "to the bit" in str(fine) and fine.as_json()["lost_steps"] == 3
+    for bad in (
+        replace(fine, violations=("losses differ",)),
+        replace(fine, faults=(good, replace(good, violations=("x",)))),
+    ):
+        assert not bad.passed and "NOT PASSED" in str(bad) and "VIOLATION" in str(bad)
+        assert json.loads(json.dumps(bad.as_json()))["passed"] is False
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_drill(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six minutes, and nine."""
+    code = cli.main(["drill", STDLIB, "--processes", str(processes), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["passed"], found
