@@ -258,10 +258,10 @@ def _judged(
     return named, tuple(violations)
 
 
-def _numbers(run: Path) -> list[tuple[Any, ...]]:
-    """What a run computed, step by step."""
+def _numbers(run: Path) -> list[str]:
+    """What a run computed, step by step, as texts: NaN is no other than itself."""
     names = ("step", "loss", "skipped", "eval_loss")
-    return [tuple(line.get(name) for name in names) for line in read_metrics(run)]
+    return [str({name: line.get(name) for name in names}) for line in read_metrics(run)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
