@@ -89,7 +89,7 @@ def _train(
         several = join(place)
     from jaxtrain.run.loop import train
 
-    leave = [LeaveAtOnce()] if several and options.own_process else []
+    leave = [LeaveAtOnce(phases)] if several and options.own_process else []
     result = None
     try:
         result = train(
@@ -104,8 +104,8 @@ def _train(
     except KeyboardInterrupt:
         options.interrupted = True
     except BaseException as error:
-        if leave:
-            leave_at_once(error)
+        for each in leave:
+            each.leave(error)
         raise
     stop.over = True  # what is left to do takes no time
     code, text = _outcome(result, run_dir)
@@ -140,23 +140,26 @@ class LeaveAtOnce(Callback):
     """One of several processes that cannot go on ends without a word to the others: whatever it
     waited for on its way out may wait for them, and they for it."""
 
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+
     def end(self, run: Run) -> None:
         if (error := sys.exception()) is not None:
-            leave_at_once(error)
+            self.leave(error)
 
-
-def leave_at_once(error: BaseException) -> NoReturn:
-    """End the process with what it failed of, as the command would tell it."""
-    code = FAILED
-    if isinstance(error, KeyboardInterrupt):
-        code = INTERRUPTED
-    elif type(error) is ValueError:
-        code = REFUSED
-        print(f"jaxtrain: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    settle_streams()
-    os._exit(code)
+    def leave(self, error: BaseException) -> NoReturn:
+        """End the process with what it failed of, as the command would tell it. What is raised once
+        steps are taken is no refusal: JAX has a ValueError for a peer that is lost."""
+        code = FAILED
+        if isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
+        elif type(error) is ValueError and self._phases.now.first < 0:
+            code = REFUSED
+            print(f"jaxtrain: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        settle_streams()
+        os._exit(code)
 
 
 class Stop(Callback):

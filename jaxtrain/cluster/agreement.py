@@ -16,6 +16,8 @@ import jax
 WAIT_S = 600.0
 """How long one process waits for the others where nothing else is said: they may be tokenising."""
 
+GATHERED = "jaxtrain/gather"
+
 T = TypeVar("T")
 
 _rounds = itertools.count()
@@ -51,7 +53,10 @@ def all_gather_text(text: str, *, within_s: float = WAIT_S) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     number = next(_rounds)
-    return gather_under(f"jaxtrain/gather/{number}", text, within_s=within_s)
+    found = gather_under(f"{GATHERED}/{number}", text, within_s=within_s)
+    if number and jax.process_index() == 0:  # all have read the round before: they are in this one
+        coordination().key_value_delete(f"{GATHERED}/{number - 1}")
+    return found
 
 
 def gather_under(key: str, text: str, *, within_s: float) -> list[str]:

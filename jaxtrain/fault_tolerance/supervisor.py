@@ -124,6 +124,8 @@ class Supervisor:
         ]
         for worker in self.workers:
             worker.read(self.tell)
+            if self.stopping:  # a signal came while they were started
+                worker.send(signal.SIGTERM)
 
     def _watch(self) -> int | Failure:
         """Until all have ended well, or one has not."""
@@ -148,12 +150,15 @@ class Supervisor:
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found)
 
-    def _ended(self) -> Failure:
-        """The failure of the process that ended first of those that did not end well."""
+    def _ended(self) -> int | Failure:
+        """The failure of the process that ended first of those that did not end well; the exit
+        code where it refused what it was given."""
         bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
         # What ends by the loss of another ends later. JAX aborts for no other reason.
         worker = min(bad, key=lambda w: (w.code == -signal.SIGABRT, w.ended_at))
         sample, code = worker.sample(), worker.code or 0
+        if code == REFUSED:
+            return REFUSED
         phase, step = (sample.now.phase, sample.now.step) if sample else ("start", 0)
         what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
         self.tell(f"launch: {what}")
@@ -207,11 +212,8 @@ class Supervisor:
 
 
 def _together(codes: Sequence[int | None]) -> int | None:
-    """The exit code that follows from those of all processes; None for a failure. One that is
-    refused speaks for all."""
+    """The exit code that follows from those of all processes; None for a failure."""
     found = set(codes)
-    if REFUSED in found and not any(code is not None and code < 0 for code in found):
-        return REFUSED
     if found <= {DONE}:
         return DONE
     if found <= {DONE, PREEMPTED}:

@@ -18,25 +18,30 @@ class Service:
     """Keys and barriers, with the errors of JAX's client."""
 
     def __init__(self, processes: int) -> None:
-        self.processes, self._keys = processes, dict[str, str]()
+        self.processes, self.keys = processes, dict[str, str]()
         self._met: dict[str, int] = {}
         self._changed = threading.Condition()
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self._changed:
-            if key in self._keys and not allow_overwrite:
+            if key in self.keys and not allow_overwrite:
                 raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
-            self._keys[key] = value
+            self.keys[key] = value
 
     def key_value_try_get(self, key: str) -> str:
         with self._changed:
-            if key not in self._keys:
+            if key not in self.keys:
                 raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
-            return self._keys[key]
+            return self.keys[key]
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         with self._changed:
-            return [(k, v) for k, v in self._keys.items() if k.startswith(f"{key}/")]
+            return [(k, v) for k, v in self.keys.items() if k.startswith(f"{key}/")]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            for found in [k for k in self.keys if k == key or k.startswith(f"{key}/")]:
+                del self.keys[found]
 
     def wait_at_barrier(self, key: str, timeout_in_ms: int) -> None:
         with self._changed:
@@ -53,6 +58,7 @@ def play(
     """What `act(process)` gives or raises on each process; the last `absent` of them do nothing.
     Threads that `act` starts must be named `requests`, of which each process has one."""
     service, here = Service(processes), threading.local()
+    monkeypatch.setattr(Service, "latest", service, raising=False)
     found: list[Any] = [None] * processes
     starts = {index: iter(range(10**6)) for index in range(processes)}
 

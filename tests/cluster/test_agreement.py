@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from service import play
+from service import Service, play
 
 from jaxtrain.cluster.agreement import (
     MissingProcesses,
@@ -29,6 +29,8 @@ def test_all_have_all_texts_in_order_round_after_round(monkeypatch) -> None:
 
     wanted = [[text * index for index in range(4)] for text in ("a", "b/=", "")]
     assert play(monkeypatch, 4, act) == [wanted] * 4
+    rounds = {key.split("/")[2] for key in Service.latest.keys}
+    assert rounds == {"2"}, "what all have read is not kept"
 
 
 def test_who_does_not_come_is_named_in_time(monkeypatch) -> None:

@@ -164,6 +164,19 @@ def test_what_one_refuses_is_not_tried_again(supervise) -> None:
     assert code == 2 and not failures and "[0] begins 1" not in told
 
 
+def test_a_refusal_is_one_whatever_the_others_do_of_it(supervise) -> None:
+    """JAX aborts where the first process is gone."""
+    code, told, failures = supervise(
+        """
+if process == 0:
+    os._exit(2)
+time.sleep(0.1)
+os.kill(os.getpid(), 6)
+"""
+    )
+    assert code == 2 and not failures and "[0] begins 1" not in told
+
+
 def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None:
     obeys = "while not asked:\n    time.sleep(0.05)\nsys.exit(75)"
 
