@@ -22,13 +22,15 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
+from jaxtrain.cluster import sampler
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
 
+sampler.EVERY_S = 0.3
 end_with_parent()
 process, folder = int(sys.argv[sys.argv.index("--process") + 1]), Path(sys.argv[1])
 phases = Phases()
-sampler = Sampler(Path(os.environ[SAMPLE_FILE]), phases)
+writes = Sampler(Path(os.environ[SAMPLE_FILE]), phases)
 (folder / f"pid{process}").write_text(str(os.getpid()))
 start = len(list(folder.glob(f"start{process}.*")))
 (folder / f"start{process}.{start}").touch()
@@ -45,7 +47,7 @@ def supervise(tmp_path: Path):
     """The exit code, what was told and the failures written down of a script on two processes."""
 
     def run(
-        script: str, *, processes: int = 2, late: float = 3, step: float = 3, during=None, **rule
+        script: str, *, processes: int = 2, late: float = 2, step: float = 2, during=None, **rule
     ):
         told: list[str] = []
         (tmp_path / "worker.py").write_text(WORKER + script)
@@ -126,16 +128,16 @@ if start == 0:
     phases.advance(6)
     if process == 0:
         phases.enter("load")
-        {"time.sleep(2.5)" if name == "stopped" else ""}
+        {"time.sleep(0.7)" if name == "stopped" else ""}
         gets_stuck()
     time.sleep(60)
 """,
-        step=20 if name == "stopped" else 3,
+        step=20 if name == "stopped" else 2,
     )
     assert code == 0 and time.monotonic() - began < 15
     (line,) = [line for line in told if "main thread was at" in line]
     assert line.startswith(f"launch: process 0 of 2 {said}") and more in line
-    assert any(("gets_stuck" if name == "stuck" else "sleep(2.5)") in line for line in told)
+    assert any(("gets_stuck" if name == "stuck" else "sleep(0.7)") in line for line in told)
     (failure,) = failures
     assert (failure["process"], failure["kind"], failure["phase"]) == (0, kind, "load")
 
