@@ -25,13 +25,16 @@ def change_state(kind: str, session: Session) -> None:
 
 
 def flipped(state: TrainState) -> TrainState:
-    """With the lowest bit of the first word of the first parameter changed on the first device of
-    this process, and nowhere else."""
+    """With a bit of the first word of the first parameter changed on the first device of this
+    process, and nowhere else. One in the middle: the lowest may be gone again when the next update
+    is rounded."""
     name = min(state.params)
     leaf = state.params[name]
     parts = [shard.data for shard in leaf.addressable_shards]
     first = np.array(parts[0])
-    first.reshape(-1).view(np.uint8)[0] ^= 1
+    size = first.dtype.itemsize
+    words = first.reshape(-1).view(f"uint{8 * size}")
+    words[0] ^= words.dtype.type(1 << 9 * size // 2)
     parts[0] = jax.device_put(first, next(iter(parts[0].devices())))
     made = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     return replace(state, params={**state.params, name: made})
