@@ -19,6 +19,7 @@ from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
+from jaxtrain.violations import raise_violations
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,12 +67,18 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch tells its processes where they meet and which they are; leave out "
             "--coordinator, --processes and --process"
         )
+    raise_violations(_idle(options))
     if options.scheduler:
         return _submit(options, train, command)
     _refuse(train, options.processes)
     run_dir = Path(train.run_dir or Path("runs") / Path(train.experiment).stem)
     names = {field.name: f"deadline_{field.name}" for field in fields(Deadlines)}
     faults = [read_fault(text) for text in options.faults]
+    raise_violations(
+        f"--fault {fault} is of no process; there are 0 to {options.processes - 1}"
+        for fault in faults
+        if fault.process >= options.processes
+    )
     deadlines = Deadlines(**{k: getattr(options, name) for k, name in names.items()})
     restarts = Restarts(most=options.restarts, within_s=options.within)
     with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
@@ -86,6 +93,29 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             faults=faults,
         )
         return _run(supervisor)
+
+
+def _idle(options: argparse.Namespace) -> list[str]:
+    """Options that nothing would come of."""
+    if not options.scheduler:
+        given = {"--dry-run": options.dry_run, "--image": options.image}
+        return [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
+    watched = {
+        "--restarts": options.restarts != Restarts.most,
+        "--within": options.within != Restarts.within_s,
+        "--fault": options.faults,
+        **{
+            f"--deadline-{field.name.replace('_', '-')}":
+            getattr(options, f"deadline_{field.name}") != field.default
+            for field in fields(Deadlines)
+        },
+    }  # fmt: skip
+    found = [f"{flag} is for --processes; leave it out" for flag, on in watched.items() if on]
+    if options.image and options.scheduler != "k8s":
+        found.append("--image is for --k8s; leave it out")
+    if options.scheduler == "k8s" and not options.image and not options.dry_run:
+        found.append("--k8s wants the containers' --image, which has jaxtrain in it")
+    return found
 
 
 def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:

@@ -60,16 +60,20 @@ def train_command(options: argparse.Namespace) -> int:
     run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
     phases = Phases()
     with ExitStack() as stack:
-        if SUPERVISOR in os.environ:
-            end_with_parent()
-        if path := os.environ.get(SAMPLE_FILE):
+        # What this process starts has none of these.
+        path, given = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
+        if supervisor := os.environ.pop(SUPERVISOR, None):
+            end_with_parent(int(supervisor))
+        if path:
             faulthandler.register(signal.SIGUSR1)
-            stack.callback(Sampler(Path(path), phases).close)
+            sampler = Sampler(Path(path), phases)
+            if not options.own_process:  # else until the process ends, which waits for the others
+                stack.callback(sampler.close)
         elif number == 0:
             stack.callback(_keep_ledger, run_dir, phases, time.time(), time.monotonic())
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
         others: list[Callback] = []
-        if given := os.environ.get(FAULTS):
+        if given:
             injector = Injector(given, number, run_dir)
             phases.listen(injector)
             others.append(injector)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-WAIT_S = 600.0
+WAIT_S = 7200.0
 """How long one process waits for the others where nothing else is said: they may be tokenising."""
 
 GATHERED = "jaxtrain/gather"

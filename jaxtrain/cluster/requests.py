@@ -21,7 +21,7 @@ from jaxtrain.cluster.agreement import coordination, gather_under
 EVERY_S = 0.1
 """How often a process looks for a request of another."""
 
-AGREE_S = 60.0
+AGREE_S = 10.0
 """How long a process is held while the others tell their steps."""
 
 _starts = itertools.count()
@@ -80,15 +80,14 @@ class AgreedRequests(Requests):
         while not self._closed.wait(EVERY_S):
             try:
                 self._look(client)
-            except Exception:  # others are gone, which whoever watches the processes sees
-                return
+            except Exception:  # some are gone, or not there yet: asked again, and nobody held
+                self._closed.wait(AGREE_S / 4)
 
     def _look(self, client: Any) -> None:
         """Make known what is asked here, and agree on what is asked anywhere."""
         here = f"{self._key}/{self._round}"
-        wanted = self._asked - self._pending()
-        self._asked -= self._asked - wanted
-        if wanted:
+        self._asked -= self._asked & self._pending()
+        if wanted := set(self._asked):
             with suppress(Exception):  # another was first; its request is met before this one
                 client.key_value_set(f"{here}/asked", json.dumps(sorted(wanted)))
         try:
@@ -97,9 +96,11 @@ class AgreedRequests(Requests):
             return
         with self._lock:
             self._round += 1
+            self._asked |= asked  # until it is agreed on
             steps = gather_under(f"{here}/steps", str(self._step), within_s=AGREE_S)
-            self._agreed[max(map(int, steps)) + 1] = asked
-        self._asked -= asked
+            at = max(map(int, steps)) + 1
+            self._agreed[at] = self._agreed.get(at, frozenset()) | asked
+            self._asked -= asked
 
     def _pending(self) -> set[str]:
         """Agreed on, and not done yet: not asked for again."""

@@ -141,7 +141,7 @@ def stacks_of_all(most: int) -> str:
     return "\n".join(texts)[:most]
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the one that started it ends, however that ends: no
     worker goes on without its supervisor, not a stopped one either. Linux alone has it."""
     if sys.platform != "linux":
@@ -150,5 +150,6 @@ def end_with_parent() -> None:
 
     set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(SUPERVISOR, os.getppid())):
-        os._exit(1)  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before the kernel knew
+        print(f"jaxtrain: process {parent}, which started this one, is gone", file=sys.stderr)
+        os._exit(1)

@@ -9,6 +9,9 @@ from typing import NamedTuple
 from jaxtrain.cluster.sampler import EVERY_S, Sample
 from jaxtrain.violations import positive, raise_violations
 
+COLLECTIVE = ("step", "first step")
+"""Phases in which a process waits for the others."""
+
 
 @dataclass(frozen=True)
 class Deadlines:
@@ -55,9 +58,10 @@ class Late(NamedTuple):
 def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> list[Late]:
     """The processes to blame when one or more are beyond a deadline; none where none is.
 
-    Those whose sampler is behind come first: the others wait for them. Else those that are not in
-    a step, whose collectives wait for them; else those that are the fewest steps on. now: of the
-    clock that the samples are of.
+    Those whose sampler is behind come first: the others wait for them. Those in a step wait in its
+    collectives for all that are not, and are beyond nothing while one of those is within its own
+    deadline. Else those that are not in a step are to blame; else those that are the fewest steps
+    on. now: of the clock that the samples are of.
     """
     beyond = [
         process
@@ -65,13 +69,16 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
         if _quiet(sample, now) > deadlines.silence
         or now - sample.now.since > deadlines.of(sample.now.phase, sample.now.median_s)
     ]
+    others = [p for p, sample in samples.items() if sample.now.phase not in COLLECTIVE]
+    if any(p not in beyond for p in others):
+        beyond = [p for p in beyond if p in others or _quiet(samples[p], now) > deadlines.silence]
     if not beyond:
         return []
     behind = min(deadlines.silence, 2.5 * EVERY_S)
     silent = [p for p, sample in samples.items() if _quiet(sample, now) > behind]
     if silent:
         return [Late(p, "silent", _quiet(samples[p], now), samples[p]) for p in silent]
-    elsewhere = [p for p in beyond if samples[p].now.phase not in ("step", "first step")]
+    elsewhere = [p for p in beyond if p in others]
     blamed = elsewhere or beyond
     least = min(samples[p].now.step for p in blamed)
     return [
@@ -82,5 +89,5 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
 
 
 def _quiet(sample: Sample, now: float) -> float:
-    """Since its sampler last wrote; before it did, since it began."""
-    return now - (sample.at or sample.now.since)
+    """Since its sampler last wrote; nothing before it did, which is the phase's matter."""
+    return now - sample.at if sample.at else 0.0

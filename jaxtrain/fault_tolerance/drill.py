@@ -251,6 +251,10 @@ def _judged(
             violations.append(f"process {fault.process} is not named")
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
+    elif fault.kind in ("stop", "hang"):
+        wanted = ({"stop": "silent", "hang": "hangs"}[fault.kind], fault.phase)
+        if (failure["kind"], failure["phase"]) != wanted:
+            violations.append(f"it was {' in '.join(wanted)}")
     if noticed_s > NOTICED_S:
         violations.append(f"it was noticed after more than {NOTICED_S} s")
     if lost > 3 * SAVES:

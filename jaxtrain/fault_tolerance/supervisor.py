@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
@@ -73,7 +72,7 @@ class Supervisor:
                 return found
             if self.stopping:
                 self.tell(f"launch: {found.what}, while it was stopping")
-                return INTERRUPTED
+                return self._interrupted()
             next_one = history.decide(found)
             self._write_down(found, attempt, next_one)
             if isinstance(next_one, Exhausted):
@@ -81,7 +80,7 @@ class Supervisor:
                 return _code(found, next_one)
             self.tell(f"launch: all processes start again in {next_one:g} s")
             if not self._wait(next_one):
-                return INTERRUPTED
+                return self._interrupted()
 
     def _one_start(self) -> int | Failure:
         """All processes, from their beginning to their end; kept in the ledger."""
@@ -92,10 +91,18 @@ class Supervisor:
         finally:
             self._kill()
         sample, at = self.workers[0].sample(), time.monotonic()
-        now = sample.now if sample else Now("start", 0, clock)
-        entry = entry_of(now, at, began=began, ended=began + at - clock)
+        entry = entry_of(sample.now, at, began=began, ended=began + at - clock)
         add_entry(self.run_dir, entry)
         return found
+
+    def _interrupted(self) -> int:
+        """The exit code where a run was ended that would have gone on."""
+        from jaxtrain.checkpoint.run_config import CHECKPOINTS
+        from jaxtrain.checkpoint.storage import committed_steps
+
+        saved = committed_steps(self.run_dir / CHECKPOINTS)
+        self.tell(f"launch: the newest save is {saved[-1] if saved else None}; {self._ledger()}")
+        return PREEMPTED if saved else INTERRUPTED
 
     def _ledger(self) -> str:
         try:
@@ -113,18 +120,14 @@ class Supervisor:
     def _start(self) -> None:
         coordinator = f"127.0.0.1:{free_port()}"
         where = ["--coordinator", coordinator, "--processes", str(self.processes)]
-        self.workers = [
-            Worker(
-                index,
-                [*self.command, *where, "--process", str(index)],
-                {**self.environ, **faults_variable(self.faults, self.folder)},
-                self.folder / f"{index}.sample",
-            )
-            for index in range(self.processes)
-        ]
-        for worker in self.workers:
+        self.workers, environ = [], {**self.environ, **faults_variable(self.faults, self.folder)}
+        for index in range(self.processes):
+            command = [*self.command, *where, "--process", str(index)]
+            worker = Worker(index, command, environ, self.folder / f"{index}.sample")
+            self.workers.append(worker)
             worker.read(self.tell)
-            if self.stopping:  # a signal came while they were started
+        if self.stopping:  # a signal came while they were started
+            for worker in self.workers:
                 worker.send(signal.SIGTERM)
 
     def _watch(self) -> int | Failure:
@@ -144,9 +147,7 @@ class Supervisor:
             now = time.monotonic()
             if now - looked >= LOOK_S:
                 looked = now
-                samples = {
-                    w.process: s for w in self.workers if w.code is None and (s := w.sample())
-                }
+                samples = {w.process: w.sample() for w in self.workers if w.code is None}
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found)
 
@@ -154,18 +155,19 @@ class Supervisor:
         """The failure of the process that ended first of those that did not end well; the exit
         code where it refused what it was given."""
         bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
-        # What ends by the loss of another ends later. JAX aborts for no other reason.
-        worker = min(bad, key=lambda w: (w.code == -signal.SIGABRT, w.ended_at))
+        # What ends by the loss of another ends later, and JAX says so where it aborts.
+        worker = min(bad, key=lambda w: (w.lost_another, w.ended_at))
         sample, code = worker.sample(), worker.code or 0
         if code == REFUSED:
             return REFUSED
-        phase, step = (sample.now.phase, sample.now.step) if sample else ("start", 0)
         what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
         self.tell(f"launch: {what}")
         if code > 0 and worker.last_line:
             what += f"; its last line: {worker.last_line}"
         kind = "killed" if code == -signal.SIGKILL else "crashed"
-        return Failure(worker.process, kind, what, phase, step, time.monotonic())
+        return Failure(
+            worker.process, kind, what, sample.now.phase, sample.now.step, time.monotonic()
+        )
 
     def _stuck(self, found: list[Late]) -> Failure:
         """Tells of the processes to blame, each with its stack."""
@@ -227,9 +229,7 @@ def _code(failure: Failure, exhausted: Exhausted) -> int:
     return HUNG if failure.kind in ("hangs", "silent") else EXHAUSTED
 
 
-def _at(sample: Sample | None) -> str:
-    if sample is None:
-        return "before it had said anything"
+def _at(sample: Sample) -> str:
     return f"after step {sample.now.step}, in phase {sample.now.phase}"
 
 

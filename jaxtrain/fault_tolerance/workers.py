@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, read_sample
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
 """What XLA's CPU collectives print on the standard output, in threads that may break a line."""
+
+LOST = "Terminating process because the JAX distributed service detected fatal errors"
 
 
 class Worker:
@@ -39,7 +42,9 @@ class Worker:
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
-        self.last_line = ""
+        self.last_line, self.lost_another = "", False
+        """What it printed last; whether JAX ended it for the loss of another."""
+        self._began = time.monotonic()
         self.ended_at = math.inf
         """When it ended, by the monotonic clock: which of several was first."""
         threading.Thread(target=self._await_end, name=f"end {process}", daemon=True).start()
@@ -57,9 +62,9 @@ class Worker:
         """None while it runs."""
         return self._popen.poll()
 
-    def sample(self) -> Sample | None:
-        """The last that it said of itself."""
-        return read_sample(self._file)
+    def sample(self) -> Sample:
+        """The last that it said of itself; that it starts, before it has said anything."""
+        return read_sample(self._file) or Sample(Now("start", 0, self._began))
 
     def read(self, tell: Callable[[str], None]) -> None:
         """Give every line that it prints to `tell`, from a thread."""
@@ -71,6 +76,7 @@ class Worker:
                     if not CHATTER.search(line.rstrip()):
                         text = line.decode(errors="replace").rstrip()
                         self.last_line = text.strip() or self.last_line
+                        self.lost_another |= LOST in text
                         tell(f"[{self.process}] {text}")
 
         self._reader = threading.Thread(target=lines, name=f"output {self.process}", daemon=True)

@@ -44,6 +44,7 @@ class HealthChecks:
     def __init__(self, health: Health, session: Session, tell: Callable[[str], None]) -> None:
         self._health, self._session, self._tell = health, session, tell
         self._digests: Any = None
+        self._copy: Any = None
         self._compared = -1
 
     def step(self, step: int, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -51,7 +52,10 @@ class HealthChecks:
         every, session = self._health.replay, self._session
         if every is None or (step + 1) % every:
             return session.step(batch)
-        kept = _copied(session.state)
+        if self._copy is None:
+            with session.phases.within("compile"):
+                self._copy = jax.jit(_copied).lower(session.state).compile()
+        kept = self._copy(session.state)
         metrics = session.step(batch)
         first, second = self._rows(session.state), self._rows(session.again(kept, batch))
         wrong = sorted(device for device in first if (first[device] != second[device]).any())
@@ -101,13 +105,13 @@ class HealthChecks:
     def _rows(self, state: TrainState) -> Rows:
         session = self._session
         if self._digests is None:
-            self._digests = compile_digests(
-                session.assembly.abstract, session.shardings, session.mesh
-            )
+            with session.phases.within("compile"):
+                self._digests = compile_digests(
+                    session.assembly.abstract, session.shardings, session.mesh
+                )
         return self._digests(state)
 
 
-@jax.jit
 def _copied(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 

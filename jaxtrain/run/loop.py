@@ -218,7 +218,8 @@ class _Loop:
     def evaluate_and_save(self, done: int) -> None:
         """What is due after `done` steps."""
         evaluates, last = self.run.evaluates(done), done == self.run.last
-        tier = self.saving and self.uninterrupted(self.saving.due, done)
+        with self.phases.within("save"):
+            tier = self.saving and self.uninterrupted(self.saving.due, done)
         rated = self.saving and self.saving.rated
         if evaluates and rated:
             self.run_evaluation(done)
@@ -231,10 +232,9 @@ class _Loop:
     def stops_as_asked(self, done: int) -> bool:
         """Do what callbacks asked for; whether the run ends here for it."""
         due = self.run.due(done)
-        stops = "stop" in due and done < self.run.last
+        self.result.stopped = stops = "stop" in due and done < self.run.last
         if stops:
             self.run.end_at(done)
-            self.result.stopped = True
         if "save" in due or stops:
             self.save(last=stops)
         return stops
@@ -273,8 +273,8 @@ class _Loop:
         self.hooks.tell("after_evaluation", step, MappingProxyType(values))
 
     def save(self, *, last: bool, durable: bool = True) -> None:
-        """As `save_now`, in one piece whatever interrupts it; and callbacks hear of it. The step's
-        metrics are written first: a run that goes on from the save never has them again."""
+        """As `save_now`, in one piece whatever interrupts it, and told to callbacks; the step's
+        metrics first, which a run that goes on from the save never has again."""
         with self.phases.within("save"):
             begun = self.uninterrupted(self.ready_to_save, last, durable)
             if begun:

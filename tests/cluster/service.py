@@ -20,6 +20,7 @@ class Service:
     def __init__(self, processes: int) -> None:
         self.processes, self.keys = processes, dict[str, str]()
         self._met: dict[str, int] = {}
+        self._failed: set[str] = set()
         self._changed = threading.Condition()
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
@@ -48,7 +49,8 @@ class Service:
             self._met[key] = self._met.get(key, 0) + 1
             self._changed.notify_all()
             done = lambda: self._met[key] == self.processes  # noqa: E731
-            if not self._changed.wait_for(done, timeout_in_ms / 1000):
+            if key in self._failed or not self._changed.wait_for(done, timeout_in_ms / 1000):
+                self._failed.add(key)  # for those that come later too, as the service has it
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
 
 

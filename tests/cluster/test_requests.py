@@ -65,6 +65,47 @@ def test_a_request_of_all_at_the_same_step_is_one(monkeypatch) -> None:
     assert found[0] == found[1] == found[2] and 1 <= len(found[0]) <= 2, found
 
 
+def test_a_stop_is_not_lost_for_a_save_that_comes_soon_after(monkeypatch) -> None:
+    """While a step lasts much longer than it takes to agree."""
+    monkeypatch.setattr(requests, "EVERY_S", 0.005)
+
+    def act(index: int) -> list[tuple[int, frozenset[str]]]:
+        asked, done = AgreedRequests(0), []
+        for step in range(1, 4):
+            for what in ("stop", "save") if step == 1 and index == 0 else ():
+                asked.ask(what)
+                time.sleep(0.15)
+            time.sleep(0.3)
+            done.append((step, asked.due(step)))
+        asked.close()
+        return done
+
+    for found in play(monkeypatch, 2, act):
+        assert [step for step, what in found if "stop" in what] == [1]
+        assert [step for step, what in found if "save" in what] == [1]
+
+
+def test_one_that_comes_late_hears_what_was_asked_before(monkeypatch) -> None:
+    """A meeting that it missed is held again."""
+    monkeypatch.setattr(requests, "EVERY_S", 0.005)
+    monkeypatch.setattr(requests, "AGREE_S", 0.2)
+
+    def act(index: int) -> list[int]:
+        time.sleep(0.7 * index)
+        asked, done = AgreedRequests(0), []
+        if index == 0:
+            asked.ask("stop")
+        for step in range(1, 400):
+            time.sleep(0.01)
+            if "stop" in asked.due(step):
+                done.append(step)
+        asked.close()
+        return done
+
+    found = play(monkeypatch, 2, act)
+    assert found[0] == found[1] and len(found[0]) == 1, found
+
+
 def test_a_process_that_is_gone_holds_nobody_for_long(monkeypatch) -> None:
     monkeypatch.setattr(requests, "EVERY_S", 0.005)
     monkeypatch.setattr(requests, "AGREE_S", 0.2)

@@ -139,7 +139,7 @@ import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, time
 from jaxtrain.cluster.sampler import end_with_parent
-end_with_parent()
+end_with_parent(int(os.environ["JAXTRAIN_SUPERVISOR"]))
 print(os.getpid(), flush=True)
 time.sleep(1000)
 '''], stdout=subprocess.PIPE, env={**os.environ, "JAXTRAIN_SUPERVISOR": str(os.getpid())})

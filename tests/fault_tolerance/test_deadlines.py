@@ -21,8 +21,9 @@ CASES = {
     "all fine": ([FINE, FINE], []),
     "a long step": ([sample("step", for_s=20, median_s=5), FINE], []),
     "silent": ([FINE, sample("step", for_s=17, quiet_s=16)], [(1, "silent")]),
-    "silent before it has said anything": (
-        [FINE, sample("join", for_s=16, quiet_s=-1)], [(1, "silent")],
+    "a start that takes long": ([FINE, sample("start", for_s=299, quiet_s=-1)], []),
+    "one that never came to tell": (
+        [sample("join", for_s=299), sample("start", for_s=301, quiet_s=-1)], [(1, "hangs")],
     ),
     "the one that waits is late first": (
         [sample("step", for_s=16), sample("step", for_s=14, quiet_s=12)], [(1, "silent")],
@@ -42,8 +43,14 @@ CASES = {
     "a stuck collective that one has not reached": (
         [sample("step", for_s=16, step=8), sample("step", for_s=16)], [(0, "hangs")],
     ),
-    "others are beyond it and in no step": (
-        [sample("save", for_s=16), sample("step", for_s=16)], [(1, "hangs")],
+    "one waits for another's long save": (
+        [sample("save", for_s=16), sample("step", for_s=16)], [],
+    ),
+    "one waits for another's compilation, in its first step": (
+        [sample("compile", for_s=2000), sample("first step", for_s=1000)], [],
+    ),
+    "for a save that has become too long": (
+        [sample("save", for_s=901), sample("step", for_s=901)], [(0, "hangs")],
     ),
     "a long compilation": ([sample("compile", for_s=1000), sample("open", for_s=1000)], []),
     "a first step": ([sample("first step", for_s=100), sample("first step", for_s=599)], []),

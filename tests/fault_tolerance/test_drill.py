@@ -70,6 +70,7 @@ def test_what_happened_is_told(written) -> None:
 
 WRONG = {
     "another is named": (dict(process=0), "it was process 1"),
+    "in another phase": (dict(kind="silent", phase="load"), "it was silent in step"),
     "late": (dict(noticed_s=15.2), "it was noticed after more than 15 s"),
     "not at all": (dict(process=None), "nobody noticed"),
     "it did not happen": (dict(mark=False), "it did not happen"),
@@ -83,7 +84,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_as_it_should_be_is_a_violation(name: str, written) -> None:
     how, said = WRONG[name]
-    kind = "flip" if "flipped" in name else "kill"
+    kind = {"in another phase": "stop", "a flipped bit of another": "flip"}.get(name, "kill")
     assert written(Fault(kind, 10, "step", 1), **how).violations == (said,)
 
 

@@ -190,6 +190,8 @@ def test_wrong_rules_are_refused(capsys) -> None:
         (["--restarts=-1"], "most=-1"),
         (["--deadline-step=0"], "step=0.0 must be a finite number above 0"),
         (["--fault=kil@3"], "did you mean 'kill'?"),
+        (["--fault=kill@3:2"], "kill@3.step:2 is of no process; there are 0 to 1"),
+        (["--dry-run"], "--dry-run is for a scheduler"),
     ):
         assert cli.main(["launch", "--processes=2", *flags, *train]) == cli.REFUSED
         assert said in capsys.readouterr().err

@@ -92,10 +92,21 @@ def test_a_ray_script_is_python(mesh: str) -> None:
 def test_the_command_prints_what_it_would_submit(capsys: pytest.CaptureFixture[str]) -> None:
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
     for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
-        assert cli.main(["launch", f"--{flag}", "--dry-run", "--image", "me/mine:1", *train]) == 0
+        image = ["--image", "me/mine:1"] if flag == "k8s" else []
+        assert cli.main(["launch", f"--{flag}", "--dry-run", *image, *train]) == 0
         said = capsys.readouterr().out
         assert sign in said and "experiments/stdlib_lm.py" in said
         assert ("me/mine:1" in said) == (flag == "k8s")
+
+
+def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
+    flags = ["--restarts=3", "--fault=kill@3", "--deadline-step=5", "--image=a"]
+    assert cli.main(["launch", "--slurm", *flags, *train]) == cli.REFUSED
+    said = capsys.readouterr().err
+    assert all(flag.partition("=")[0] in said for flag in flags)
+    assert cli.main(["launch", "--k8s", *train]) == cli.REFUSED
+    assert "--image, which has jaxtrain in it" in capsys.readouterr().err
 
 
 def test_a_scheduler_that_is_not_here_is_told(capsys, monkeypatch) -> None:

@@ -27,7 +27,7 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
 
 sampler.EVERY_S = 0.3
-end_with_parent()
+end_with_parent(int(os.environ["JAXTRAIN_SUPERVISOR"]))
 process, folder = int(sys.argv[sys.argv.index("--process") + 1]), Path(sys.argv[1])
 phases = Phases()
 writes = Sampler(Path(os.environ[SAMPLE_FILE]), phases)
