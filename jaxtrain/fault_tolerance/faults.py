@@ -90,14 +90,14 @@ class Injector(Callback):
     def __init__(self, given: str, process: int, run_dir: Path) -> None:
         folder, *texts = json.loads(given)
         self._folder, self._run_dir = Path(folder), run_dir
-        self._slow_until, self._slept = -1, -1
+        self._slow_until, self._before = -1, ""
         mine = [f for f in map(read_fault, texts) if f.process == process]
         self._faults = [f for f in mine if f.kind not in STATE]
         self._of_state = [f for f in mine if f.kind in STATE]
 
     def __call__(self, now: Now) -> None:
-        if now.phase == "step" and self._slept < now.step < self._slow_until:
-            self._slept = now.step
+        loaded, self._before = self._before == "load", now.phase
+        if now.phase == "step" and loaded and now.step < self._slow_until:  # once in each
             time.sleep(SLOW_S)
         for fault in self._faults:
             if now.phase == fault.phase and now.step >= fault.step and self._first(fault):

@@ -73,3 +73,18 @@ def test_a_crash_comes_in_every_start(tmp_path: Path) -> None:
         phases.advance(2)
         with pytest.raises(RuntimeError, match=r"the fault crash@2\.step:0"):
             phases.enter("step")
+
+
+def test_a_slow_process_sleeps_once_in_each_of_its_steps(tmp_path: Path, monkeypatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    phases = Phases()
+    given = faults_variable([read_fault("slow@2")], tmp_path)[FAULTS]
+    phases.listen(Injector(given, 0, tmp_path))
+    for step in range(1, 40):
+        phases.enter("step")
+        for phase in ("load", "callback", "save"):
+            with phases.within(phase):
+                pass
+        phases.advance(step)
+    assert slept == [faults.SLOW_S] * faults.SLOW_STEPS

@@ -139,7 +139,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undist
 def test_a_crash_that_comes_again_stops_after_two_tries(folder: Path) -> None:
     code, said = launched(folder, "crashes", "--fault=crash@12:1")
     assert code == 70, said
-    assert said.count("RuntimeError: the fault crash@12.step:1") == 2
+    assert said.count("[1] RuntimeError: the fault crash@12.step:1") == 2
     assert [each["step"] for each in failures(folder, "crashes")] == [12, 12]
 
 
