@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxtrain.cluster.join import free_port
 
 ROOT = Path(__file__).parents[1]
 Arguments = Callable[[int, int], Sequence[object]]
@@ -24,9 +25,7 @@ def start(
 ) -> list[subprocess.Popen[str]]:
     """Begins them in `folder`; they say what they have to say to `out`, a pipe each by default.
     modules: a folder they import from beside the package."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = str(ROOT) if modules is None else f"{ROOT}:{modules}"
     return [
         subprocess.Popen(

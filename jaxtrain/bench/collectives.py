@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from jaxtrain.bench.collectives_worker import (
 )
 from jaxtrain.bench.processes import answers
 from jaxtrain.bench.step import environment
+from jaxtrain.cluster.join import free_port
 from jaxtrain.collectives.cost import cost, traffic
 from jaxtrain.collectives.steps import COLLECTIVES
 from jaxtrain.mesh.mesh import DEVICE_COUNT_FLAG, MeshSpec, mesh_from_axes
@@ -189,7 +189,7 @@ def bench_collectives(
     rows = []
     for number in processes:
         cases = cases_of(number, collectives, algorithms, sizes)
-        env, port = worker_environment(spec, number, os.environ), _free_port()
+        env, port = worker_environment(spec, number, os.environ), free_port()
         commands = [
             (arguments_of(spec, cases, processes=number, index=index, port=port), env)
             for index in range(number)
@@ -282,12 +282,6 @@ def worker_environment(
     flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", environ.get("XLA_FLAGS", "")).strip()
     share = mesh_from_axes(data=spec.devices // processes)
     return environment(share, {**environ, "XLA_FLAGS": flags})
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _rows(spec: MeshSpec, processes: int, told: Sequence[Mapping[str, Any]]) -> list[Row]:

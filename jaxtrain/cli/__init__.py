@@ -19,11 +19,8 @@ from typing import Any
 from jaxtrain.cli import drill, generate, launch, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
-    FAILED,
-    INTERRUPTED,
     JSON,
     MESH,
-    REFUSED,
     SETTING,
     UNREAD,
     answer,
@@ -33,6 +30,7 @@ from jaxtrain.cli.shared import (
     settle_streams,
     text_stream,
 )
+from jaxtrain.cluster.exit_codes import FAILED, INTERRUPTED, REFUSED
 from jaxtrain.files.stores import local_path
 
 DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}

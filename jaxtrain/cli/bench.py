@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.cli.shared import FAILED, JSON, MESH, answer, mesh_of, progress, set_simulation_flags
+from jaxtrain.cli.shared import JSON, MESH, answer, mesh_of, progress, set_simulation_flags
+from jaxtrain.cluster.exit_codes import FAILED
 
 
 def add_bench(commands: Any) -> None:

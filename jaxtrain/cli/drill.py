@@ -6,7 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from jaxtrain.cli.shared import FAILED, JSON, answer, text_stream
+from jaxtrain.cli.shared import JSON, answer, text_stream
+from jaxtrain.cluster.exit_codes import FAILED
 
 
 def add_options(drill: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.shared import mesh_of
+from jaxtrain.cli.shared import mesh_of, run_dir_of
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
@@ -71,22 +71,21 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
     if options.scheduler:
         return _submit(options, train, command)
     _refuse(train, options.processes)
-    run_dir = Path(train.run_dir or Path("runs") / Path(train.experiment).stem)
-    names = {field.name: f"deadline_{field.name}" for field in fields(Deadlines)}
     faults = [read_fault(text) for text in options.faults]
     raise_violations(
         f"--fault {fault} is of no process; there are 0 to {options.processes - 1}"
         for fault in faults
         if fault.process >= options.processes
     )
-    deadlines = Deadlines(**{k: getattr(options, name) for k, name in names.items()})
+    given = {each.name: getattr(options, f"deadline_{each.name}") for each in fields(Deadlines)}
+    deadlines = Deadlines(**given)
     restarts = Restarts(most=options.restarts, within_s=options.within)
     with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
         supervisor = Supervisor(
             own_command(*command),
             options.processes,
             _teller(),
-            run_dir,
+            run_dir_of(train),
             Path(folder),
             deadlines=deadlines,
             restarts=restarts,

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
-FAILED, REFUSED, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 UNREAD = 141
 """As a shell says of a program that SIGPIPE ended: `jaxtrain ... | head -1`."""
 JSON = "JSON alone on the standard output; what people read goes to standard error"
@@ -27,6 +27,11 @@ def mesh_of(options: argparse.Namespace) -> Any:
 
     spec = load_mesh(options.mesh)
     return spec.simulate() if options.simulate else spec
+
+
+def run_dir_of(options: argparse.Namespace) -> Path:
+    """Where `train` keeps its run."""
+    return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
 
 
 def experiment_of(options: argparse.Namespace) -> Any:

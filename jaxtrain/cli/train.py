@@ -14,17 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxtrain.cli.shared import (
-    FAILED,
-    INTERRUPTED,
-    MESH,
-    PREEMPTED,
-    REFUSED,
-    mesh_of,
-    say,
-    set_simulation_flags,
-    settle_streams,
-)
+from jaxtrain.cli.shared import MESH, mesh_of, run_dir_of, say, set_simulation_flags, settle_streams
+from jaxtrain.cluster.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import Place, join, place_of, process_count, process_number
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sampler, end_with_parent
@@ -57,7 +48,7 @@ def train_command(options: argparse.Namespace) -> int:
     if spec.simulated:
         set_simulation_flags(options, spec, process_count(place, os.environ))
     number = process_number(place, os.environ)
-    run_dir = Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+    run_dir = run_dir_of(options)
     phases = Phases()
     with ExitStack() as stack:
         # What this process starts has none of these.
@@ -130,7 +121,7 @@ def _keep_ledger(run_dir: Path, phases: Phases, began: float, clock: float) -> N
 def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
     """The exit code, and what to say. result: None where it was interrupted."""
     if result is not None and not result.stopped:
-        return 0, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
+        return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
     if result is not None and result.saved is None:
         text = f"stopped at step {result.steps}; nothing is saved: there are no checkpoints"
         return INTERRUPTED, text

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from jaxtrain.cli.shared import FAILED, JSON, text_stream
+from jaxtrain.cli.shared import JSON, text_stream
+from jaxtrain.cluster.exit_codes import FAILED
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -71,6 +72,13 @@ def launcher(environ: Mapping[str, str]) -> str | None:
         if all(variable in environ for variable in variables):
             return name if environ.get(COUNTED.get(name, ""), "") != "1" else None
     return None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 def process_count(place: Place | None, environ: Mapping[str, str]) -> int:

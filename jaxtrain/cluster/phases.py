@@ -33,9 +33,8 @@ RECENT = 50
 
 class Now(NamedTuple):
     """What a process is at. step: done so far; first: that were done before this start, -1 until it
-    knows. since: when
-    the phase began, by the monotonic clock of the machine, in seconds. median_s: of a step, 0
-    before there is one. spent: phase -> seconds, until `since`."""
+    knows. since: when the phase began, by the monotonic clock of the machine, in seconds. median_s:
+    of a step, 0 before there is one. spent: phase -> seconds, until `since`."""
 
     phase: str
     step: int
@@ -56,6 +55,7 @@ class Phases:
         self._phase, self._since, self._step, self._first = "start", clock(), 0, -1
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._steps: deque[float] = deque(maxlen=RECENT)
+        self._median_s = 0.0
         self._lock = threading.RLock()
 
     def listen(self, listener: Callable[[Now], None]) -> None:
@@ -96,14 +96,14 @@ class Phases:
             self._step = step
             if seconds is not None:
                 self._steps.append(seconds)
+                self._median_s = statistics.median(self._steps)
         self._tell()
 
     @property
     def now(self) -> Now:
-        median = statistics.median(self._steps) if self._steps else 0.0
         with self._lock:
             spent = {phase: round(seconds, 4) for phase, seconds in self._spent.items()}
-            return Now(self._phase, self._step, self._since, median, self._first, spent)
+            return Now(self._phase, self._step, self._since, self._median_s, self._first, spent)
 
     def spent(self) -> dict[str, float]:
         """Phase -> seconds so far, the present one included."""
@@ -113,6 +113,7 @@ class Phases:
             return {**self._spent, self._phase: self._spent[self._phase] + present}
 
     def _tell(self) -> None:
-        now = self.now
-        for listener in self._listeners:
-            listener(now)
+        if self._listeners:
+            now = self.now
+            for listener in self._listeners:
+                listener(now)

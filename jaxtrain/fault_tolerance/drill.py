@@ -6,19 +6,19 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
 from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import (
-    DETERMINISTIC,
     FAILURES,
-    PREEMPTED,
     Supervisor,
     own_command,
 )
@@ -149,10 +149,10 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     of_both = [fault for fault in faults if fault.kind == "nan"]
     violations = []
     code, _ = _launched(folder, "undisturbed", of_both, processes, tell)
-    if code != 0:
+    if code != DONE:
         violations.append(f"the undisturbed run ended with exit code {code}")
     code, wall_s = _launched(folder, "disturbed", faults, processes, tell)
-    if code != 0:
+    if code != DONE:
         violations.append(f"the run with faults ended with exit code {code}")
     crash = Fault("crash", FIRST, "step", processes - 1)
     code, _ = _launched(folder, "crash", [crash], processes, tell)
@@ -160,10 +160,8 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
         violations.append(f"a crash at the same step, twice, ended with exit code {code}")
     runs = [_numbers(folder / name) for name in ("undisturbed", "disturbed")]
     if runs[0] != runs[1]:
-        first = next(
-            (n for n, pair in enumerate(zip(*runs, strict=False)) if pair[0] != pair[1]), 0
-        )
-        violations.append(f"losses differ, for the first time in line {first + 1} of metrics.jsonl")
+        line = next(n for n, pair in enumerate(zip_longest(*runs), 1) if pair[0] != pair[1])
+        violations.append(f"losses differ, for the first time in line {line} of metrics.jsonl")
     if left := _left_over(folder):
         violations.append(f"processes {left} go on")
     ledger = read_ledger(folder / "disturbed")
@@ -213,11 +211,9 @@ def _launched(
 
 def _happened(folder: Path, faults: Sequence[Fault]) -> list[Happened]:
     """What became of each fault, by the failures and starts that were written down."""
-    failures, starts = _lines(folder / "disturbed" / FAILURES), []
-    for entry in read_entries(folder / "disturbed"):
-        if "waiting" not in entry.seconds:
-            starts.append(entry)
-    found = []
+    run, found = folder / "disturbed", []
+    failures = _lines(run / FAILURES)
+    starts = [entry for entry in read_entries(run) if "waiting" not in entry.seconds]
     for fault, start, following in zip(faults, starts, [*starts[1:], None], strict=False):
         marker = folder / "disturbed files" / str(fault)
         failure = failures.pop(0) if failures and fault.kind != "terminate" else None

@@ -69,11 +69,17 @@ def entry_of(now: Now, at: float, *, began: float, ended: float) -> Entry:
 
 
 def add_entry(run_dir: Path, entry: Entry) -> None:
-    """A full disk is passed over: the run is worth more than what is told of it."""
+    """To the ledger of a run."""
+    add_line(run_dir / NAME, entry._asdict())
+
+
+def add_line(path: Path, value: Mapping[str, object]) -> None:
+    """Of JSON, to a file in a run directory. A full disk is passed over: the run is worth more than
+    what is told of it."""
     with suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / NAME).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry._asdict()) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxtrain.cluster.exit_codes import DONE, EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.mesh.mesh import MeshSpec
 
@@ -72,7 +73,8 @@ def slurm(job: Job) -> str:
         "# One process that fails ends all; they go on together from the newest whole checkpoint.",
         f"srun --kill-on-bad-exit=1 jaxtrain {shlex.join(job.command)}",
         "code=$?",
-        f"if ((code != 0 && code != 2 && ${{SLURM_RESTART_COUNT:-0}} < {ATTEMPTS})); then",
+        f"if ((code != {DONE} && code != {REFUSED}"
+        f" && ${{SLURM_RESTART_COUNT:-0}} < {ATTEMPTS})); then",
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         "exit $code",
@@ -128,7 +130,8 @@ def ray(job: Job) -> str:
     bundle = {"GPU": job.gpus} if job.gpus else {"CPU": 1}
     return _RAY.format(
         name=job.name, hosts=job.hosts, bundle=bundle, command=["jaxtrain", *job.command],
-        attempts=ATTEMPTS, gpus=job.gpus, done=(0, 2, 75), supervisor=SUPERVISOR,
+        attempts=ATTEMPTS, gpus=job.gpus, done=(DONE, REFUSED, PREEMPTED),
+        exhausted=EXHAUSTED, supervisor=SUPERVISOR,
     )  # fmt: skip
 
 
@@ -181,7 +184,7 @@ for attempt in range({attempts}):
         ray.kill(host)
     if all(code in {done} for code in codes):
         raise SystemExit(max(codes))
-raise SystemExit(69)
+raise SystemExit({exhausted})
 '''
 
 SCHEDULERS = {"slurm": slurm, "k8s": kubernetes, "ray": ray}

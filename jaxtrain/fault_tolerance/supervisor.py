@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.cluster.exit_codes import (
+    DETERMINISTIC,
+    DONE,
+    EXHAUSTED,
+    HUNG,
+    INTERRUPTED,
+    PREEMPTED,
+    REFUSED,
+)
+from jaxtrain.cluster.join import free_port
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
-from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger
+from jaxtrain.fault_tolerance.ledger import Entry, add_entry, add_line, entry_of, read_ledger
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
-from jaxtrain.fault_tolerance.workers import Worker, ending, free_port
-
-DONE, REFUSED, EXHAUSTED, DETERMINISTIC, PREEMPTED, HUNG, INTERRUPTED = 0, 2, 69, 70, 75, 124, 130
-"""Exit codes: all went well; input was refused; no restarts are left after a crash; a crash that
-would come again; stopped after saving; no restarts are left after a hang; stopped, unsaved."""
+from jaxtrain.fault_tolerance.workers import Worker, ending
 
 POLL_S = 0.05
 LOOK_S = 0.5
@@ -136,12 +140,10 @@ class Supervisor:
         while True:
             time.sleep(POLL_S)
             codes = [worker.code for worker in self.workers]
-            if all(code is not None for code in codes):
-                if (code := _together(codes)) is not None:
-                    return code
-                return self._ended()
-            if any(code not in (None, DONE, PREEMPTED) for code in codes):
+            failed = any(code not in (None, DONE, PREEMPTED) for code in codes)
+            if failed and None in codes:
                 time.sleep(GRACE_S)
+            if failed or None not in codes:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 return self._ended() if code is None else code
             now = time.monotonic()
@@ -207,10 +209,7 @@ class Supervisor:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
         del line["at"]
         line["restarts"] = not isinstance(next_one, Exhausted)
-        with suppress(OSError):  # a full disk: the run is worth more than what is told of it
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            with (self.run_dir / FAILURES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        add_line(self.run_dir / FAILURES, line)
 
 
 def _together(codes: Sequence[int | None]) -> int | None:

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -103,13 +102,6 @@ class Worker:
             text = Path(f"/proc/{self.pid}/stat").read_text()
             return words.get(text.rpartition(")")[2].split()[0], "")
         return ""
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 def ending(code: int) -> str:

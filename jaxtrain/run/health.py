@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.cluster.agreement import all_gather_text
+from jaxtrain.cluster.agreement import all_gather_text, all_gather_union
 from jaxtrain.experiment import Health
 from jaxtrain.run.session import Session
+from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.digests import (
+    Copies,
     Difference,
     Rows,
     compare,
     compile_digests,
     copies_of,
     covered,
-    paths_of,
 )
 from jaxtrain.step.state import TrainState
 
@@ -43,8 +44,6 @@ class HealthChecks:
 
     def __init__(self, health: Health, session: Session, tell: Callable[[str], None]) -> None:
         self._health, self._session, self._tell = health, session, tell
-        self._digests: Any = None
-        self._copy: Any = None
         self._compared = -1
 
     def step(self, step: int, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -52,15 +51,11 @@ class HealthChecks:
         every, session = self._health.replay, self._session
         if every is None or (step + 1) % every:
             return session.step(batch)
-        if self._copy is None:
-            with session.phases.within("compile"):
-                self._copy = jax.jit(_copied).lower(session.state).compile()
         kept = self._copy(session.state)
         metrics = session.step(batch)
-        first, second = self._rows(session.state), self._rows(session.again(kept, batch))
+        first, second = self._rows_of(session.state), self._rows_of(session.again(kept, batch))
         wrong = sorted(device for device in first if (first[device] != second[device]).any())
-        told = [n for text in all_gather_text(json.dumps(wrong)) for n in json.loads(text)]
-        if told:
+        if told := all_gather_union(wrong):
             raise WrongNumbers(
                 f"step {step + 1} was taken twice from the same state and batch, and came out "
                 f"different on {_named(told)}: it computes wrongly, or the program is not "
@@ -84,32 +79,39 @@ class HealthChecks:
         """Compare the copies of every leaf, of all devices, after `done` steps."""
         if self._compared == done:
             return
-        assembly, where = self._session.assembly, self._session.shardings
-        copies = copies_of(assembly.abstract, where)
-        if self._compared < 0:
-            share = covered(copies)
-            if share < 1:
-                self._tell(f"NOTE {1 - share:.0%} of the state's bytes have one copy, uncompared")
+        if self._compared < 0 and (share := covered(self._copies)) < 1:
+            self._tell(f"NOTE {1 - share:.0%} of the state's bytes have one copy, uncompared")
         mine = {
-            device: row.tobytes().hex() for device, row in self._rows(self._session.state).items()
+            device: row.tobytes().hex()
+            for device, row in self._rows_of(self._session.state).items()
         }
         rows = {
             int(device): np.frombuffer(bytes.fromhex(text), np.uint32)
             for told in all_gather_text(json.dumps(mine))
             for device, text in json.loads(told).items()
         }
-        if found := compare(rows, copies, paths_of(assembly.abstract)):
+        if found := compare(rows, self._copies, self._paths):
             raise WrongNumbers(_told(found, done), (d for each in found for d in each.devices))
         self._compared = done
 
-    def _rows(self, state: TrainState) -> Rows:
+    @cached_property
+    def _copies(self) -> list[Copies]:
+        return copies_of(self._session.assembly.abstract, self._session.shardings)
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return list(named_leaves(self._session.assembly.abstract))
+
+    @cached_property
+    def _rows_of(self) -> Callable[[TrainState], Rows]:
         session = self._session
-        if self._digests is None:
-            with session.phases.within("compile"):
-                self._digests = compile_digests(
-                    session.assembly.abstract, session.shardings, session.mesh
-                )
-        return self._digests(state)
+        with session.phases.within("compile"):
+            return compile_digests(session.assembly.abstract, session.shardings, session.mesh)
+
+    @cached_property
+    def _copy(self) -> Callable[[TrainState], TrainState]:
+        with self._session.phases.within("compile"):
+            return jax.jit(_copied).lower(self._session.state).compile()
 
 
 def _copied(state: TrainState) -> TrainState:

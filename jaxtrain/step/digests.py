@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
-from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.state import TrainState
 
 SPREAD = 0x9E3779B1
@@ -123,8 +122,3 @@ def covered(copies: list[Copies]) -> float:
     """The share of the state's bytes, without copies, that two or more devices hold."""
     whole = sum(each.bytes for each in copies)
     return sum(each.bytes for each in copies if len(each.devices) > 1) / max(whole, 1)
-
-
-def paths_of(abstract: TrainState) -> list[str]:
-    """The paths of the leaves, in the order of digests."""
-    return list(named_leaves(abstract))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxtrain.cluster.join import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 
 CONFIG = """
@@ -65,8 +67,8 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     given = {
-        "folder": folder, "host": socket.gethostname().partition(".")[0], "port": _port(),
-        "other": _port(), "cpus": os.cpu_count(),
+        "folder": folder, "host": socket.gethostname().partition(".")[0], "port": free_port(),
+        "other": free_port(), "cpus": os.cpu_count(),
     }  # fmt: skip
     (folder / "slurm.conf").write_text(CONFIG.format(**given))
     environ = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
@@ -104,9 +106,3 @@ def _await_node(environ: dict[str, str], folder: Path) -> None:
         time.sleep(0.5)
     logs = [path.read_text()[-1500:] for path in folder.glob("slurm*.log")]
     raise AssertionError("\n".join([found.stdout, found.stderr, *logs]))
-
-
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

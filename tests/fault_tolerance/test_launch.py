@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jaxtrain import cli
+from jaxtrain.cluster.exit_codes import PREEMPTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +127,7 @@ def test_the_run_is_the_same_to_the_bit_whatever_fails(folder: Path, undisturbed
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undisturbed) -> None:
     code, said = launched(folder, "stopped", "--fault=terminate@20:1")
-    assert code == cli.shared.PREEMPTED, said
+    assert code == PREEMPTED, said
     (step,) = re.findall(r"stopped; step (\d+) is saved", said)
     assert 20 < int(step) < 48 and "[1] stopping after this step" in said
     assert not (folder / "stopped" / "failures.jsonl").exists()
@@ -163,7 +164,7 @@ def test_ctrl_c_saves_on_all(folder: Path) -> None:
         said += started.stdout.readline()
     started.send_signal(signal.SIGINT)
     said += started.communicate(timeout=60)[0]
-    assert started.returncode == cli.shared.PREEMPTED, said
+    assert started.returncode == PREEMPTED, said
     assert re.search(r"\[0\] stopped; step \d+ is saved", said)
 
 

@@ -17,10 +17,6 @@ from jaxtrain.checkpoint import committed_steps
 from jaxtrain.fault_tolerance.state_faults import change_state
 from jaxtrain.run.health import WrongNumbers
 
-BLOCK = jaxtrain.BlockConfig(
-    jaxtrain.AttentionConfig(heads=2, head_dim=4), jaxtrain.MlpConfig(hidden=16)
-)
-
 
 class Faulty(jaxtrain.Callback):
     """Changes the state, or the step, before a step."""
@@ -34,19 +30,8 @@ class Faulty(jaxtrain.Callback):
 
 
 @pytest.fixture
-def experiment() -> jaxtrain.Experiment:
-    return jaxtrain.Experiment(
-        model=jaxtrain.DecoderConfig(
-            vocab=16, embed=8, layers=1, period=(BLOCK,), tied=True, vocab_multiple=16
-        ),
-        data=jaxtrain.data.BigramChain(vocab=16, seq=8, isolate_documents=True),
-        optimizer=jaxtrain.AdamW(1e-2),
-        steps=12,
-        batch=6,
-        evaluation=None,
-        checkpoints=jaxtrain.SavePolicy(every=3, keep=9),
-        logging=jaxtrain.Logging(every=1, tensorboard=False),
-    )
+def experiment(decoder: jaxtrain.Experiment) -> jaxtrain.Experiment:
+    return replace(decoder, steps=12, batch=6, checkpoints=jaxtrain.SavePolicy(every=3, keep=9))
 
 
 @pytest.fixture
