@@ -25,6 +25,8 @@ from jaxtrain import cli
 from jaxtrain.certificate import certify as certify_module
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.cli import train as train_command
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.run.directory import left_in
 from jaxtrain.run.session import Session
 
@@ -401,6 +403,23 @@ def test_a_signal_saves_the_step_and_exits_with_75(
     assert cli.main(train) == 0
     said = capsys.readouterr().out
     assert "resuming at step 2" in said and "done: 4 steps" in said
+
+
+def test_one_of_several_that_leaves_at_once_keeps_the_ledger(monkeypatch) -> None:
+    """The first process, where no supervisor does; and of a run that was not refused."""
+    codes: list[int] = []
+    monkeypatch.setattr(train_command.os, "_exit", codes.append)
+    monkeypatch.setattr(train_command, "settle_streams", lambda: None)
+    for name, first, mine in (("kept", 3, True), ("another's", 3, False), ("refused", -1, True)):
+        phases = Phases()
+        ledger = train_command.KeepLedger(Path(name), phases, mine=mine)
+        phases.enter("step")
+        if first >= 0:
+            phases.begin_at(first)
+        train_command.LeaveAtOnce(phases, ledger).leave(RuntimeError("no way on"))
+        assert (Path(name) / "ledger.jsonl").exists() == (name == "kept")
+    assert codes == [1, 1, 1]
+    assert read_ledger("kept").seconds.keys() == {"init", "step"}
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

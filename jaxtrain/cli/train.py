@@ -60,15 +60,16 @@ def train_command(options: argparse.Namespace) -> int:
             sampler = Sampler(Path(path), phases)
             if not options.own_process:  # else until the process ends, which waits for the others
                 stack.callback(sampler.close)
-        elif number == 0:
-            stack.callback(_keep_ledger, run_dir, phases, time.time(), time.monotonic())
+        ledger = KeepLedger(run_dir, phases, mine=not path and number == 0)
+        stack.callback(ledger.keep)
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
         others: list[Callback] = []
         if given:
             injector = Injector(given, number, run_dir)
             phases.listen(injector)
             others.append(injector)
-        return _train(options, spec, place, run_dir, phases, stop, others)
+        at_once = LeaveAtOnce(phases, ledger)
+        return _train(options, spec, place, run_dir, phases, stop, others, at_once)
 
 
 def _train(
@@ -79,12 +80,13 @@ def _train(
     phases: Phases,
     stop: Stop,
     others: list[Callback],
+    at_once: LeaveAtOnce,
 ) -> int:
     with phases.within("join"):
         several = join(place)
     from jaxtrain.run.loop import train
 
-    leave = [LeaveAtOnce(phases)] if several and options.own_process else []
+    leave = [at_once] if several and options.own_process else []
     result = None
     try:
         result = train(
@@ -109,15 +111,6 @@ def _train(
     return code
 
 
-def _keep_ledger(run_dir: Path, phases: Phases, began: float, clock: float) -> None:
-    """Where the time of this start went; a supervisor would keep it. Of a run that was refused
-    there is nothing to keep."""
-    if phases.now.first >= 0:
-        at = time.monotonic()
-        entry = entry_of(phases.now, at, began=began, ended=began + at - clock)
-        add_entry(run_dir, entry)
-
-
 def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
     """The exit code, and what to say. result: None where it was interrupted."""
     if result is not None and not result.stopped:
@@ -131,12 +124,27 @@ def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
     return INTERRUPTED if saved is None else PREEMPTED, f"stopped; {left}"
 
 
+class KeepLedger:
+    """Where the time of this start went, where it is `mine` to tell: a supervisor would tell it."""
+
+    def __init__(self, run_dir: Path, phases: Phases, *, mine: bool) -> None:
+        self._run_dir, self._phases, self._mine = run_dir, phases, mine
+        self._began, self._clock = time.time(), time.monotonic()
+
+    def keep(self) -> None:
+        """As the start ends. Of a run that was refused there is nothing to keep."""
+        now, at = self._phases.now, time.monotonic()
+        if self._mine and now.first >= 0:
+            ended = self._began + at - self._clock
+            add_entry(self._run_dir, entry_of(now, at, began=self._began, ended=ended))
+
+
 class LeaveAtOnce(Callback):
     """One of several processes that cannot go on ends without a word to the others: whatever it
     waited for on its way out may wait for them, and they for it."""
 
-    def __init__(self, phases: Phases) -> None:
-        self._phases = phases
+    def __init__(self, phases: Phases, ledger: KeepLedger) -> None:
+        self._phases, self._ledger = phases, ledger
 
     def end(self, run: Run) -> None:
         if (error := sys.exception()) is not None:
@@ -153,6 +161,7 @@ class LeaveAtOnce(Callback):
             print(f"jaxtrain: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
+        self._ledger.keep()
         settle_streams()
         os._exit(code)
 

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,11 +30,16 @@ PHASES = {
 RECENT = 50
 """Steps of which the median is taken."""
 
+MOST_WRONG = 32
+"""Processes that are told to have wrong numbers: a sample has room for so many."""
+
 
 class Now(NamedTuple):
     """What a process is at. step: done so far; first: that were done before this start, -1 until it
     knows. since: when the phase began, by the monotonic clock of the machine, in seconds. median_s:
-    of a step, 0 before there is one. spent: phase -> seconds, until `since`."""
+    of a step, 0 before there is one. spent: phase -> seconds, until `since`. wrong: the processes
+    whose numbers are certain to be wrong, none of several of which one is; None where no numbers
+    are."""
 
     phase: str
     step: int
@@ -42,6 +47,7 @@ class Now(NamedTuple):
     median_s: float = 0.0
     first: int = -1
     spent: Mapping[str, float] = MappingProxyType({})
+    wrong: tuple[int, ...] | None = None
 
 
 class Phases:
@@ -56,6 +62,7 @@ class Phases:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._median_s = 0.0
+        self._wrong: tuple[int, ...] | None = None
         self._lock = threading.RLock()
 
     def listen(self, listener: Callable[[Now], None]) -> None:
@@ -99,11 +106,19 @@ class Phases:
                 self._median_s = statistics.median(self._steps)
         self._tell()
 
+    def accuse(self, processes: Sequence[int]) -> None:
+        """Numbers are wrong: those of these processes, or where there are none of one that is not
+        known."""
+        with self._lock:
+            self._wrong = tuple(processes)[:MOST_WRONG]
+        self._tell()
+
     @property
     def now(self) -> Now:
         with self._lock:
             spent = {phase: round(seconds, 4) for phase, seconds in self._spent.items()}
-            return Now(self._phase, self._step, self._since, self._median_s, self._first, spent)
+            at = (self._phase, self._step, self._since, self._median_s, self._first)
+            return Now(*at, spent, self._wrong)
 
     def spent(self) -> dict[str, float]:
         """Phase -> seconds so far, the present one included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from jaxtrain.fault_tolerance.supervisor import (
     Supervisor,
     own_command,
 )
+from jaxtrain.files.json_lines import read_lines
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.violations import raise_violations
@@ -168,7 +168,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     off = abs(ledger.wall_s - wall_s) / wall_s
     if off > 0.01:
         violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
-    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"])
+    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"], processes)
     return Drill(processes, tuple(happened), ledger, off, tuple(violations))
 
 
@@ -209,7 +209,7 @@ def _launched(
     return code, wall_s
 
 
-def _happened(folder: Path, faults: Sequence[Fault]) -> list[Happened]:
+def _happened(folder: Path, faults: Sequence[Fault], processes: int) -> list[Happened]:
     """What became of each fault, by the failures and starts that were written down."""
     run, found = folder / "disturbed", []
     failures = _lines(run / FAILURES)
@@ -229,22 +229,24 @@ def _happened(folder: Path, faults: Sequence[Fault]) -> list[Happened]:
             found.append(Happened(str(fault), None, "all left together", lost, resumed_s, wrong))
             continue
         noticed, resumed_s = failure["time"] - marker.stat().st_mtime, ready - failure["time"]
-        named, wrong = _judged(fault, failure, noticed, lost)
+        named, wrong = _judged(fault, failure, noticed, lost, processes)
         found.append(Happened(str(fault), noticed, named, lost, resumed_s, wrong))
     return found
 
 
 def _judged(
-    fault: Fault, failure: dict[str, Any], noticed_s: float, lost: int
+    fault: Fault, failure: dict[str, Any], noticed_s: float, lost: int, processes: int
 ) -> tuple[str, tuple[str, ...]]:
     """Whom a failure names, and what is not as it should be."""
     violations = []
     where = f"after step {failure['step']} in {failure['phase']}"
     named = f"process {failure['process']}, {failure['kind']} {where}"
     if fault.kind in ("flip", "wrong"):
-        named = failure["what"].partition("its last line: ")[2]
-        if f"of process {fault.process}" not in named:
-            violations.append(f"process {fault.process} is not named")
+        of_two = [[]] if processes == 2 else []  # one of two cannot be told
+        if failure["kind"] != "wrong" or failure["wrong"] not in [[fault.process], *of_two]:
+            violations.append(f"it was wrong numbers of process {fault.process}")
+        elif not failure["wrong"]:
+            named = f"one of two, {failure['kind']} {where}"
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
     elif fault.kind in ("stop", "hang"):
@@ -265,7 +267,7 @@ def _numbers(run: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(path) if path.exists() else []
 
 
 def _left_over(folder: Path) -> list[int]:

@@ -7,7 +7,7 @@ into steps that were not (Jiang et al. 2024, section 6.1, call it effective trai
 
 from __future__ import annotations
 
-import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.cluster.phases import Now
+from jaxtrain.files.json_lines import add_line, read_lines
 
 NAME = "ledger.jsonl"
 
@@ -24,9 +25,10 @@ KINDS = {
     "compile": "compile", "first step": "compile",
     "step": "step", "load": "data", "callback": "callback",
     "evaluate": "evaluate", "save": "save", "restore": "restore", "finish": "finish",
-    "waiting": "waiting",
+    "hang": "hang", "waiting": "waiting",
 }  # fmt: skip
-"""Phase of a process -> where the ledger has its seconds."""
+"""Phase of a process -> where the ledger has its seconds; "hang" and "waiting" are none of its own:
+all waited for a process that did not move, and for the next start."""
 
 
 class Entry(NamedTuple):
@@ -59,27 +61,31 @@ class Ledger:
         return f"{self.wall_s:.1f} s, goodput {self.goodput:.0%} ({shares})"
 
 
-def entry_of(now: Now, at: float, *, began: float, ended: float) -> Entry:
-    """Of a start that ended, as far as its process has told. at: the monotonic time of `ended`.
+def entry_of(
+    now: Now, at: float, *, began: float, ended: float, still_since: float = math.inf
+) -> Entry:
+    """Of a start that ended, as far as its process has told. at: the monotonic time of `ended`;
+    still_since: since when a process, this or another, did not move, and this one in no new phase.
     What it had not told yet was before its first phase."""
     spent = dict(now.spent)
-    spent[now.phase] = spent.get(now.phase, 0.0) + max(0.0, at - now.since)
+    still = min(max(now.since, still_since), max(now.since, at))
+    spent[now.phase] = spent.get(now.phase, 0.0) + still - now.since
+    if at > still:
+        spent["hang"] = at - still
     spent["start"] = spent.get("start", 0.0) + ended - began - sum(spent.values())
     return Entry(began, ended, spent, now.first, now.step)
 
 
 def add_entry(run_dir: Path, entry: Entry) -> None:
     """To the ledger of a run."""
-    add_line(run_dir / NAME, entry._asdict())
+    record(run_dir / NAME, entry._asdict())
 
 
-def add_line(path: Path, value: Mapping[str, object]) -> None:
-    """Of JSON, to a file in a run directory. A full disk is passed over: the run is worth more than
-    what is told of it."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value) + "\n")
+def record(path: Path, value: Mapping[str, object]) -> None:
+    """A line of JSON, in a file of a run directory. A full disk is passed over: the run is worth
+    more than what is told of it."""
+    with suppress(OSError, ValueError):
+        add_line(path, value)
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:
@@ -91,14 +97,14 @@ def read_entries(run_dir: str | Path) -> list[Entry]:
     """The starts and waits of a run, in their order. Raises ValueError as `read_ledger`."""
     path = Path(run_dir) / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = read_lines(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; a run keeps it when it ends") from error
     entries = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            entries.append(Entry(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            entries.append(Entry(**line))
+        except TypeError as error:
             raise ValueError(f"{path}, line {number} is no entry of a ledger: {error}") from error
     return entries
 

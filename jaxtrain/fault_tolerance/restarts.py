@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +12,12 @@ from jaxtrain.violations import at_least, count, positive, raise_violations
 
 class Failure(NamedTuple):
     """Why the processes of one start ended. process: the one to blame. kind: "crashed" (it exited,
-    or a fault of its own ended it), "killed" (by SIGKILL), "hangs" or "silent". what: in words.
-    step: it had done. at: seconds."""
+    or a fault of its own ended it), "killed" (by SIGKILL), "hangs", "silent", or "wrong" (numbers
+    of the run are). what: in words. step: it had done. at: seconds. first: steps done before that
+    start, -1 where it did not come to know. cause: how it ended, with the last that it said. still:
+    since when it had not moved, of the clock of `at`, where it hangs or is silent. wrong: processes
+    whose numbers are certain to be wrong; none where that is one of several and cannot be told.
+    """
 
     process: int
     kind: str
@@ -20,6 +25,10 @@ class Failure(NamedTuple):
     phase: str
     step: int
     at: float
+    first: int = -1
+    cause: str = ""
+    still: float | None = None
+    wrong: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,26 @@ class RestartHistory:
         return min(rule.longest_wait_s, rule.first_wait_s * 2**self._waits)
 
 
+TRANSIENT = re.compile(
+    r"Connection|BrokenPipe|Timeout|timed out|temporarily|Stale file|Input/output error|No route|"
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|MissingProcesses|Too many open files|Network"
+)
+"""In what a process says of a network or a file system, which may be well a moment later."""
+
+
 def _same(a: Failure, b: Failure) -> bool:
-    """Whether two failures are of the program rather than of a machine: it crashed of itself, at
-    the same step. Meeting the others fails for reasons of the network."""
-    alike = (a.kind, a.phase, a.step) == (b.kind, b.phase, b.step)
-    return alike and a.kind == "crashed" and a.phase not in ("start", "join")
+    """Whether two failures are of the program rather than of a machine: it crashed of itself, or
+    its numbers were wrong in the same way, at the same step. Where neither start had won a step
+    that says nothing: there it must have been for the same reason, and none that passes. Meeting
+    the others fails for reasons of the network."""
+    alike = (a.kind, a.phase, a.step, a.wrong) == (b.kind, b.phase, b.step, b.wrong)
+    if not alike or a.kind not in ("crashed", "wrong") or a.phase in ("start", "join"):
+        return False
+    if all(each.step > each.first >= 0 for each in (a, b)):
+        return True
+    return _plain(a.cause) == _plain(b.cause) and not TRANSIENT.search(a.cause)
+
+
+def _plain(cause: str) -> str:
+    """Without addresses and numbers, which are of one process."""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from jaxtrain.cluster.join import free_port
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
-from jaxtrain.fault_tolerance.ledger import Entry, add_entry, add_line, entry_of, read_ledger
+from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger, record
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.fault_tolerance.workers import Worker, ending
 
@@ -94,8 +95,9 @@ class Supervisor:
             found = self._watch()
         finally:
             self._kill()
-        sample, at = self.workers[0].sample(), time.monotonic()
-        entry = entry_of(sample.now, at, began=began, ended=began + at - clock)
+        now, at = self.workers[0].sample().now, time.monotonic()
+        still = math.inf if isinstance(found, int) or found.still is None else found.still
+        entry = entry_of(now, at, began=began, ended=began + at - clock, still_since=still)
         add_entry(self.run_dir, entry)
         return found
 
@@ -151,7 +153,7 @@ class Supervisor:
                 looked = now
                 samples = {w.process: w.sample() for w in self.workers if w.code is None}
                 if found := late(samples, now, self.deadlines):
-                    return self._stuck(found)
+                    return self._stuck(found, now)
 
     def _ended(self) -> int | Failure:
         """The failure of the process that ended first of those that did not end well; the exit
@@ -162,17 +164,24 @@ class Supervisor:
         sample, code = worker.sample(), worker.code or 0
         if code == REFUSED:
             return REFUSED
-        what = f"process {worker.process} of {self.processes} ended by {ending(code)} {_at(sample)}"
+        now, how, process = sample.now, ending(code), worker.process
+        what = f"process {process} of {self.processes} ended by {how} {_at(sample)}"
+        kind, wrong = "killed" if code == -signal.SIGKILL else "crashed", ()
+        told = [found for each in bad if (found := each.sample().now.wrong) is not None]
+        if told:  # all compare the same numbers
+            kind, wrong = "wrong", tuple(told[0])
+            process = wrong[0] if wrong else process
+            whose = f"process {', '.join(map(str, wrong))}" if wrong else "one of several"
+            what += f", for wrong numbers of {whose}"
         self.tell(f"launch: {what}")
         if code > 0 and worker.last_line:
             what += f"; its last line: {worker.last_line}"
-        kind = "killed" if code == -signal.SIGKILL else "crashed"
-        return Failure(
-            worker.process, kind, what, sample.now.phase, sample.now.step, time.monotonic()
-        )
+            how += f": {worker.last_line}"
+        where = (now.phase, now.step, time.monotonic(), now.first)
+        return Failure(process, kind, what, *where, cause=how, wrong=wrong)
 
-    def _stuck(self, found: list[Late]) -> Failure:
-        """Tells of the processes to blame, each with its stack."""
+    def _stuck(self, found: list[Late], looked: float) -> Failure:
+        """Tells of the processes to blame, each with its stack. looked: when they were found."""
         for each in found:
             worker = self.workers[each.process]
             state = worker.state()
@@ -190,7 +199,8 @@ class Supervisor:
         time.sleep(GRACE_S)
         first, now = found[0], found[0].sample.now
         what = f"process {first.process} {_at(first.sample)}: {first.what}"
-        return Failure(first.process, first.what, what, now.phase, now.step, time.monotonic())
+        where = (now.phase, now.step, time.monotonic(), now.first)
+        return Failure(first.process, first.what, what, *where, still=looked - first.seconds)
 
     def _kill(self) -> None:
         for worker in self.workers:
@@ -207,9 +217,9 @@ class Supervisor:
 
     def _write_down(self, failure: Failure, attempt: int, next_one: float | Exhausted) -> None:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
-        del line["at"]
+        del line["at"], line["still"]
         line["restarts"] = not isinstance(next_one, Exhausted)
-        add_line(self.run_dir / FAILURES, line)
+        record(self.run_dir / FAILURES, line)
 
 
 def _together(codes: Sequence[int | None]) -> int | None:

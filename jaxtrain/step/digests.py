@@ -7,8 +7,9 @@ state must end in the same ones: what differs has been computed, or kept, wrongl
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -116,6 +117,54 @@ def compare(
         wrong = tuple(device for device in devices if not known or digests[device] != most)
         found.append(Difference(paths[leaf], wrong, known))
     return found
+
+
+def certain(found: Iterable[Difference], process_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The processes that have a wrong device for certain. process_of: device id -> its process."""
+    wrong = set[int]()
+    for each in found:
+        processes = {process_of[device] for device in each.devices}
+        wrong |= processes if each.known or len(processes) == 1 else set()
+    return tuple(sorted(wrong))
+
+
+class Shared(NamedTuple):
+    """Copies that the same processes hold parts of: what one of them has to say of all is one
+    digest."""
+
+    processes: frozenset[int]
+    copies: tuple[Copies, ...]
+
+
+def shared_copies(copies: list[Copies], process_of: Mapping[int, int]) -> list[Shared]:
+    """Copies by the processes that hold them; without what one device alone holds."""
+    found = defaultdict[frozenset[int], list[Copies]](list)
+    for each in copies:
+        if len(each.devices) > 1:
+            found[frozenset(process_of[device] for device in each.devices)].append(each)
+    return [Shared(processes, tuple(each)) for processes, each in found.items()]
+
+
+def summary(mine: Rows, shared: Shared) -> str:
+    """Of the rows of one process; "" where devices of its own differ."""
+    whole = hashlib.blake2b(digest_size=8)
+    for leaf, devices, _ in shared.copies:
+        own = {int(mine[device][leaf]) for device in devices if device in mine}
+        if len(own) > 1:
+            return ""
+        whole.update(own.pop().to_bytes(4, "little"))
+    return whole.hexdigest()
+
+
+def differing(told: Sequence[Sequence[str]], shared: Sequence[Shared]) -> list[Shared]:
+    """Those of which a difference has been told. told: of each process its `summary` of what it
+    holds parts of, in their order."""
+    said: list[set[str]] = [set() for _ in shared]
+    for process, summaries in enumerate(told):
+        held = [number for number, each in enumerate(shared) if process in each.processes]
+        for number, text in zip(held, summaries, strict=True):
+            said[number].add(text)
+    return [each for each, texts in zip(shared, said, strict=True) if "" in texts or len(texts) > 1]
 
 
 def covered(copies: list[Copies]) -> float:

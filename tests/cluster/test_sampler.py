@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cluster import sampler as sampling
-from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.phases import MOST_WRONG, PHASES, Phases
 from jaxtrain.cluster.sampler import (
     HEAD,
     SIZE,
@@ -84,6 +84,20 @@ def test_while_it_lives_its_thread_writes(tmp_path: Path, monkeypatch) -> None:
         assert read_sample(tmp_path / "sample").at >= first.at + EVERY_S
     finally:
         sampler.close()
+
+
+def test_whose_numbers_are_wrong_is_said_by_a_process_that_ends_for_it(tmp_path: Path) -> None:
+    phases = Phases()
+    sampler = Sampler(tmp_path / "sample", phases)
+    assert read_sample(tmp_path / "sample").now.wrong is None
+    for processes in ((), (3, 7)):
+        phases.accuse(processes)
+        assert list(read_sample(tmp_path / "sample").now.wrong) == list(processes)
+    phases.accuse(range(10**5))
+    for phase in PHASES:
+        phases.enter(phase)
+    sampler.close()
+    assert list(read_sample(tmp_path / "sample").now.wrong) == list(range(MOST_WRONG))
 
 
 def test_nothing_was_said_yet(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def written(tmp_path: Path):
     """A run with one fault, as it is written down; and what a drill makes of it."""
 
     def judge(
-        fault: Fault, *, mark: bool = True, noticed_s: float = 2.0, again: int = 8, **failure
+        fault: Fault,
+        *,
+        mark: bool = True,
+        noticed_s: float = 2.0,
+        again: int = 8,
+        processes: int = 2,
+        **failure,
     ):
         run, files = tmp_path / "disturbed", tmp_path / "disturbed files"
         files.mkdir()
@@ -56,7 +62,7 @@ def written(tmp_path: Path):
         line = {"process": 1, "kind": "killed", "what": "", "phase": "step", "step": 10} | failure
         if failure.get("process", 1) is not None:
             (run / FAILURES).write_text(json.dumps({"time": 1000.0 + noticed_s, **line}) + "\n")
-        return drilling._happened(tmp_path, [fault])[0]
+        return drilling._happened(tmp_path, [fault], processes)[0]
 
     return judge
 
@@ -75,8 +81,16 @@ WRONG = {
     "not at all": (dict(process=None), "nobody noticed"),
     "it did not happen": (dict(mark=False), "it did not happen"),
     "a flipped bit of another": (
-        dict(kind="crashed", what="ended; its last line: device 0 of process 0"),
-        "process 1 is not named",
+        dict(kind="wrong", process=0, wrong=[0]),
+        "it was wrong numbers of process 1",
+    ),
+    "a flipped bit of three, and nobody is named": (
+        dict(kind="wrong", wrong=[], processes=3),
+        "it was wrong numbers of process 1",
+    ),
+    "a flipped bit, and it crashed of something else": (
+        dict(kind="crashed", wrong=[]),
+        "it was wrong numbers of process 1",
     ),
 }
 
@@ -84,8 +98,14 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_as_it_should_be_is_a_violation(name: str, written) -> None:
     how, said = WRONG[name]
-    kind = {"in another phase": "stop", "a flipped bit of another": "flip"}.get(name, "kill")
+    kind = "stop" if name == "in another phase" else "flip" if "flipped" in name else "kill"
     assert written(Fault(kind, 10, "step", 1), **how).violations == (said,)
+
+
+@pytest.mark.parametrize(("wrong", "named"), [([1], "process 1, wrong"), ([], "one of two, wrong")])
+def test_a_flipped_bit_is_one_of_two_or_is_named(wrong: list[int], named: str, written) -> None:
+    found = written(Fault("flip", 10, "step", 1), kind="wrong", wrong=wrong)
+    assert found.named == f"{named} after step 10 in step" and not found.violations
 
 
 def test_steps_lost_beyond_the_saves_that_are_kept(written, monkeypatch) -> None:

@@ -20,7 +20,7 @@ from jaxtrain.fault_tolerance.ledger import (
 
 
 def test_every_phase_has_its_place() -> None:
-    assert set(PHASES) == set(KINDS) - {"waiting"}
+    assert set(PHASES) == set(KINDS) - {"hang", "waiting"}
 
 
 def start(first: int, done: int, step_s: float, **more: float) -> Entry:
@@ -68,8 +68,45 @@ def test_it_sums_to_the_wall_time_whenever_a_process_last_told(tmp_path: Path) -
     assert "goodput" in str(found)
 
 
+HANGS = {
+    "in the phase it is in": (50.0, 40.0, {"step": 10.0 + 10.0, "hang": 50.0}),
+    "another's, before its own last phase began": (30.0, 40.0, {"step": 10.0, "hang": 60.0}),
+    "none": (float("inf"), 40.0, {"step": 10.0 + 60.0}),
+    "its clock was behind": (99.0, 101.0, {"step": 10.0}),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_what_is_spent_without_a_move_is_a_hang_and_no_step(name: str) -> None:
+    """Of a process that ended at 100, in a step since 40."""
+    still, since, wanted = HANGS[name]
+    now = Now("step", 7, since, 0.1, 0, {"step": 10.0})
+    entry = entry_of(now, 100.0, began=0.0, ended=95.0, still_since=still)
+    start = 95.0 - sum(wanted.values())
+    assert entry.seconds == pytest.approx({**wanted, "start": start})
+    found = sum_up([entry])
+    assert found.wall_s == pytest.approx(95.0) == pytest.approx(sum(found.seconds.values()))
+    assert found.goodput == pytest.approx(wanted["step"] / 95.0)
+    lost = sum_up([entry, Entry(0.0, 0.0, {"step": 1.0}, 0, 9)])
+    assert lost.seconds.get("hang", 0.0) == pytest.approx(wanted.get("hang", 0.0))
+    assert lost.seconds["lost"] == pytest.approx(wanted["step"])
+
+
+def test_a_line_cut_off_in_the_writing_costs_that_line_alone(tmp_path: Path) -> None:
+    for step in (3, 5):
+        add_entry(tmp_path, start(0, step, 1.0 * step))
+    path = tmp_path / NAME
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_ledger(tmp_path).wall_s == 3.0
+    add_entry(tmp_path, start(3, 9, 6.0))
+    assert read_ledger(tmp_path).wall_s == 9.0
+
+
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
+        read_ledger(tmp_path)
+    (tmp_path / NAME).write_text('{"began": 1\n{"began": 1}\n')
+    with pytest.raises(ValueError, match="line 1 is no JSON object"):
         read_ledger(tmp_path)
     (tmp_path / NAME).write_text('{"began": 1}\n')
     with pytest.raises(ValueError, match="line 1 is no entry of a ledger"):

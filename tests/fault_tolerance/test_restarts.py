@@ -7,8 +7,24 @@ import pytest
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 
 
-def failure(step: int, *, at: float = 0, kind: str = "crashed", phase: str = "step", process=0):
-    return Failure(process, kind, f"process {process} {kind}", phase, step, at)
+def failure(
+    step: int,
+    cause: str = "",
+    *,
+    at: float = 0,
+    kind: str = "crashed",
+    phase: str = "step",
+    process: int = 0,
+    first: int = 0,
+    wrong: tuple[int, ...] = (),
+) -> Failure:
+    what = f"process {process} {kind}"
+    return Failure(process, kind, what, phase, step, at, first, cause, wrong=wrong)
+
+
+def early(cause: str, *, phase: str = "open", **more) -> Failure:
+    """Before a step was won."""
+    return failure(4, cause, phase=phase, first=4, **more)
 
 
 def decide(failures, **rule) -> list[float | Exhausted]:
@@ -38,8 +54,35 @@ SAME = {
     ),
     "a hang": (failure(7, kind="hangs"), failure(7, kind="hangs"), False),
     "another phase": (failure(7, phase="load"), failure(7), False),
-    "before the first step": (failure(0, phase="compile"), failure(0, phase="compile"), True),
     "where processes meet": (failure(0, phase="join"), failure(0, phase="join"), False),
+    "said in other words, steps won": (failure(7, "KeyError: 1"), failure(7, "KeyError: b"), True),
+    "lost a peer at the same step, steps won": (
+        failure(7, "Connection reset"), failure(7, "Connection reset"), True,
+    ),
+    "before a step is won, for the same reason": (
+        early("exit code 1: KeyError: 'x'"), early("exit code 1: KeyError: 'x'"), True,
+    ),
+    "but for addresses and numbers": (
+        early("KeyError: object at 0x7f3a, pid 31", process=1),
+        early("KeyError: object at 0x55bc, pid 407"), True,
+    ),
+    "for another reason": (early("KeyError: 'x'"), early("ValueError: 'x'"), False),
+    "before it knew of steps": (failure(0, "a", first=-1), failure(0, "b", first=-1), False),
+    "a file system away, twice": (
+        early("OSError: [Errno 5] Input/output error: 'c'"),
+        early("OSError: [Errno 5] Input/output error: 'c'"), False,
+    ),
+    "a service away, twice, in the first step": (
+        early("JaxRuntimeError: UNAVAILABLE: x", phase="first step"),
+        early("JaxRuntimeError: UNAVAILABLE: x", phase="first step"), False,
+    ),
+    "one of the two had won steps": (failure(4, "a", first=0), failure(4, "b", first=4), False),
+    "wrong numbers of the same process": (
+        failure(7, kind="wrong", wrong=(1,)), failure(7, kind="wrong", wrong=(1,)), True,
+    ),
+    "wrong numbers of another": (
+        failure(7, kind="wrong", wrong=(1,)), failure(7, kind="wrong", wrong=(2,)), False,
+    ),
 }  # fmt: skip
 
 

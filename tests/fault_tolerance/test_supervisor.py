@@ -14,6 +14,7 @@ import pytest
 
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
+from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 
@@ -109,6 +110,29 @@ if start == 0:
     assert told.count("[0] begins 1") == told.count("[1] begins 1") == 1
 
 
+@pytest.mark.parametrize("wrong", [(1,), ()])
+def test_wrong_numbers_are_those_of_whom_they_say(supervise, wrong: tuple[int, ...]) -> None:
+    """The first process tells it first, and is not the one."""
+    code, told, failures = supervise(
+        f"""
+if start == 0:
+    phases.begin_at(0)
+    phases.advance(4)
+    time.sleep(0.1 * process)
+    phases.accuse({wrong})
+    print("copies differ", flush=True)
+    os._exit(1)
+"""
+    )
+    assert code == 0
+    (failure,) = failures
+    assert (failure["kind"], failure["wrong"]) == ("wrong", list(wrong))
+    assert failure["process"] == (1 if wrong else 0)
+    assert failure["cause"] == "exit code 1: copies differ" and failure["first"] == 0
+    whose = "process 1" if wrong else "one of several"
+    assert any(line.endswith(f"for wrong numbers of {whose}") for line in told)
+
+
 HANGS = {
     "stopped": ("os.kill(os.getpid(), 19)", "silent", "has said nothing for", "(stopped by a"),
     "stuck": ("time.sleep(60)", "hangs", "has not moved for", "in phase load"),
@@ -116,7 +140,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_one_that_hangs_is_named_with_its_stack(supervise, name: str) -> None:
+def test_one_that_hangs_is_named_with_its_stack(supervise, name: str, tmp_path: Path) -> None:
     act, kind, said, more = HANGS[name]
     began = time.monotonic()
     code, told, failures = supervise(
@@ -140,6 +164,9 @@ if start == 0:
     assert any(("gets_stuck" if name == "stuck" else "sleep(0.7)") in line for line in told)
     (failure,) = failures
     assert (failure["process"], failure["kind"], failure["phase"]) == (0, kind, "load")
+    ledger = read_ledger(tmp_path / "run")
+    assert ledger.seconds["hang"] >= 1.9 and ledger.seconds.get("step", 0.0) < 2
+    assert ledger.wall_s == pytest.approx(sum(ledger.seconds.values()))
 
 
 def test_a_crash_that_comes_again_is_met_twice(supervise) -> None:
@@ -150,6 +177,17 @@ def test_a_crash_that_comes_again_is_met_twice(supervise) -> None:
     assert "[1] begins 1" in told and "[1] begins 2" not in told
     assert "the same failure twice, after step 4 in phase step" in told[-1]
     assert [each["restarts"] for each in failures] == [True, False]
+
+
+def test_two_failures_before_a_step_is_won_are_not_the_same_for_that(supervise) -> None:
+    """A service that is away, and then a disk; the third start is well."""
+    script = """
+phases.enter("open")
+if start < 2 and process:
+    sys.exit(["nobody answers", "no such disk"][start])
+"""
+    code, told, failures = supervise(script)
+    assert code == 0 and [each["phase"] for each in failures] == ["open", "open"], told
 
 
 def test_a_flapping_process_exhausts_the_budget(supervise) -> None:

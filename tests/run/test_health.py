@@ -14,8 +14,9 @@ import pytest
 import jaxtrain
 from jaxtrain import Health
 from jaxtrain.checkpoint import committed_steps
+from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance.state_faults import change_state
-from jaxtrain.run.health import WrongNumbers
+from jaxtrain.run.health import WrongNumbers, checks
 
 
 class Faulty(jaxtrain.Callback):
@@ -36,7 +37,9 @@ def experiment(decoder: jaxtrain.Experiment) -> jaxtrain.Experiment:
 
 @pytest.fixture
 def run(experiment: jaxtrain.Experiment, tmp_path: Path) -> Callable[..., Any]:
-    def train(health: Health, *callbacks: Any, stream: Any = None, **axes: int) -> Any:
+    def train(
+        health: Health, *callbacks: Any, stream: Any = None, phases: Any = None, **axes: int
+    ) -> Any:
         execution = replace(experiment.execution, health=health)
         return jaxtrain.train(
             replace(experiment, execution=execution),
@@ -45,6 +48,7 @@ def run(experiment: jaxtrain.Experiment, tmp_path: Path) -> Callable[..., Any]:
             cache_dir=tmp_path,
             stream=stream or io.StringIO(),
             callbacks=callbacks,
+            phases=phases,
         )
 
     return train
@@ -69,10 +73,28 @@ def test_a_flipped_bit_is_found_at_the_next_comparison(name: str, run, tmp_path:
         run(Health(replicas=4), Faulty("flip", 6), **axes)
     assert "after step 6" in str(caught.value), "a save was due, and is not of such a state"
     assert caught.value.devices == devices
+    assert caught.value.processes == (0,), "one of them is, whichever"
     assert committed_steps(tmp_path / "run" / "checkpoints") == [3]
     found = run(Health(replicas=4), **axes)
     clean = {line["step"]: line["loss"] for line in found.history}
     assert sorted(clean) == list(range(4, 13))
+
+
+def test_rows_are_sent_where_something_differs_and_a_supervisor_hears_whose(
+    run, monkeypatch
+) -> None:
+    sent: list[int] = []
+
+    def gather(text: str) -> list[str]:
+        sent.append(len(text))
+        return [text]
+
+    monkeypatch.setattr(checks, "all_gather_text", gather)
+    phases = Phases()
+    with pytest.raises(WrongNumbers):
+        run(Health(replicas=2), Faulty("flip", 4), data=3, phases=phases)
+    assert len(sent) == 4 and max(sent[:3]) < 24 < 200 < sent[3], "after steps 2, 3, 4; the rows"
+    assert phases.now.wrong == (0,)
 
 
 def test_it_is_found_between_saves_too(run, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +16,16 @@ from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.step.digests import (
     Copies,
     Difference,
+    Rows,
+    certain,
     compare,
     compile_digests,
     copies_of,
     covered,
+    differing,
     digest,
+    shared_copies,
+    summary,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool", "float8_e4m3fn")
@@ -111,3 +118,73 @@ def test_most_of_three_or_more_name_the_odd_one(name: str) -> None:
     assert compare(rows_of(*digests), copies, ["w"]) == [wanted]
     assert compare(rows_of(*[7] * len(digests)), copies, ["w"]) == []
     assert compare(rows_of(*digests), [Copies(0, (n,), 4) for n in range(2)], ["w"]) == []
+
+
+def meshes(data: int, fsdp: int, tensor: int, leaves: int) -> list[Copies]:
+    """Of leaves that are whole, or split over one axis or both, by turns; device numbers as the
+    axes are named, the last one the fastest."""
+    ids = {at: n for n, at in enumerate(product(range(data), range(fsdp), range(tensor)))}
+    found = []
+    for leaf in range(leaves):
+        split = [(), (1,), (2,), (1, 2)][leaf % 4]
+        groups = defaultdict(list)
+        for at, device in ids.items():
+            groups[tuple(at[axis] for axis in split)].append(device)
+        found += [Copies(leaf, tuple(each), 4) for each in groups.values()]
+    return found
+
+
+def faulty(copies: list[Copies], drawn: random.Random, leaves: int, wrong: int) -> Rows:
+    """Rows of all devices that agree, but for `wrong` of their digests."""
+    devices = sorted({device for each in copies for device in each.devices})
+    rows = {device: np.zeros(leaves, np.uint32) for device in devices}
+    for leaf, held, _ in copies:
+        value = drawn.getrandbits(32)
+        for device in held:
+            rows[device][leaf] = value
+    for _ in range(wrong):
+        rows[drawn.choice(devices)][drawn.randrange(leaves)] ^= 1 + drawn.randrange(3)
+    return rows
+
+
+@pytest.mark.parametrize("axes", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (3, 1, 4), (8, 1, 1)])
+@pytest.mark.parametrize("a_process", [1, 2, 4, 8])
+def test_digests_of_processes_find_what_all_rows_find(axes, a_process: int) -> None:
+    """With so many devices in each process; sometimes in an order that crosses them."""
+    leaves, drawn = 9, random.Random(str((axes, a_process)))
+    copies, names = meshes(*axes, leaves), list(map(str, range(leaves)))
+    devices = sorted({device for each in copies for device in each.devices})
+    for wrong in (0, 0, 1, 1, 1, 2, 3, 20):
+        order = devices if wrong != 3 else drawn.sample(devices, len(devices))
+        process_of = {device: at // a_process for at, device in enumerate(order)}
+        rows = faulty(copies, drawn, leaves, wrong)
+        shared = shared_copies(copies, process_of)
+        told = [
+            [
+                summary({d: rows[d] for d in devices if process_of[d] == process}, each)
+                for each in shared
+                if process in each.processes
+            ]
+            for process in range(max(process_of.values()) + 1)
+        ]
+        plain = compare(rows, copies, names)
+        unlike = {each for some in differing(told, shared) for each in some.copies}
+        assert compare(rows, [each for each in copies if each in unlike], names) == plain
+        assert bool(unlike) == bool(plain), "nothing more is asked for where nothing differs"
+        assert max(map(len, told)) <= 2 * 4, "a text for each kind of split, not for each leaf"
+
+
+CERTAIN = {
+    "most are against it": ([Difference("w", (2,), True)], (1,)),
+    "one of two": ([Difference("w", (0, 2), False)], ()),
+    "one of two of the same process": ([Difference("w", (2, 3), False)], (1,)),
+    "one of two, and elsewhere most are against one": (
+        [Difference("w", (0, 2), False), Difference("v", (2, 5), True)], (1, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_who_is_wrong_for_certain(name: str) -> None:
+    found, processes = CERTAIN[name]
+    assert certain(found, {device: device // 2 for device in range(8)}) == processes

@@ -19,10 +19,15 @@ from jaxtrain.step.digests import (
     Copies,
     Difference,
     Rows,
+    Shared,
+    certain,
     compare,
     compile_digests,
     copies_of,
     covered,
+    differing,
+    shared_copies,
+    summary,
 )
 from jaxtrain.step.state import TrainState
 
@@ -32,10 +37,11 @@ MOST_LEAVES = 3
 
 class WrongNumbers(RuntimeError):
     """The state is not what the run computed. It is not saved: the newest checkpoint was compared
-    before it was written. `devices`: one or more of them computed or kept it wrongly."""
+    before it was written. `devices`: one or more of them computed or kept it wrongly. `processes`:
+    those that have such a device for certain."""
 
-    def __init__(self, what: str, devices: Iterable[int]) -> None:
-        self.devices = tuple(sorted(set(devices)))
+    def __init__(self, what: str, devices: Iterable[int], processes: tuple[int, ...]) -> None:
+        self.devices, self.processes = tuple(sorted(set(devices))), processes
         super().__init__(what)
 
 
@@ -56,11 +62,15 @@ class HealthChecks:
         first, second = self._rows_of(session.state), self._rows_of(session.again(kept, batch))
         wrong = sorted(device for device in first if (first[device] != second[device]).any())
         if told := all_gather_union(wrong):
-            raise WrongNumbers(
+            # What one computes wrongly reaches others through sums; of one alone it was its own.
+            processes = tuple({_process_of()[device] for device in told})
+            certain_ones = processes if len(processes) == 1 < jax.process_count() else ()
+            raise self._told_of(
                 f"step {step + 1} was taken twice from the same state and batch, and came out "
                 f"different on {_named(told)}: it computes wrongly, or the program is not "
                 "deterministic there (on GPUs: --xla_gpu_deterministic_ops)",
                 told,
+                certain_ones,
             )
         return metrics
 
@@ -81,22 +91,43 @@ class HealthChecks:
             return
         if self._compared < 0 and (share := covered(self._copies)) < 1:
             self._tell(f"NOTE {1 - share:.0%} of the state's bytes have one copy, uncompared")
-        mine = {
-            device: row.tobytes().hex()
-            for device, row in self._rows_of(self._session.state).items()
-        }
-        rows = {
-            int(device): np.frombuffer(bytes.fromhex(text), np.uint32)
-            for told in all_gather_text(json.dumps(mine))
-            for device, text in json.loads(told).items()
-        }
-        if found := compare(rows, self._copies, self._paths):
-            raise WrongNumbers(_told(found, done), (d for each in found for d in each.devices))
+        mine, process = self._rows_of(self._session.state), jax.process_index()
+        held = [summary(mine, each) for each in self._shared if process in each.processes]
+        told = [json.loads(text) for text in all_gather_text(json.dumps(held))]
+        if unlike := differing(told, self._shared):
+            found = self._differences(mine, unlike)
+            devices = (device for each in found for device in each.devices)
+            raise self._told_of(_told(found, done), devices, certain(found, _process_of()))
         self._compared = done
+
+    def _differences(self, mine: Rows, unlike: list[Shared]) -> list[Difference]:
+        """What `compare` finds with the rows of all devices: those that hold what is unlike send
+        theirs."""
+        wanted = {copies for each in unlike for copies in each.copies}
+        leaves = sorted({copies.leaf for copies in wanted})
+        holders = {device for copies in wanted for device in copies.devices}
+        sent = {d: row[leaves].tobytes().hex() for d, row in mine.items() if d in holders}
+        rows: Rows = {}
+        for text in all_gather_text(json.dumps(sent)):
+            for device, digests in json.loads(text).items():
+                row = rows[int(device)] = np.zeros(len(self._paths), np.uint32)
+                row[leaves] = np.frombuffer(bytes.fromhex(digests), np.uint32)
+        return compare(rows, [each for each in self._copies if each in wanted], self._paths)
+
+    def _told_of(
+        self, what: str, devices: Iterable[int], processes: tuple[int, ...]
+    ) -> WrongNumbers:
+        """The error, of which a supervisor hears too."""
+        self._session.phases.accuse(processes)
+        return WrongNumbers(what, devices, processes)
 
     @cached_property
     def _copies(self) -> list[Copies]:
         return copies_of(self._session.assembly.abstract, self._session.shardings)
+
+    @cached_property
+    def _shared(self) -> list[Shared]:
+        return shared_copies(self._copies, _process_of())
 
     @cached_property
     def _paths(self) -> list[str]:
@@ -132,6 +163,10 @@ def _told(found: list[Difference], done: int) -> str:
 
 def _named(devices: Iterable[int]) -> str:
     """Devices, and the processes they are of."""
-    by_id = {device.id: device for device in jax.devices()}
-    names = [f"device {n} of process {by_id[n].process_index}" for n in sorted(set(devices))]
+    process_of = _process_of()
+    names = [f"device {n} of process {process_of[n]}" for n in sorted(set(devices))]
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def _process_of() -> dict[int, int]:
+    return {device.id: device.process_index for device in jax.devices()}

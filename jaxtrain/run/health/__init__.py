@@ -1,0 +1,12 @@
+"""Whether the numbers of a run are those that were meant: devices that compute and keep what they
+should (`checks.py`), on what `Health` of an experiment asks for.
+
+Does not belong here: who ends processes and starts them again (fault_tolerance/), and digests
+themselves (step/). To read first: Dixit et al., "Silent Data Corruptions at Scale" (2021).
+"""
+
+from __future__ import annotations
+
+from jaxtrain.run.health.checks import HealthChecks, WrongNumbers
+
+__all__ = ["HealthChecks", "WrongNumbers"]
