@@ -8,8 +8,10 @@ and the others wait for it. A chip that is slow by itself does not show here.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
+import time
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -24,6 +26,20 @@ STEPS = 5
 SLOWER, SHARE = 3.0, 0.25
 """A process is slow that does so many times as much of its own as others do, and so large a share
 of a step's time."""
+
+
+APART_S = 0.05
+"""Seconds between two times that the numbers of each process are given, for every process: those of
+a thousand are a line of 30 KB every 50 s."""
+
+
+class Seconds(NamedTuple):
+    """Of a step of one process, in the mean. own: what it did of its own; data: it waited for rows.
+    What is left of step it waited for devices, its own and, in sums, those of others."""
+
+    own: float
+    step: float
+    data: float = 0.0
 
 
 class Slow(NamedTuple):
@@ -42,14 +58,13 @@ class Slow(NamedTuple):
         )
 
 
-def slowest(paces: dict[int, tuple[float, float]]) -> Slow | None:
-    """The process that the others wait for, if one is. paces: process -> (own seconds, seconds) of
-    a step."""
+def slowest(paces: dict[int, Seconds]) -> Slow | None:
+    """The process that the others wait for, if one is. paces: process -> seconds of a step."""
     if len(paces) < 2:
         return None
-    process = max(paces, key=lambda p: paces[p][0])
-    own, step_s = paces[process]
-    others = statistics.median(each for p, (each, _) in paces.items() if p != process)
+    process = max(paces, key=lambda p: paces[p].own)
+    own, step_s, _ = paces[process]
+    others = statistics.median(each.own for p, each in paces.items() if p != process)
     slow = own > SLOWER * others and own - others > SHARE * step_s
     return Slow(process, own, others, step_s) if slow else None
 
@@ -59,19 +74,23 @@ class Pace:
 
     def __init__(self, key: str) -> None:
         self._key, self._lock = f"jaxtrain/pace/{key}", threading.Lock()
-        self._told: list[tuple[float, float]] = []
-        self.paces: dict[int, tuple[float, float]] = {}
+        self._told: list[Seconds] = []
+        self._data_s = 0.0
+        self.paces: dict[int, Seconds] = {}
+        self._given: tuple[float, dict[int, Seconds]] = (-math.inf, {})
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if jax.process_count() > 1:
             self._thread = threading.Thread(target=self._exchange, name="pace", daemon=True)
             self._thread.start()
 
-    def add(self, own_s: float, step_s: float) -> None:
-        """Of one step: what this process did of its own, and how long it took in all."""
+    def add(self, own_s: float, step_s: float, data_s: float) -> None:
+        """Of one step: what this process did of its own, and how long it took in all. data_s: how
+        long this start has waited for rows, of all steps."""
         if self._thread is not None:
             with self._lock:
-                self._told.append((own_s, step_s))
+                self._told.append(Seconds(own_s, step_s, data_s - self._data_s))
+                self._data_s = data_s
 
     def slow(self) -> Slow | None:
         """The process that the others wait for now, if one is; known to the first process."""
@@ -82,9 +101,31 @@ class Pace:
         least of the others' are; {} where one runs alone, or nobody has told yet."""
         if len(paces := self.paces) < 2:
             return {}
-        most = max(paces, key=lambda p: paces[p][0])
-        least = min(own for own, _ in paces.values())
-        return {"slowest_process": most, "slowest_own_s": paces[most][0], "least_own_s": least}
+        most = max(paces, key=lambda p: paces[p].own)
+        least = min(each.own for each in paces.values())
+        return {"slowest_process": most, "slowest_own_s": paces[most].own, "least_own_s": least}
+
+    def of_each(self) -> dict[str, list[float]]:
+        """Seconds of a step of every process, in their order: process_step_s, process_own_s,
+        process_data_s (it waited for rows) and process_wait_s (it waited for devices); {} until all
+        have told, where nothing has changed, and too soon after the last time."""
+        (at, before), paces, now = self._given, self.paces, time.monotonic()
+        if len(paces) < 2 or len(paces) < jax.process_count() or paces == before:
+            return {}
+        if now - at < APART_S * len(paces):
+            return {}
+        self._given = now, paces
+        each = [paces[process] for process in sorted(paces)]
+        columns = {
+            "step": [s.step for s in each],
+            "own": [s.own for s in each],
+            "data": [s.data for s in each],
+            "wait": [max(0.0, s.step - s.own - s.data) for s in each],
+        }
+        return {
+            f"process_{name}_s": [float(f"{seconds:.4g}") for seconds in column]
+            for name, column in columns.items()
+        }
 
     def close(self) -> None:
         self._closed.set()
@@ -106,6 +147,6 @@ class Pace:
                 if first:
                     found = dict(client.key_value_dir_get(self._key))
                     self.paces = {
-                        int(name.rpartition("/")[2]): tuple(json.loads(text))
+                        int(name.rpartition("/")[2]): Seconds(*json.loads(text))
                         for name, text in found.items()
                     }

@@ -154,10 +154,13 @@ class GuardMessages(Callback):
 class MetricsFiles(Callback):
     """metrics.jsonl and TensorBoard events: a line for every `Logging.every`-th step, the first,
     the last and those that were evaluated, whose line waits for what was found. Speeds are means
-    since the line before, so `rates` are told of each, also where run_dir=None keeps none."""
+    since the line before, so `rates` are told of each, also where run_dir=None keeps none. Lines
+    have what `pace` knows of each process, where it is new."""
 
-    def __init__(self, run_dir: Path | None, start: int, logging: Logging, rates: Rates) -> None:
-        self._run_dir, self._logging, self._rates = run_dir, logging, rates
+    def __init__(
+        self, run_dir: Path | None, start: int, logging: Logging, rates: Rates, pace: Pace
+    ) -> None:
+        self._run_dir, self._logging, self._rates, self._pace = run_dir, logging, rates, pace
         self._held: tuple[int, Mapping[str, Any]] | None = None
         self._latest = start
         self._writer = self._open(start + 1)
@@ -199,7 +202,7 @@ class MetricsFiles(Callback):
         if self._writer is None:
             return
         try:
-            self._writer.write(step, values)
+            self._writer.write(step, {**values, **self._pace.of_each()})
         except OSError as error:  # a full disk; the run is worth more than its log
             run.tell(f"NOT LOGGED step {step}: {error}; the run goes on")
 

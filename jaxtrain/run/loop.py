@@ -141,7 +141,7 @@ class _Loop:
         self.rates = Rates(session.assembly, session.documents)
         self.pace, self.waited = Pace(self.requests.key), 0.0
         self.readings = Readings(session, self.rates, self.pace, self.tell_metrics)
-        self.files = MetricsFiles(run_dir, session.start, logging, self.rates)
+        self.files = MetricsFiles(run_dir, session.start, logging, self.rates, self.pace)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
         of_several = (SlowProcess(self.pace), GarbageCollection())
         own = (profiling, progress, guard, self.files, *of_several)
@@ -205,7 +205,7 @@ class _Loop:
                 self.readings.read()
             took = time.monotonic() - began
             phases.advance(step + 1, None if early else took)
-            self.pace.add(took - self.waited, took)
+            self.pace.add(took - self.waited, took, session.loader.wait_s)
             self.readings.refuse_skipping()
             self.health.after_step(step + 1)
             self.evaluate_and_save(step + 1)

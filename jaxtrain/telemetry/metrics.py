@@ -2,7 +2,8 @@
 
 `metrics.jsonl` is one strict JSON object per logged step, steps strictly increasing. A number that
 is not finite is written as null, with "<name>_nonfinite" beside it saying "nan", "inf" or "-inf";
-`read_metrics` gives the number back.
+`read_metrics` gives the number back. A list is of all processes, in their order, and finite; events
+have none.
 """
 
 from __future__ import annotations
@@ -42,12 +43,22 @@ def scalar(name: str, value: Any) -> Any:
     return float(array) if array.dtype.kind in "fV" else array.item()
 
 
+def _plain(name: str, value: Any) -> Any:
+    """A scalar, or a list of finite ones."""
+    if not isinstance(value, list):
+        return scalar(name, value)
+    found = [scalar(name, each) for each in value]
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in found):
+        raise ValueError(f"metric {name!r} is a list of {found}; a list has finite numbers alone")
+    return found
+
+
 def _encode(step: int, values: Mapping[str, Any]) -> str:
     plain: Values = {"step": step}
     for name, value in values.items():
         if name == "step" or name.endswith(_MARK):
             raise ValueError(f"metric {name!r}: the file uses this name itself; call it another")
-        number = scalar(name, value)
+        number = _plain(name, value)
         finite = not isinstance(number, float) or math.isfinite(number)
         plain[name] = number if finite else None
         if not finite:
@@ -209,7 +220,7 @@ class MetricsWriter:
         self._append(_encode(step, values).encode())
         self._last = step
         if self._events is not None:
-            plain = {name: scalar(name, value) for name, value in values.items()}
+            plain = {name: _plain(name, value) for name, value in values.items()}
             self._events.write(step, plain)
 
     def _append(self, line: bytes) -> None:

@@ -103,6 +103,8 @@ def test_arrays_of_any_type_are_scalars(tmp_path: Path, array: object, value: ob
         (4, {"load": np.ones(8)}, r"shape \(8,\).*load_0"),
         (4, {"load": object()}, "of type object"),
         (4, {"step": 4}, "call it another"),
+        (4, {"own": [1.0, math.nan]}, "'own' is a list of .* finite numbers alone"),
+        (4, {"own": [1.0, "a"]}, "finite numbers alone"),
     ],
 )
 def test_what_is_refused_leaves_the_file_as_it_was(
@@ -173,7 +175,10 @@ def test_tensorboard_events_follow_the_file(
     for start, factor in ((0, -1.0), (2, 1.0)):
         with MetricsWriter(tmp_path, start=start) as writer:
             for step in range(start, 4):
-                writer.write(step, {"loss": step * factor, "note": "text", "bad": math.nan})
+                values = {"loss": step * factor, "note": "text", "bad": math.nan}
+                writer.write(step, {**values, "each": [1.0, 2.0]})
+    assert {tag for _, tag, _ in scalars(tmp_path / "events")} == {"loss"}
+    assert all(line["each"] == [1.0, 2.0] for line in read_metrics(tmp_path))
     losses = [(step, value) for step, tag, value in scalars(tmp_path / "events") if tag == "loss"]
     assert losses == [(line["step"], line["loss"]) for line in read_metrics(tmp_path)]
     assert losses == [(0, 0.0), (1, -1.0), (2, 2.0), (3, 3.0)]
