@@ -37,10 +37,9 @@ from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.models.layered import description_of
+from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.violations import count, raise_violations
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
-"""Relative bounds by compute dtype; bf16 rounds each product to 2^-8."""
 STATE_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
 """Of parameters, averages and optimizer state after the last step."""
 MOST_DEVICES = 64

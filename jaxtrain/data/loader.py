@@ -73,6 +73,16 @@ class Loader:
         finally:
             self.wait_s += self._clock() - began
 
+    def peek(self, count: int) -> list[tuple[int, Any]]:
+        """The next `count` of them, which `next` gives again; they are held until then. Raises what
+        `next` does."""
+        waited = self.wait_s
+        found = [self.next() for _ in range(count)]
+        with self._changed:
+            self._ready.extendleft(reversed(found))
+        self.wait_s = waited
+        return found
+
     def __next__(self) -> tuple[int, Any]:
         return self.next()
 

@@ -27,6 +27,10 @@ SEEDS = 2**32
 """JAX's keys take so many: a seed beyond would draw what a smaller one draws."""
 
 
+MOST_CHECKED = 32
+"""Steps of a self-check; their batches are held at once."""
+
+
 @dataclass(frozen=True)
 class Health:
     """Whether devices compute and keep what they should. What does not ends the run without a save
@@ -35,16 +39,27 @@ class Health:
     replicas: every so many steps, and before each save, copies of the same part of the state on
     several devices are compared, bit for bit; those with most of three or more against them are
     named, of two both. replay: every so many steps one is taken twice from the same state and
-    batch, and must come out the same to the bit; a copy of the state is held meanwhile. None is
-    never.
+    batch, and must come out the same to the bit; a copy of the state is held meanwhile. self_check:
+    so many first steps of a start, 32 at most, are taken before it, twice: as they will be, and in
+    a safe configuration (XLA's own collectives, the plain attention kernel, no rematerialisation,
+    no compiler options of the mesh). Losses and gradient norms must agree within 1e-5, in 16 bits
+    3e-2, or the run is refused before anything of it is saved. A copy of the state and the batches
+    are held meanwhile, and the safe step has the larger activations. None is never.
     """
 
     replicas: int | None = None
     replay: int | None = None
+    self_check: int | None = None
 
     def __post_init__(self) -> None:
-        given = {"replicas": self.replicas, "replay": self.replay}
-        raise_violations(v for k, n in given.items() if n is not None for v in count(k, n, 1))
+        given = {"replicas": self.replicas, "replay": self.replay, "self_check": self.self_check}
+        found = [v for k, n in given.items() if n is not None for v in count(k, n, 1)]
+        if not found and (self.self_check or 0) > MOST_CHECKED:
+            found = [
+                f"self_check={self.self_check} steps are more than rounding allows to compare; use "
+                f"{MOST_CHECKED} or fewer, such as 3"
+            ]
+        raise_violations(found)
 
 
 @dataclass(frozen=True)

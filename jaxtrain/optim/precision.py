@@ -19,6 +19,10 @@ from jaxtrain.violations import at_least, count, positive, raise_violations
 Tree = TypeVar("Tree")
 MATMUL_PRECISIONS = ("default", "high", "highest")
 
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
+"""How far losses, gradients and their norm may be apart, relatively, where the same steps are
+computed in two ways; by compute dtype. bf16 rounds each product to 2^-8."""
+
 
 class LossScaleState(NamedTuple):
     """good_steps: finite steps since the scale last changed."""

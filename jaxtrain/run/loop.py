@@ -167,6 +167,7 @@ class _Loop:
         if self.saving:
             self.uninterrupted(self.saving.begin)
         self.tell(self.headline())
+        self.health.begin()
         with self.hooks.ended():
             try:
                 self.loop()
@@ -383,14 +384,10 @@ class _Loop:
             say(self.result.sample)
 
     def sample_text(self) -> str:
-        sample = self.experiment.sample
-        assert sample is not None
-        return sample.prompt + generate(
-            self.session,
-            sample.prompt,
-            tokens=sample.tokens,
-            temperature=sample.temperature,
-            seed=self.experiment.seed,
+        e, s = self.experiment, self.experiment.sample
+        assert s is not None
+        return s.prompt + generate(
+            self.session, s.prompt, tokens=s.tokens, temperature=s.temperature, seed=e.seed
         )
 
     def close(self) -> None:

@@ -91,6 +91,17 @@ def test_waiting_is_measured() -> None:
         assert batches.wait_s == 5.25
 
 
+def test_batches_that_were_looked_at_come_again_and_were_not_waited_for() -> None:
+    """More of them than the loader holds ahead."""
+    with loader(start=3, clock=iter(range(1000)).__next__) as batches:
+        assert [step for step, _ in batches.peek(5)] == [3, 4, 5, 6, 7]
+        assert batches.wait_s == 0.0
+        assert [step for step, _ in batches.peek(2)] == [3, 4]
+        for step in range(3, 12):
+            found, placed = batches.next()
+            assert found == step and placed["tokens"][0, 0] == 30 * step
+
+
 def test_an_interrupt_while_waiting_loses_nothing() -> None:
     release = threading.Event()
 

@@ -25,8 +25,8 @@ import pytest
 from elastic_worker import BATCHES, KINDS, Held, Piece, Pieces, trained
 
 from jaxtrain import Pipeline
-from jaxtrain.certificate.certify import BOUNDS
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
+from jaxtrain.optim.precision import BOUNDS
 
 BOUND = BOUNDS["float32"]
 slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.cluster.agreement import all_gather_text, all_gather_union
 from jaxtrain.experiment import Health
+from jaxtrain.run.health.self_check import SelfCheck
 from jaxtrain.run.session import Session
 from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.digests import (
@@ -51,6 +52,15 @@ class HealthChecks:
     def __init__(self, health: Health, session: Session, tell: Callable[[str], None]) -> None:
         self._health, self._session, self._tell = health, session, tell
         self._compared = -1
+
+    def begin(self) -> None:
+        """Before the first step of this start: the self-check, where it is asked for. Raises
+        ValueError."""
+        session, steps = self._session, self._health.self_check
+        left = session.experiment.steps - session.start
+        if steps is not None and left:
+            with session.phases.within("compile"):
+                SelfCheck(session, self._copy).run(min(steps, left), self._tell)
 
     def step(self, step: int, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Take the step after `step`, twice where it is due. Raises WrongNumbers."""
