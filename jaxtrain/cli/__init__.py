@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import drill, generate, launch, schedule, train, verify
+from jaxtrain.cli import agent, drill, elastic, generate, launch, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     JSON,
@@ -108,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "every fault on purpose, on the experiment made small, and what became of the run"
     drill.add_options(command("drill", drill.drill_command, text))
 
+    text = "the process of this machine, for a launch --machines elsewhere"
+    agent.add_options(command("agent", agent.agent_command, text))
+
+    text = "how a run stands on fewer machines than its mesh has"
+    fewer = command("elastic", elastic.elastic_command, text)
+    elastic.add_options(fewer)
+
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
     check.add_argument("--mesh", required=True, help=MESH)
@@ -127,10 +134,19 @@ def _parser() -> argparse.ArgumentParser:
     compiled.add_argument("--mesh", required=True, help=MESH)
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
-    for sub in (trained, check, compiled):
+    for sub in (trained, fewer, check, compiled):
         _add_settings(sub)
     add_bench(commands)
 
+    _add_readers(command)
+    return parser
+
+
+Command = Callable[[str, Callable[[Any], int], str], argparse.ArgumentParser]
+
+
+def _add_readers(command: Command) -> None:
+    """Commands about schedules, weights, checkpoints and data."""
     text = "a pipeline schedule: its grid, cost and memory"
     schedule.add_options(command("schedule", schedule.draw, text))
 
@@ -147,7 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     tokenize.add_argument("experiment")
     tokenize.add_argument("--out", required=True, help="directory of the token files")
     tokenize.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return parser
 
 
 def _launch(options: argparse.Namespace) -> int:

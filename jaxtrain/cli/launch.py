@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import mesh_of, run_dir_of
+from jaxtrain.cluster.exit_codes import FAILED
+from jaxtrain.fault_tolerance.agents import Agents
+from jaxtrain.fault_tolerance.channel import read_address, read_key
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
+from jaxtrain.fault_tolerance.layouts import Layout, read_layouts
+from jaxtrain.fault_tolerance.machines import Here, Machines
 from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
+from jaxtrain.fault_tolerance.workers import Tell
 from jaxtrain.violations import raise_violations
+
+WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,6 +39,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def add_options(launch: argparse.ArgumentParser) -> None:
     where = launch.add_mutually_exclusive_group(required=True)
     where.add_argument("--processes", type=int, help="how many to run on this machine, watched")
+    text = "how many there are, each with a jaxtrain agent, which runs one process there, watched"
+    where.add_argument("--machines", type=int, help=text)
     for name, what in (("slurm", "sbatch"), ("k8s", "kubectl, as a JobSet"), ("ray", "Ray")):
         text = f"one on each host of the mesh, started by {what}"
         where.add_argument(
@@ -35,6 +49,12 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     text = "print what the scheduler would be given, and leave"
     launch.add_argument("--dry-run", action="store_true", help=text)
     launch.add_argument("--image", help="the container image of --k8s")
+    text = "HOST:PORT at which the agents of --machines are waited for; default 0.0.0.0:7000"
+    launch.add_argument("--listen", help=text)
+    text = "go on with fewer where a machine is missing or computes wrongly, and with all again"
+    launch.add_argument("--elastic", action="store_true", help=text)
+    text = "seconds that missing machines are waited for; default 300"
+    launch.add_argument("--wait", type=float, default=WAIT_S, help=text)
     text = "how often all may be started again within --within seconds; default 10"
     launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
     text = "seconds in which --restarts are counted; default 3600"
@@ -70,36 +90,85 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
     raise_violations(_idle(options))
     if options.scheduler:
         return _submit(options, train, command)
-    _refuse(train, options.processes)
+    count = options.processes or options.machines or 0
+    _refuse(train, count)
     faults = [read_fault(text) for text in options.faults]
     raise_violations(
-        f"--fault {fault} is of no process; there are 0 to {options.processes - 1}"
+        f"--fault {fault} is of no process; there are 0 to {count - 1}"
         for fault in faults
-        if fault.process >= options.processes
+        if fault.process >= count
+    )
+    raise_violations(
+        f"--fault {fault} is of a machine's agent; use --machines"
+        for fault in faults
+        if fault.kind == "lose" and options.machines is None
     )
     given = {each.name: getattr(options, f"deadline_{each.name}") for each in fields(Deadlines)}
     deadlines = Deadlines(**given)
     restarts = Restarts(most=options.restarts, within_s=options.within)
-    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
-        supervisor = Supervisor(
-            own_command(*command),
-            options.processes,
-            _teller(),
-            run_dir_of(train),
-            Path(folder),
-            deadlines=deadlines,
-            restarts=restarts,
-            faults=faults,
-        )
-        return _run(supervisor)
+    run_dir, tell = run_dir_of(train), _teller()
+    layouts = _layouts(train, run_dir, count, elastic=options.elastic)
+    with ExitStack() as stack:
+        machines, folder = _machines(options, run_dir, tell, stack)
+        roster = Roster(machines, layouts, options.wait, tell)
+        made = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
+        code = FAILED
+        try:
+            code = _run(made)
+        finally:
+            machines.close(code)
+        return code
+
+
+def _machines(
+    options: argparse.Namespace, run_dir: Path, tell: Tell, stack: ExitStack
+) -> tuple[Machines, Path]:
+    """Where the processes are started, and a folder that all of them and this one share."""
+    if options.machines is None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
+        return Here(options.processes, folder, own_command(), os.environ), folder
+    key = read_key(os.environ)
+    agents = Agents(read_address(options.listen or LISTEN, "--listen"), key, tell)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    shared = tempfile.TemporaryDirectory(prefix="launch-", dir=run_dir)
+    host, port = agents.address
+    tell(
+        f"launch: waits for {options.machines} machines at {host}:{port}; run jaxtrain agent there"
+    )
+    return agents, Path(stack.enter_context(shared))
+
+
+def _layouts(
+    train: argparse.Namespace, run_dir: Path, count: int, *, elastic: bool
+) -> dict[int, Layout]:
+    """How the run stands on fewer machines, where it may: found by a process of its own, for there
+    is no JAX in this one, and kept in the run directory, where all machines read them."""
+    if not elastic:
+        return {count: Layout(count)}
+    asked = ["elastic", train.experiment, "--mesh", train.mesh, "--machines", str(count), "--json"]
+    asked += ["--simulate"] * train.simulate
+    asked += [part for each in train.settings for part in ("--set", each)]
+    found = subprocess.run(own_command(*asked), stdout=subprocess.PIPE, check=False, text=True)
+    if found.returncode:
+        raise ValueError("the run cannot stand on fewer machines, as said above")
+    return read_layouts(json.loads(found.stdout), mesh_of(train), run_dir / "elastic")
 
 
 def _idle(options: argparse.Namespace) -> list[str]:
     """Options that nothing would come of."""
     if not options.scheduler:
         given = {"--dry-run": options.dry_run, "--image": options.image}
-        return [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
+        found = [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
+        several = {"--listen": options.listen, "--wait": options.wait != WAIT_S}
+        if options.machines is None:
+            found += [
+                f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
+            ]
+        return found
     watched = {
+        "--listen": options.listen,
+        "--elastic": options.elastic,
+        "--wait": options.wait != WAIT_S,
         "--restarts": options.restarts != Restarts.most,
         "--within": options.within != Restarts.within_s,
         "--fault": options.faults,
@@ -109,7 +178,11 @@ def _idle(options: argparse.Namespace) -> list[str]:
             for field in fields(Deadlines)
         },
     }  # fmt: skip
-    found = [f"{flag} is for --processes; leave it out" for flag, on in watched.items() if on]
+    found = [
+        f"{flag} is for --processes and --machines; leave it out"
+        for flag, on in watched.items()
+        if on
+    ]
     if options.image and options.scheduler != "k8s":
         found.append("--image is for --k8s; leave it out")
     if options.scheduler == "k8s" and not options.image and not options.dry_run:
@@ -153,7 +226,7 @@ def _run(supervisor: Supervisor) -> int:
 def _refuse(train: argparse.Namespace, processes: int) -> None:
     """What cannot be run, before any process is started."""
     if processes < 1:
-        raise ValueError(f"--processes {processes}; use 1 or more")
+        raise ValueError(f"{processes} processes; use 1 or more")
     spec = mesh_of(train)
     if spec.devices % processes:
         raise ValueError(
@@ -162,7 +235,7 @@ def _refuse(train: argparse.Namespace, processes: int) -> None:
         )
 
 
-def _teller() -> Callable[[str], None]:
+def _teller() -> Tell:
     """Lines of several threads, each whole."""
     lock = threading.Lock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,11 @@ from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
 from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
 from jaxtrain.fault_tolerance.faults import Fault
+from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
+from jaxtrain.fault_tolerance.machines import Here
 from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.supervisor import (
     FAILURES,
     Supervisor,
@@ -196,12 +200,14 @@ def _launched(
     files = folder / f"{run} files"
     files.mkdir()
     train = ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
-    command, wall_s = own_command(*train, "--run-dir", str(folder / run)), 0.0
+    command, wall_s = [*train, "--run-dir", str(folder / run)], 0.0
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir, often = folder / run, Restarts(most=len(faults))
+        here = Here(processes, files, own_command(), os.environ)
+        roster = Roster(here, {processes: Layout(processes)}, 0, tell)
         code = Supervisor(
-            command, processes, tell, run_dir, files, restarts=often, faults=faults
+            command, roster, tell, run_dir, files, restarts=often, faults=faults
         ).run()
         wall_s += time.monotonic() - began
         if code != PREEMPTED:

@@ -12,11 +12,12 @@ from jaxtrain.violations import at_least, count, positive, raise_violations
 
 class Failure(NamedTuple):
     """Why the processes of one start ended. process: the one to blame. kind: "crashed" (it exited,
-    or a fault of its own ended it), "killed" (by SIGKILL), "hangs", "silent", or "wrong" (numbers
-    of the run are). what: in words. step: it had done. at: seconds. first: steps done before that
-    start, -1 where it did not come to know. cause: how it ended, with the last that it said. still:
-    since when it had not moved, of the clock of `at`, where it hangs or is silent. wrong: processes
-    whose numbers are certain to be wrong; none where that is one of several and cannot be told.
+    or a fault of its own ended it), "killed" (by SIGKILL), "lost" (with its machine), "hangs",
+    "silent", or "wrong" (numbers of the run are). what: in words. step: it had done. at: seconds.
+    first: steps done before that start, -1 where it did not come to know. cause: how it ended, with
+    the last that it said. still: since when it had not moved, of the clock of `at`, where it hangs
+    or is silent. wrong: processes whose numbers are certain to be wrong; none where that is one of
+    several and cannot be told.
     """
 
     process: int

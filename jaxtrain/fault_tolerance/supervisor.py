@@ -1,14 +1,14 @@
-"""One machine's processes under watch: started together, and together again when one fails."""
+"""The processes of a run under watch: started together, and together again when one fails."""
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ from jaxtrain.cluster.exit_codes import (
     PREEMPTED,
     REFUSED,
 )
-from jaxtrain.cluster.join import free_port
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
 from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger, record
+from jaxtrain.fault_tolerance.machines import Running
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
-from jaxtrain.fault_tolerance.workers import Worker, ending
+from jaxtrain.fault_tolerance.roster import POLL_S, Roster
+from jaxtrain.fault_tolerance.workers import Tell
 
-POLL_S = 0.05
 LOOK_S = 0.5
 """How often exits are looked for, and what processes say of themselves."""
 
@@ -45,33 +45,37 @@ FRAMES = 12
 
 @dataclass
 class Supervisor:
-    """Runs `processes` copies of `command` until they are done.
+    """Runs a process of `command` on each machine of `roster` until they are done.
 
-    command: of one process; where the processes meet, and which it is, is added as flags. tell:
-    takes every line, of the processes and its own. run_dir: where failures and the ledger are
-    written down; folder: for files that processes and supervisor share. faults: on purpose, each
-    once as long as `folder` is the same.
+    command: of one process, after that of jaxtrain itself; where the processes meet, and which it
+    is, is added as flags. tell: takes every line, of the processes and its own. run_dir: where
+    failures and the ledger are written down; folder: where faults that happened are marked. faults:
+    on purpose, each once as long as `folder` is the same.
     """
 
     command: Sequence[str]
-    processes: int
-    tell: Callable[[str], None]
+    roster: Roster
+    tell: Tell
     run_dir: Path
     folder: Path
     deadlines: Deadlines = field(default_factory=Deadlines)
     restarts: Restarts = field(default_factory=Restarts)
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     faults: Sequence[Fault] = ()
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[Running] = field(default_factory=list)
     stopping: int = 0
     """Signals that have asked for an end."""
+    _growing: bool = False
 
     def run(self) -> int:
         """Until all are done, or nothing more is tried; gives the exit code."""
         history, attempt = RestartHistory(self.restarts), 0
         while True:
+            if not self._waits(lambda: self.roster.choose(lambda: self.stopping > 0)):
+                return self._interrupted() if self.stopping else EXHAUSTED
             attempt += 1
             found = self._one_start()
+            if found == PREEMPTED and self._goes_on():
+                continue
             if isinstance(found, int):
                 self.tell(f"launch: {self._ledger()}")
                 return found
@@ -83,9 +87,18 @@ class Supervisor:
             if isinstance(next_one, Exhausted):
                 self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
                 return _code(found, next_one)
+            self.roster.set_aside(found.wrong)
             self.tell(f"launch: all processes start again in {next_one:g} s")
-            if not self._wait(next_one):
+            if not self._waits(partial(self._wait, next_one)):
                 return self._interrupted()
+
+    def _goes_on(self) -> bool:
+        """Whether processes that saved and left are followed by others: they did so for a machine
+        that comes or goes, and nobody asked for more."""
+        growing, self._growing = self._growing, False
+        if leaving := self.roster.leaving():
+            self.tell(f"launch: machine {', '.join(leaving)} is to go; the run goes on without it")
+        return (growing or bool(leaving)) and not self.stopping
 
     def _one_start(self) -> int | Failure:
         """All processes, from their beginning to their end; kept in the ledger."""
@@ -94,7 +107,10 @@ class Supervisor:
             self._start()
             found = self._watch()
         finally:
-            self._kill()
+            for worker in self.workers:
+                worker.kill()
+            for worker in self.workers:
+                worker.join()
         now, at = self.workers[0].sample().now, time.monotonic()
         still = math.inf if isinstance(found, int) or found.still is None else found.still
         entry = entry_of(now, at, began=began, ended=began + at - clock, still_since=still)
@@ -124,17 +140,18 @@ class Supervisor:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
     def _start(self) -> None:
-        coordinator = f"127.0.0.1:{free_port()}"
-        where = ["--coordinator", coordinator, "--processes", str(self.processes)]
-        self.workers, environ = [], {**self.environ, **faults_variable(self.faults, self.folder)}
-        for index in range(self.processes):
-            command = [*self.command, *where, "--process", str(index)]
-            worker = Worker(index, command, environ, self.folder / f"{index}.sample")
-            self.workers.append(worker)
-            worker.read(self.tell)
+        hosts, flags = self.roster.hosts, self.roster.layout.flags
+        place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
+        self.workers, environ = [], faults_variable(self.faults, self.folder)
+        for index, host in enumerate(hosts):
+            command = [*self.command, *flags, *place, "--process", str(index)]
+            self.workers.append(host.start(index, command, environ, partial(self._tell_of, index)))
         if self.stopping:  # a signal came while they were started
             for worker in self.workers:
                 worker.send(signal.SIGTERM)
+
+    def _tell_of(self, process: int, line: str) -> None:
+        self.tell(f"[{process}] {line}")
 
     def _watch(self) -> int | Failure:
         """Until all have ended well, or one has not."""
@@ -154,19 +171,27 @@ class Supervisor:
                 samples = {w.process: w.sample() for w in self.workers if w.code is None}
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found, now)
+                self._grow(samples.values())
+
+    def _grow(self, samples: Iterable[Sample]) -> None:
+        """Have all save and leave, once, where they would begin again on more machines."""
+        at_work = all(sample.now.phase in ("step", "load", "callback") for sample in samples)
+        if not self._growing and not self.stopping and at_work and self.roster.could_grow():
+            self._growing = True
+            self.tell("launch: there are more machines; all save, and begin again with them")
+            self.workers[0].send(signal.SIGTERM)
 
     def _ended(self) -> int | Failure:
         """The failure of the process that ended first of those that did not end well; the exit
         code where it refused what it was given."""
         bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
         # What ends by the loss of another ends later, and JAX says so where it aborts.
-        worker = min(bad, key=lambda w: (w.lost_another, w.ended_at))
+        worker = min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
         sample, code = worker.sample(), worker.code or 0
         if code == REFUSED:
             return REFUSED
-        now, how, process = sample.now, ending(code), worker.process
-        what = f"process {process} of {self.processes} ended by {how} {_at(sample)}"
-        kind, wrong = "killed" if code == -signal.SIGKILL else "crashed", ()
+        now, how, process, kind = sample.now, worker.ending, worker.process, worker.kind
+        what, wrong = f"{self._name(process)} ended by {how} {_at(sample)}", ()
         told = [found for each in bad if (found := each.sample().now.wrong) is not None]
         if told:  # all compare the same numbers
             kind, wrong = "wrong", tuple(told[0])
@@ -174,7 +199,7 @@ class Supervisor:
             whose = f"process {', '.join(map(str, wrong))}" if wrong else "one of several"
             what += f", for wrong numbers of {whose}"
         self.tell(f"launch: {what}")
-        if code > 0 and worker.last_line:
+        if worker.kind == "crashed" and worker.last_line:
             what += f"; its last line: {worker.last_line}"
             how += f": {worker.last_line}"
         where = (now.phase, now.step, time.monotonic(), now.first)
@@ -187,7 +212,7 @@ class Supervisor:
             state = worker.state()
             quiet = "has said nothing" if each.what == "silent" else "has not moved"
             what = (
-                f"process {each.process} of {self.processes} {quiet} for {each.seconds:.1f} s "
+                f"{self._name(each.process)} {quiet} for {each.seconds:.1f} s "
                 f"{_at(each.sample)}{f' ({state})' if state else ''}"
             )
             self.tell(f"launch: {what}; its main thread was at:")
@@ -198,22 +223,28 @@ class Supervisor:
             worker.send(signal.SIGUSR1)
         time.sleep(GRACE_S)
         first, now = found[0], found[0].sample.now
-        what = f"process {first.process} {_at(first.sample)}: {first.what}"
+        what = f"{self._name(first.process)} {_at(first.sample)}: {first.what}"
         where = (now.phase, now.step, time.monotonic(), now.first)
         return Failure(first.process, first.what, what, *where, still=looked - first.seconds)
 
-    def _kill(self) -> None:
-        for worker in self.workers:
-            worker.kill()
+    def _name(self, process: int) -> str:
+        hosts = self.roster.hosts
+        return f"process {process} of {len(hosts)}{hosts[process].where}"
 
     def _wait(self, seconds: float) -> bool:
         """Whether nobody asked for an end meanwhile."""
-        began, clock = time.time(), time.monotonic()
-        while not self.stopping and time.monotonic() < clock + seconds:
+        until = time.monotonic() + seconds
+        while not self.stopping and time.monotonic() < until:
             time.sleep(POLL_S)
-        waited = time.monotonic() - clock
-        add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
         return not self.stopping
+
+    def _waits(self, act: Callable[[], bool]) -> bool:
+        """What `act` gives, its time kept as one in which the run waits."""
+        began, clock = time.time(), time.monotonic()
+        found = act()
+        if (waited := time.monotonic() - clock) > POLL_S:
+            add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
+        return found
 
     def _write_down(self, failure: Failure, attempt: int, next_one: float | Exhausted) -> None:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}

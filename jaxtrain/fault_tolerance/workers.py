@@ -19,21 +19,33 @@ from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, read_sampl
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
 """What XLA's CPU collectives print on the standard output, in threads that may break a line."""
 
+Tell = Callable[[str], None]
+"""Takes a line."""
+
 LOST = "Terminating process because the JAX distributed service detected fatal errors"
 
 
 class Worker:
-    """One process. `code` is its exit code, minus the signal where one ended it."""
+    """One process of this machine (`machines.Running`)."""
 
     def __init__(
-        self, process: int, command: Sequence[str], environ: Mapping[str, str], file: Path
+        self,
+        process: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        file: Path,
+        *,
+        folder: Path | None = None,
     ) -> None:
+        """file: where it says what it is at. folder: in which it works, this process's where it is
+        None. Raises OSError where it cannot be started."""
         self.process, self._file = process, file
         file.unlink(missing_ok=True)
         # A group of its own: a terminal's Ctrl-C is the supervisor's to pass on, and whatever the
         # process starts ends with it.
         self._popen = subprocess.Popen(
             command,
+            cwd=folder,
             env={**environ, SAMPLE_FILE: str(file), SUPERVISOR: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -58,14 +70,24 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """None while it runs."""
+        """Its exit code, minus the signal where one ended it; None while it runs."""
         return self._popen.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words: `exit code 3`, `SIGKILL`."""
+        return ending(self.code or 0)
+
+    @property
+    def kind(self) -> str:
+        """How it ended, as `Failure.kind` has it."""
+        return kind_of(self.code or 0)
 
     def sample(self) -> Sample:
         """The last that it said of itself; that it starts, before it has said anything."""
         return read_sample(self._file) or Sample(Now("start", 0, self._began))
 
-    def read(self, tell: Callable[[str], None]) -> None:
+    def read(self, tell: Tell) -> None:
         """Give every line that it prints to `tell`, from a thread."""
 
         def lines() -> None:
@@ -76,7 +98,7 @@ class Worker:
                         text = line.decode(errors="replace").rstrip()
                         self.last_line = text.strip() or self.last_line
                         self.lost_another |= LOST in text
-                        tell(f"[{self.process}] {text}")
+                        tell(text)
 
         self._reader = threading.Thread(target=lines, name=f"output {self.process}", daemon=True)
         self._reader.start()
@@ -91,6 +113,9 @@ class Worker:
         """End it and all that it started, at once."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Until it has ended, after `kill`."""
         self._popen.wait()
         if self._reader is not None:
             self._reader.join(2)  # its last words; a stranger that holds the pipe is not waited for
@@ -102,6 +127,11 @@ class Worker:
             text = Path(f"/proc/{self.pid}/stat").read_text()
             return words.get(text.rpartition(")")[2].split()[0], "")
         return ""
+
+
+def kind_of(code: int) -> str:
+    """Of an exit code, as `Failure.kind` has it."""
+    return "killed" if code == -signal.SIGKILL else "crashed"
 
 
 def ending(code: int) -> str:

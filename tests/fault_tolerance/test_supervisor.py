@@ -11,36 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from scripted import ROOT, WORKER
 
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
+from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.ledger import read_ledger
+from jaxtrain.fault_tolerance.machines import Here
 from jaxtrain.fault_tolerance.restarts import Restarts
+from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.supervisor import Supervisor
-
-ROOT = Path(__file__).parents[2]
-
-WORKER = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-from jaxtrain.cluster import sampler
-from jaxtrain.cluster.phases import Phases
-from jaxtrain.cluster.sampler import SAMPLE_FILE, Sampler, end_with_parent
-
-sampler.EVERY_S = 0.3
-end_with_parent(int(os.environ["JAXTRAIN_SUPERVISOR"]))
-process, folder = int(sys.argv[sys.argv.index("--process") + 1]), Path(sys.argv[1])
-phases = Phases()
-writes = Sampler(Path(os.environ[SAMPLE_FILE]), phases)
-(folder / f"pid{process}").write_text(str(os.getpid()))
-start = len(list(folder.glob(f"start{process}.*")))
-(folder / f"start{process}.{start}").touch()
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-print("begins", start, flush=True)
-phases.enter("step")
-"""
-"""`start` counts from 0."""
 
 
 @pytest.fixture
@@ -52,15 +32,16 @@ def supervise(tmp_path: Path):
     ):
         told: list[str] = []
         (tmp_path / "worker.py").write_text(WORKER + script)
+        environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+        program = [sys.executable, str(tmp_path / "worker.py")]
         made = Supervisor(
-            [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)],
-            2,
+            [str(tmp_path)],
+            Roster(Here(2, tmp_path, program, environ), {2: Layout(2)}, 0, told.append),
             tell=told.append,
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),
             run_dir=tmp_path / "run",
             folder=tmp_path,
-            environ={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         )
         if during is not None:
             threading.Thread(target=during, args=(made, told), daemon=True).start()
@@ -262,7 +243,7 @@ if start == 0 and process == 1:
 def test_of_two_that_end_alike_the_first_is_named(supervise) -> None:
     """The other meets an error where the first is missing, before anybody looks."""
     script = (
-        "time.sleep(0.02 * (1 - process))\nif start == 0:\n    phases.advance(5)\n    os._exit(1)"
+        "time.sleep(0.2 * (1 - process))\nif start == 0:\n    phases.advance(5)\n    os._exit(1)"
     )
     _, told, failures = supervise(script)
     assert [each["process"] for each in failures] == [1], told

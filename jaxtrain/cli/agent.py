@@ -1,0 +1,44 @@
+"""`jaxtrain agent`: on each machine of a `launch --machines`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+
+from jaxtrain.cli.shared import say
+from jaxtrain.fault_tolerance.agent import Agent
+from jaxtrain.fault_tolerance.channel import read_address, read_key
+from jaxtrain.fault_tolerance.supervisor import own_command
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def add_options(agent: argparse.ArgumentParser) -> None:
+    agent.add_argument("address", help="HOST:PORT at which the launch listens")
+    text = "of this machine, another for each agent; default its host's"
+    agent.add_argument("--name", default=socket.gethostname(), help=text)
+    text = "seconds that a launch which is not there is looked for; default 3600"
+    agent.add_argument("--wait", type=float, default=3600, help=text)
+
+
+def agent_command(options: argparse.Namespace) -> int:
+    agent = Agent(
+        read_address(options.address, "ADDRESS"),
+        read_key(os.environ),
+        name=options.name,
+        program=own_command(),
+        wait_s=options.wait,
+        tell=say,
+    )
+    before = {
+        number: signal.signal(number, lambda *_: agent.leave())
+        for number in SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        return agent.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

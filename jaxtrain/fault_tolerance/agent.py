@@ -1,0 +1,180 @@
+"""`jaxtrain agent`: starts and ends the process of its machine as a supervisor elsewhere asks."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.cluster.exit_codes import EXHAUSTED, PREEMPTED, REFUSED
+from jaxtrain.cluster.join import free_port
+from jaxtrain.fault_tolerance.agents import GONE_S, TOLD_S
+from jaxtrain.fault_tolerance.channel import KEY, Channel, Gone, connect
+from jaxtrain.fault_tolerance.machines import own_environment
+from jaxtrain.fault_tolerance.workers import Tell, Worker
+
+TICK_S = 0.1
+"""How often exits are looked for."""
+
+AGAIN_S = 1.0
+"""Between two tries to reach the supervisor."""
+
+
+class Agent:
+    """Of one machine. address: of the supervisor. name: of the machine, no other's. program: what
+    is before each command. wait_s: how long a supervisor that is not there is looked for."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        *,
+        name: str,
+        program: Sequence[str],
+        wait_s: float,
+        tell: Tell,
+    ) -> None:
+        self._address, self._key, self._name, self._wait_s = address, key, name, wait_s
+        self._program, self._tell = program, tell
+        self._worker: Worker | None = None
+        self._start, self._leaving, self._told, self._port = 0, False, 0.0, 0
+
+    def run(self) -> int:
+        """Until the supervisor lets it go, or is not found; the exit code."""
+        with tempfile.TemporaryDirectory(prefix="jaxtrain-agent-") as folder:
+            self._file = Path(folder) / "sample"
+            while True:
+                channel = self._reach()
+                if channel is None:
+                    return PREEMPTED if self._leaving else EXHAUSTED
+                try:
+                    code = self._serve(channel)
+                except Gone as error:
+                    self._tell(f"agent: the launch is gone ({error}); what ran for it is ended")
+                    code = None
+                finally:
+                    self._end()
+                    channel.close()
+                if code is not None:
+                    return code
+
+    def leave(self) -> None:
+        """From a signal: this machine is to go. Its process asks all to save, and leaves."""
+        self._leaving = True
+
+    def _reach(self) -> Channel | None:
+        """None where nobody is there in time, or this machine leaves."""
+        until, why = time.monotonic() + self._wait_s, "nobody listens"
+        while not self._leaving:
+            try:
+                channel = connect(self._address, self._key)
+                channel.send({"is": "agent", "name": self._name, "host": channel.host})
+                self._tell(
+                    f"agent: machine {self._name} is with the launch at {_of(self._address)}"
+                )
+                return channel
+            except OSError as error:
+                why = str(error)
+            if time.monotonic() > until:
+                where = _of(self._address)
+                self._tell(f"agent: no launch at {where} for {self._wait_s:g} s: {why}")
+                return None
+            time.sleep(AGAIN_S)
+        return None
+
+    def _serve(self, channel: Channel) -> int | None:
+        """Do what is asked; the exit code where it is to leave."""
+        heard, asked, self._told = time.monotonic(), False, 0.0
+        while True:
+            if (message := channel.receive(TICK_S)) is not None:
+                heard = time.monotonic()
+                if message["do"] == "leave":
+                    return message["code"]
+                if message["do"] == "refuse":
+                    self._tell(f"agent: {message['why']}; give this one another --name")
+                    time.sleep(AGAIN_S)
+                    return None
+                self._do(message, channel)
+            if time.monotonic() - heard > GONE_S:
+                raise Gone(f"nothing was heard of it for {GONE_S:g} s")
+            self._say(channel)
+            if self._leaving and not asked:
+                asked = True
+                channel.send({"is": "leaving"})
+                if self._worker is not None:
+                    self._worker.send(signal.SIGTERM)
+            if asked and (self._worker is None or self._worker.code is not None):
+                self._told = 0.0
+                self._say(channel)
+                return PREEMPTED
+
+    def _do(self, message: dict[str, Any], channel: Channel) -> None:
+        if message["do"] == "start":
+            self._end()
+            self._begin(message, channel)
+        elif message.get("start") == self._start and self._worker is not None:
+            if message["do"] == "signal":
+                self._worker.send(message["number"])
+            if message["do"] == "kill":
+                self._worker.kill()
+        self._told = 0.0
+
+    def _begin(self, message: dict[str, Any], channel: Channel) -> None:
+        start = self._start = message["start"]
+
+        def line(text: str) -> None:
+            with suppress(Gone):
+                channel.send({"is": "line", "start": start, "text": text})
+
+        environ = {k: v for k, v in own_environment().items() if k != KEY} | message["environ"]
+        command, folder = [*self._program, *message["command"]], Path(message["folder"])
+        try:
+            made = Worker(message["process"], command, environ, self._file, folder=folder)
+        except OSError as error:
+            line(f"machine {self._name} cannot start a process in {folder}: {error.strerror}")
+            failed = {"code": REFUSED, "ended_at": time.monotonic(), "sample": None}
+            self._state(channel, {**failed, "state": "", "lost_another": False})
+            return
+        self._worker = made
+        made.read(line)
+
+    def _say(self, channel: Channel) -> None:
+        """What the process is at, now and then, and when it has ended."""
+        worker, since = self._worker, time.monotonic() - self._told
+        ended = worker is not None and worker.code is not None
+        if since < (TICK_S if ended else TOLD_S):
+            return
+        self._told += since
+        if worker is None:
+            self._port = free_port()
+            return channel.send({"is": "nothing", "port": self._port})
+        if ended:
+            worker.kill()  # what it had started
+            worker.join()
+        sample, code = worker.sample(), worker.code
+        now = sample.now._replace(spent=dict(sample.now.spent))
+        told = {"now": now, "rest": sample[1:]}
+        known = {"code": code, "ended_at": worker.ended_at if ended else 0.0, "sample": told}
+        state = worker.state() if not ended else ""
+        self._state(channel, {**known, "state": state, "lost_another": worker.lost_another})
+        if ended:
+            self._worker = None
+        return None
+
+    def _state(self, channel: Channel, known: dict[str, Any]) -> None:
+        clock = time.monotonic()
+        channel.send({"is": "state", "start": self._start, "clock": clock, **known})
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.join()
+            self._worker = None
+
+
+def _of(address: tuple[str, int]) -> str:
+    return ":".join(map(str, address))

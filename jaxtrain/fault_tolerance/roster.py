@@ -1,0 +1,105 @@
+"""Which machines the next start of a run is on, and how it stands on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxtrain.fault_tolerance.layouts import Layout
+from jaxtrain.fault_tolerance.machines import Machine, Machines
+from jaxtrain.fault_tolerance.workers import Tell
+
+POLL_S = 0.05
+TELL_S = 30.0
+"""How often it is told that machines are missing."""
+
+REJOIN_S = 10.0
+"""How long a run that can go on with fewer waits for a machine that it has lost, and how long one
+that is there again must stay before the run grows onto it."""
+
+
+class Roster:
+    """The machines of a run. layouts: number of machines that are there -> how the run stands on
+    them; the largest is wanted. wait_s: how long those that are missing are waited for, before the
+    first start, and where nothing stands on those that are there. tell: takes a line."""
+
+    def __init__(
+        self, machines: Machines, layouts: Mapping[int, Layout], wait_s: float, tell: Tell
+    ) -> None:
+        self._machines, self._layouts, self._wait_s, self._tell = machines, layouts, wait_s, tell
+        self._aside: set[str] = set()
+        self._more_since: float | None = None
+        self.hosts: list[Machine] = []
+        """Those of the latest start: the process of each number is on that one."""
+        self.layout = Layout(0)
+
+    def choose(self, stopped: Callable[[], bool]) -> bool:
+        """Wait for machines and take those of the next start; whether there are enough. stopped:
+        whether nobody waits any more."""
+        wanted, began, told = max(self._layouts), time.monotonic(), time.monotonic()
+        first = not self.hosts
+        while not stopped():
+            here, now = self._usable(), time.monotonic()
+            found = self._layouts.get(min(len(here), wanted))
+            patience = self._wait_s if first or found is None else REJOIN_S * self._some_lost(here)
+            waited = now - began >= patience or not self._machines.come_and_go
+            if found is not None and (waited or len(here) >= wanted):
+                self._take(here, found)
+                return True
+            if waited:
+                self._tell(f"launch: {self._too_few(len(here))}")
+                return False
+            if now - told > TELL_S:
+                told = now
+                self._tell(f"launch: waits for machines; {len(here)} of {wanted} are here")
+            time.sleep(POLL_S)
+        return False
+
+    def could_grow(self) -> bool:
+        """Whether more machines could take part than do, and have been there for a while."""
+        here = min(len(self._usable()), max(self._layouts))
+        found = self._layouts.get(here)
+        if found is None or found.machines <= self.layout.machines:
+            self._more_since = None
+            return False
+        now = time.monotonic()
+        self._more_since = self._more_since or now
+        return now - self._more_since > REJOIN_S
+
+    def leaving(self) -> list[str]:
+        """Names of machines that take part and are to go."""
+        return [each.name for each in self.hosts if each.leaving]
+
+    def set_aside(self, processes: Iterable[int]) -> None:
+        """Leave out the machines of processes that computed wrongly, for good, where the run can go
+        on without."""
+        names = {self.hosts[process].name for process in processes}
+        left = sum(each.name not in names for each in self._usable())
+        if names and min(left, max(self._layouts)) in self._layouts:
+            self._aside |= names
+            self._tell(f"launch: {', '.join(sorted(names))} computed wrongly, and is left out")
+
+    def _usable(self) -> list[Machine]:
+        return [each for each in self._machines.present() if each.name not in self._aside]
+
+    def _some_lost(self, here: list[Machine]) -> bool:
+        """Whether one that took part is gone without a word: it may be there again soon."""
+        known = {each.name for each in here} | self._aside
+        return any(each.name not in known and not each.leaving for each in self.hosts)
+
+    def _take(self, here: list[Machine], layout: Layout) -> None:
+        if layout.machines != len(self.hosts) and len(self._layouts) > 1:
+            self._tell(
+                f"launch: on {layout.machines} machines, of {max(self._layouts)} wanted and "
+                f"{len(here)} here: {layout.told}"
+            )
+        self.hosts, self.layout, self._more_since = here[: layout.machines], layout, None
+
+    def _too_few(self, here: int) -> str:
+        aside = f" and {', '.join(sorted(self._aside))} is left out" if self._aside else ""
+        least, wanted = min(self._layouts), max(self._layouts)
+        needs = f"{least} at least" if least < wanted else "all of them"
+        return (
+            f"{here} of {wanted} machines are here{aside} after {self._wait_s:g} s; the run needs "
+            f"{needs}"
+        )

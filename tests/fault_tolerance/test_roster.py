@@ -1,0 +1,144 @@
+"""Which machines a start is on, by machines that come and go as they are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from jaxtrain.fault_tolerance import roster as rosters
+from jaxtrain.fault_tolerance.layouts import Layout
+from jaxtrain.fault_tolerance.roster import Roster
+
+
+@dataclass
+class Named:
+    name: str
+    leaving: bool = False
+    where: str = ""
+
+
+class Changing:
+    """Machines by name; None for such as never change."""
+
+    def __init__(self, names: str, *, come_and_go: bool = True) -> None:
+        self.come_and_go, self.names = come_and_go, names
+
+    def present(self) -> list[Named]:
+        return [Named(name) for name in self.names]
+
+
+ALL = {3: Layout(3)}
+FEWER = {1: Layout(1, told="one"), 2: Layout(2, told="two"), 3: Layout(2, told="two"),
+         4: Layout(4, told="four")}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rosters, "REJOIN_S", 0.2)
+
+
+def made(machines: Changing, layouts: dict[int, Layout], wait_s: float = 0.3):
+    told: list[str] = []
+    return Roster(machines, layouts, wait_s, told.append), told  # type: ignore[arg-type]
+
+
+def names(roster: Roster) -> str:
+    return "".join(each.name for each in roster.hosts)
+
+
+CHOSEN = {
+    "all": ("abc", ALL, "abc"),
+    "a spare": ("abcd", ALL, "abc"),
+    "too few": ("ab", ALL, None),
+    "none": ("", FEWER, None),
+    "fewer": ("abc", FEWER, "ab"),
+    "one": ("c", FEWER, "c"),
+    "four": ("abcde", FEWER, "abcd"),
+}
+"""Machines that are there, layouts, and those that a start is on."""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_start_is_on_the_machines_that_are_there(name: str) -> None:
+    there, layouts, wanted = CHOSEN[name]
+    roster, told = made(Changing(there), layouts)
+    began = time.monotonic()
+    assert roster.choose(lambda: False) is (wanted is not None)
+    assert names(roster) == (wanted or "")
+    complete = len(there) >= max(layouts)
+    assert (time.monotonic() - began > 0.25) is not complete, "missing ones are waited for"
+    if wanted is None:
+        assert f"{len(there)} of {max(layouts)} machines are here" in told[-1]
+
+
+def test_machines_that_never_come_are_not_waited_for() -> None:
+    roster, _ = made(Changing("ab", come_and_go=False), ALL, wait_s=60)
+    assert not roster.choose(lambda: False)
+
+
+def test_one_that_comes_is_taken_at_once() -> None:
+    machines = Changing("ab")
+    roster, _ = made(machines, ALL, wait_s=30)
+    threading.Timer(0.2, setattr, (machines, "names", "abc")).start()
+    assert roster.choose(lambda: False) and names(roster) == "abc"
+
+
+def test_a_lost_one_is_waited_for_a_moment_where_the_run_can_go_on_without() -> None:
+    machines = Changing("abcd")
+    roster, told = made(machines, FEWER, wait_s=30)
+    assert roster.choose(lambda: False) and roster.layout.machines == 4
+    machines.names, began = "abd", time.monotonic()
+    assert roster.choose(lambda: False) and names(roster) == "ab"
+    assert 0.15 < time.monotonic() - began < 5
+    assert "on 2 machines, of 4 wanted and 3 here: two" in told[-1]
+    assert not roster.could_grow(), "three are as good as two"
+    machines.names = "abdc"
+    assert not roster.could_grow(), "not at once"
+    time.sleep(0.1)
+    machines.names = "abd"
+    assert not roster.could_grow()
+    machines.names = "abdc"
+    assert not roster.could_grow(), "it begins anew where one was gone between"
+    time.sleep(0.25)
+    assert roster.could_grow()
+
+
+def test_one_that_was_left_out_or_has_left_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(rosters, "REJOIN_S", 30)
+    roster, _ = made(machines := Changing("ab"), {1: Layout(1), 2: Layout(2)})
+    assert roster.choose(lambda: False)
+    roster.set_aside([1])
+    assert roster.choose(lambda: False) and names(roster) == "a"
+    machines.names, began = "bc", time.monotonic()
+    roster.hosts[0].leaving = True  # type: ignore[misc]
+    assert roster.choose(lambda: False) and names(roster) == "c"
+    assert time.monotonic() - began < 5
+
+
+def test_who_stops_waits_for_nobody() -> None:
+    roster, _ = made(Changing("a"), ALL, wait_s=30)
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    assert not roster.choose(stop.is_set)
+
+
+ASIDE = {
+    "a spare stands in": ("abcd", ALL, [1], "acd"),
+    "nobody stands in": ("abc", ALL, [1], "abc"),
+    "fewer go on": ("abcd", FEWER, [3], "ab"),
+    "none is known": ("abcd", FEWER, [], "abcd"),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_a_machine_that_computes_wrongly_is_left_out_where_that_can_be(name: str) -> None:
+    there, layouts, wrong, wanted = ASIDE[name]
+    roster, told = made(Changing(there), layouts)
+    assert roster.choose(lambda: False)
+    roster.set_aside(wrong)
+    assert roster.choose(lambda: False) and names(roster) == wanted
+    left_out = wanted != there and wanted != "abc"
+    assert any("computed wrongly, and is left out" in line for line in told) is left_out
