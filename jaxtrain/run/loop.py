@@ -36,8 +36,9 @@ from jaxtrain.run.hooks import (
 from jaxtrain.run.rates import Rates
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
+from jaxtrain.run.saves.rollback import refuse_without_saves, rollbacks_of
 from jaxtrain.run.saves.saves import Saves
-from jaxtrain.run.saving import Saving, checkpoints_of
+from jaxtrain.run.saves.saving import Saving, checkpoints_of
 from jaxtrain.run.session import CACHE_DIR, Session, open_session
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
@@ -65,8 +66,7 @@ def train(
     `path=value` overrides. callbacks: code of your own that the run calls, after that of
     `Logging.callbacks`; it may ask for a stop and for saves (`Callback`). On a stop, a
     KeyboardInterrupt or an error the state is saved first (what was raised is then raised again),
-    but for those of one process of several. run_dir=None keeps everything in memory. phases: told
-    what the run is at.
+    but for those of one process of several. run_dir=None keeps all in memory. phases: told of each.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
     do not fit together or more steps are done than are asked for, and later when nothing but
@@ -86,6 +86,7 @@ def train(
         refuse_unfit(run, config, experiment)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
+    refuse_without_saves(experiment, run)
     saves = checkpoints_of(run, experiment.checkpoints, spec)
     with ExitStack() as stack:
         if saves is not None:
@@ -136,7 +137,7 @@ class _Loop:
         self.tell = progress.tell
         self.requests = requests_of(session.start)
         self.run = Running(session, run_dir, last, self.tell, self.requests)
-        self.rates = Rates(session.assembly, session.documents)
+        self.rates = Rates(session.assembly, session.loader.documents)
         self.pace, self.waited = Pace(self.requests.key), 0.0
         self.readings = Readings(session, self.rates, self.pace, self.tell_metrics)
         self.files = MetricsFiles(run_dir, session.start, logging, self.rates)
@@ -147,13 +148,18 @@ class _Loop:
         self.health = HealthChecks(self.experiment.execution.health, session, self.tell)
         self.uninterrupted = Uninterrupted()
         saving = Saving(saves, session, self.tell) if saves else None
+        self.rollbacks = rollbacks_of(session, saving, self.tell)
         self.saves = Saves(
             *(result, session, self.run, saving, directory, self.health, self.readings),
-            *(self.rates, self.hooks, self.files, self.uninterrupted),
+            *(self.rates, self.hooks, self.files, self.uninterrupted, self.rollbacks),
         )
+        self.taken = session.start
+        """Steps, those that came again counted again: what all processes count alike."""
         self.result.history = self.readings.history.lines
 
     def tell_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        if self.rollbacks:
+            self.rollbacks.see(step, values)
         self.hooks.tell("metrics", step, MappingProxyType(values))
 
     @contextmanager
@@ -185,35 +191,50 @@ class _Loop:
         return self.result
 
     def loop(self) -> None:
-        session, run, hooks, phases = self.session, self.run, self.hooks, self.phases
+        session, run, phases = self.session, self.run, self.phases
         phases.enter("first step")
         phases.begin_at(session.start)
-        hooks.tell("begin")
-        for step in range(session.start, run.last):
-            began, self.waited, early = time.monotonic(), 0.0, step < session.start + 2
-            phases.enter("first step" if early else "step")
-            with phases.within("load"), self.waiting():
-                at, batch = session.loader.next()
-            assert at == step, f"the loader gave the batch of step {at} for step {step}"
-            hooks.tell("before_step", step + 1)
-            with self.waiting():
-                self.readings.take(step + 1, self.health.step(step, batch))
-            self.result.steps = step + 1
-            run.advance(step + 1)
-            hooks.tell("after_step", step + 1)
-            with self.waiting():
-                self.readings.read()
-            took = time.monotonic() - began
-            phases.advance(step + 1, None if early else took)
-            self.pace.add(took - self.waited, took)
+        self.hooks.tell("begin")
+        done = session.start
+        while done < run.last:
+            self.step(done)
+            self.taken += 1
+            done += 1
+            if self.rollbacks and self.rollbacks.due:
+                back = self.saves.go_back()
+                if back is not None:
+                    done = back
+                    continue
             self.readings.refuse_skipping()
-            self.health.after_step(step + 1)
-            self.evaluate_and_save(step + 1)
-            if self.stops_as_asked(step + 1):
+            self.health.after_step(done)
+            self.evaluate_and_save(done)
+            if self.stops_as_asked(done):
                 break
         self.readings.flush()
         phases.enter("finish")
         self.readings.refuse_skipping()
+
+    def step(self, step: int) -> None:
+        """The step after so many, and the metrics of the one before it; of the last its own."""
+        session, run, hooks, phases = self.session, self.run, self.hooks, self.phases
+        began, self.waited, early = time.monotonic(), 0.0, self.taken < session.start + 2
+        phases.enter("first step" if early else "step")
+        with phases.within("load"), self.waiting():
+            at, batch = session.loader.next()
+        assert at == step, f"the loader gave the batch of step {at} for step {step}"
+        hooks.tell("before_step", step + 1)
+        with self.waiting():
+            self.readings.take(step + 1, self.health.step(step, batch))
+        self.result.steps = step + 1
+        run.advance(step + 1)
+        hooks.tell("after_step", step + 1)
+        with self.waiting():
+            self.readings.read()
+            if self.rollbacks and step + 1 == run.last:
+                self.readings.flush()
+        took = time.monotonic() - began
+        phases.advance(step + 1, None if early else took)
+        self.pace.add(took - self.waited, took)
 
     def evaluate_and_save(self, done: int) -> None:
         """What is due after `done` steps."""
@@ -229,7 +250,7 @@ class _Loop:
 
     def stops_as_asked(self, done: int) -> bool:
         """Do what callbacks asked for; whether the run ends here for it."""
-        due = self.run.due(done)
+        due = self.run.due(self.taken)
         self.result.stopped = stops = "stop" in due and done < self.run.last
         if stops:
             self.run.end_at(done)

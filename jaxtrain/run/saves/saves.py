@@ -14,7 +14,8 @@ from jaxtrain.run.hooks import Hooks, MetricsFiles
 from jaxtrain.run.rates import Rates
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
-from jaxtrain.run.saving import Saving
+from jaxtrain.run.saves.rollback import Rollbacks
+from jaxtrain.run.saves.saving import Saving
 from jaxtrain.run.session import Session
 from jaxtrain.run.uninterrupted import Uninterrupted
 
@@ -35,6 +36,7 @@ class Saves:
     hooks: Hooks
     files: MetricsFiles
     uninterrupted: Uninterrupted
+    rollbacks: Rollbacks | None
     evaluated_at: int | None = None
     """The step of which `result` has an evaluation."""
 
@@ -58,20 +60,41 @@ class Saves:
     def save(self, *, last: bool, durable: bool = True) -> None:
         """As `_save_now`, in one piece whatever interrupts it, and told to callbacks; the step's
         metrics first, which a run that goes on from the save never has again."""
+        if self.saving is None:
+            return
         with self.session.phases.within("save"):
+            self.readings.flush()
             begun = self.uninterrupted(self._ready, last, durable)
             if begun:
-                self.readings.flush()
                 begun = self.uninterrupted(self._save_now, last, durable)
         if begun:
             self.hooks.tell("after_save", self.result.steps)
 
+    def go_back(self) -> int | None:
+        """Act on the spike that is due; the step the run is at then, None for the one it is at.
+        Raises CheckpointError."""
+        assert self.rollbacks is not None
+        with self.rates.paused():
+            step = self.uninterrupted(self.rollbacks.go_back)
+        if step is None:
+            return None
+        self.result.steps, self.evaluated_at = step, None
+        self.run.advance(step)
+        self.readings.go_back(step)
+        self.health.go_back()
+        self.session.phases.go_back(step)
+        self.hooks.tell("after_rollback", step)
+        return step
+
     def _ready(self, last: bool, durable: bool = True) -> bool:
         """Whether there is a directory to save in, and a state worth it."""
-        if self.saving is None:
-            return False
+        assert self.saving is not None
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
+            if self.rollbacks and self.rollbacks.suspect and not last:
+                self.run.tell(f"step {self.result.steps} is not saved: its loss is high")
+                self.saving.manager.put_off(self.result.steps, durable=durable)
+                return False
             self.health.before_save(self.result.steps)
             if not self._directory_is_whole(last):
                 self.saving.manager.put_off(self.result.steps, durable=durable)
@@ -136,10 +159,10 @@ class Saves:
             return
         self.result.steps = int(self.session.state.step)
         self.run.end_at(self.result.steps)
+        self.readings.flush()
         if self._ready(last=True):
             self._save_now(last=True)
         tell(f"{word}; saved step {self.result.steps}")
-        self.readings.flush()
         self.files.write_held(self.run)
 
     def after_error(self, error: Exception) -> None:
