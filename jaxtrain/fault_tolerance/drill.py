@@ -13,7 +13,14 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
-from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
+from jaxtrain.experiment import (
+    Evaluation,
+    Experiment,
+    Health,
+    Logging,
+    LossSpikes,
+    load_experiment,
+)
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
@@ -32,26 +39,41 @@ SAVES, APART, FIRST = 5, 8, 8
 STEP_S = 0.05
 """A step takes so long at least, so that a fault strikes where it is meant to."""
 
+SPIKES = LossSpikes(above=20, window=24, patience=2, back=1, skip_more=1)
+"""What is done about a loss that jumps; its steps come again before the next fault."""
+
 NOTICED_S = 15
 """A fault must be noticed within."""
 
 
+UNSEEN = ("nan", "spike")
+"""Kinds that no process ends by: the numbers of the run show what became of them."""
+
+
 def kinds(processes: int) -> list[Fault]:
     """Each fault once, as they come; on the last process, and where it says so on the first, which
-    coordinates. `nan` changes what is learned, and is part of the undisturbed run too."""
+    coordinates. `nan` and `spike` change what is learned, and are part of the undisturbed run too:
+    it is told which batches the second costs."""
     last = processes - 1
     told = [
         ("kill", "step", last), ("kill", "step", 0), ("exit", "load", last),
         ("stop", "step", last), ("stop", "load", last), ("stop", "save", 0),
         ("stop", "callback", last), ("hang", "load", last), ("hang", "callback", 0),
         ("kill_soon", "save", last), ("corrupt", "step", 0), ("truncate", "step", 0),
-        ("delete", "step", 0), ("nan", "step", 0), ("flip", "step", last), ("wrong", "step", last),
-        ("terminate", "step", last),
+        ("delete", "step", 0), ("nan", "step", 0), ("spike", "step", 0), ("flip", "step", last),
+        ("wrong", "step", last), ("terminate", "step", last),
     ]  # fmt: skip
     return [
         Fault(kind, FIRST + APART * number, phase, process)
         for number, (kind, phase, process) in enumerate(told)
     ]
+
+
+def skipped(spike: Fault) -> tuple[int, int]:
+    """(steps, batches): where the run goes back to for it, and what it goes on without."""
+    begins = spike.step + 1
+    good = (begins - SPIKES.back - 1) // SAVES * SAVES
+    return good, begins + SPIKES.patience - 1 - good + SPIKES.skip_more
 
 
 class Paced(Callback):
@@ -65,7 +87,7 @@ def drilled(path: str, processes: int) -> Experiment:
     """The experiment of a file as it is drilled: shrunk as for a certificate, with a save every
     few steps, and copies and steps compared."""
     shrunk = shrink(load_experiment(path), devices=2 * processes)
-    execution = replace(shrunk.execution, health=Health(replicas=SAVES, replay=1))
+    execution = replace(shrunk.execution, health=Health(SAVES, replay=1, spikes=SPIKES))
     return replace(
         shrunk,
         steps=FIRST + APART * (len(kinds(processes)) + 1),
@@ -146,9 +168,10 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     )
     (folder / "mesh.toml").write_text(_MESH.format(devices=2 * processes, n=processes))
     faults = kinds(processes)
-    of_both = [fault for fault in faults if fault.kind == "nan"]
+    of_both = [fault for fault in faults if fault.kind in UNSEEN]
+    told = tuple(skipped(fault) for fault in faults if fault.kind == "spike")
     violations = []
-    code, _ = _launched(folder, "undisturbed", of_both, processes, tell)
+    code, _ = _launched(folder, "undisturbed", of_both, processes, tell, told)
     if code != DONE:
         violations.append(f"the undisturbed run ended with exit code {code}")
     code, wall_s = _launched(folder, "disturbed", faults, processes, tell)
@@ -168,7 +191,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     off = abs(ledger.wall_s - wall_s) / wall_s
     if off > 0.01:
         violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
-    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"])
+    happened = _happened(folder, [fault for fault in faults if fault.kind not in UNSEEN])
     return Drill(processes, tuple(happened), ledger, off, tuple(violations))
 
 
@@ -190,12 +213,18 @@ fsdp = 2
 
 
 def _launched(
-    folder: Path, run: str, faults: Sequence[Fault], processes: int, tell: Callable[[str], None]
+    folder: Path,
+    run: str,
+    faults: Sequence[Fault],
+    processes: int,
+    tell: Callable[[str], None],
+    skip: tuple[tuple[int, int], ...] = (),
 ) -> tuple[int, float]:
     """The exit code and the wall time of a run, begun again when it was asked to leave."""
     files = folder / f"{run} files"
     files.mkdir()
     train = ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
+    train += ["--set", f"execution.health.skip_batches={skip}"]
     command, wall_s = own_command(*train, "--run-dir", str(folder / run)), 0.0
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()

@@ -17,6 +17,7 @@ import jaxtrain
 from jaxtrain import Health, LossSpikes
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.data import BatchRamp, rows_of_step
+from jaxtrain.fault_tolerance.state_faults import change_state
 from jaxtrain.run.health import WrongNumbers
 from jaxtrain.run.saves.rollback import good_step
 from jaxtrain.run.saves.saving import Saving
@@ -159,10 +160,10 @@ class Bad(jaxtrain.Callback):
 
     def before_step(self, run: jaxtrain.Run, step: int) -> None:
         session = run._session
-        if (batch := session.loader.skips.batch(step - 1)) in self.batches:
+        batch = session.loader.skips.batch(step - 1)
+        if batch in self.batches:
             self.batches -= {batch} if self.once else set()
-            params = jax.tree.map(lambda leaf: leaf * -4, session.state.params)
-            session.state = replace(session.state, params=params)
+            change_state("spike", session)
 
     def metrics(self, run: jaxtrain.Run, step: int, values: Any) -> None:
         self.events.append(("metrics", step))
@@ -277,14 +278,20 @@ def test_on_another_mesh_the_same_batches_come(train) -> None:
 
 
 def test_so_many_are_acted_on(train) -> None:
-    """Also by a start that did not see the first."""
+    run, said = train("run", Bad(12, 27), spikes=replace(POLICY, most=1))
+    assert said.count("back to step") == 1 and "back to step 10, and on without" in said
+    assert "1 were acted on, and the run goes on" in said and max(on_disk(run).values()) > 20
+
+
+@pytest.mark.slow
+def test_also_by_a_start_that_did_not_see_the_first(train) -> None:
     policy = replace(POLICY, most=1)
     train("run", Bad(12), spikes=policy, stop_at=20)
-    run, said = train("run", Bad(27), spikes=policy)
+    _, said = train("run", Bad(27), spikes=policy)
     assert "1 were acted on, and the run goes on" in said and "back to" not in said
-    assert said.count("SPIKE") == 1 and max(on_disk(run).values()) > 20
 
 
+@pytest.mark.slow
 def test_what_comes_again_when_it_is_taken_again_is_skipped(train, told) -> None:
     run, said = train("run", Bad(22), replay=7)
     assert said.index("to take steps 21 to 24 once more") < said.index("without the next 5")
@@ -314,6 +321,7 @@ def test_a_high_loss_is_not_saved(train) -> None:
     assert "step 23 is not saved: its loss is high" in said and "back to step 20" in said
 
 
+@pytest.mark.slow
 def test_where_no_save_is_from_before_it_the_run_goes_on(train, monkeypatch) -> None:
     monkeypatch.setattr(Saving, "whole_steps", lambda self: [25])
     _, said = train("run", Bad(22), stop_at=30)
@@ -337,6 +345,7 @@ def test_a_save_that_is_damaged_is_passed_over(train, tmp_path: Path, monkeypatc
     assert "DAMAGED" in said and "back to step 15" in said and whole(run)[:2] == whole(told)[:2]
 
 
+@pytest.mark.slow
 def test_a_stop_that_is_asked_for_does_not_wait_for_the_steps_to_come_again(train) -> None:
     class Stops(jaxtrain.Callback):
         def after_step(self, run: jaxtrain.Run, step: int) -> None:
@@ -379,15 +388,19 @@ def test_a_run_that_could_not_go_back_is_refused(name: str, decoder, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_run_has_passed_cannot_be_skipped(train) -> None:
+def test_what_a_run_has_passed_cannot_be_skipped(train, tmp_path: Path) -> None:
+    """Also one from before there was anything to skip, which goes on as ever."""
     train("run", spikes=None, stop_at=10)
-    said = "skip_batches has \\(5, 2\\), and the run has come to step 10 without it: skip after 10"
+    config = tmp_path / "run" / "config.json"
+    old = json.loads(config.read_text())
+    for name in ("spikes", "skip_batches"):
+        del old["experiment"]["execution"]["health"][name]
+    config.write_text(json.dumps(old))
+    said = r"skip_batches has \(5, 2\), and the run has come to step 10 without it: skip after 10"
     with pytest.raises(ValueError, match=said):
         train("run", spikes=None, skip=((5, 2),))
-    run, _ = train("run", spikes=None, skip=((10, 2),), stop_at=12)
-    told, _ = train("told", spikes=None, skip=((10, 2),), stop_at=12)
-    assert on_disk(run) == on_disk(told)
-    train("run", spikes=None, stop_at=13)  # what was skipped stays so, told or not
+    run, _ = train("run", skip=((10, 2),), stop_at=12)
+    assert run.session.start == 10 and run.session.loader.skips.before(12) == [(10, 2)]
 
 
 BAD = {
