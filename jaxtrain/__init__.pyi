@@ -22,6 +22,7 @@ from .experiment import FromRun as FromRun
 from .experiment import Health as Health
 from .experiment import Logging as Logging
 from .experiment import LoRA as LoRA
+from .experiment import LossSpikes as LossSpikes
 from .experiment import Sample as Sample
 from .experiment import load_experiment as load_experiment
 from .mesh.mesh import MeshSpec as MeshSpec

@@ -110,6 +110,11 @@ class CheckpointManager:
         refuse_to_begin_again(self.directory, self.damaged)
         return None
 
+    def whole_steps(self) -> list[int]:
+        """All such steps, ascending."""
+        steps = sorted(self._steps_of_all() - self.damaged.keys())
+        return [step for step in steps if self._whole_for_all(step)]
+
     def _steps_of_all(self) -> set[int]:
         """Steps that any process sees: a file system may show one to some of them only."""
         return set(all_gather_union(self.steps()))

@@ -105,6 +105,14 @@ class Checkpoints:
             self.durable.verify_step(step)
         return self.durable.set_damaged_aside()
 
+    def go_back_to(self, step: int) -> None:
+        """Remove what is newer than `step` from both tiers; steps found damaged are set aside. The
+        next save is an interval away. Raises CheckpointError."""
+        self.wait()
+        self.begin_after(step)
+        self.durable.discard_after(step)
+        self.put_off(step)
+
     def should_save(self, step: int) -> str | None:
         """ "durable" or "local" after these steps, or None; asked after every step."""
         local = self._clock is not None and self._clock.due(step)

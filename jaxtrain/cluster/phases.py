@@ -27,6 +27,9 @@ PHASES = {
 }
 """Phase -> what a process does in it."""
 
+LOST = "lost"
+"""No phase: beside them, the seconds of steps that came again within a start."""
+
 RECENT = 50
 """Steps of which the median is taken."""
 
@@ -112,6 +115,17 @@ class Phases:
         with self._lock:
             self._wrong = tuple(processes)[:MOST_WRONG]
         self._tell()
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` come again: the time that they took is lost."""
+        with self._lock:
+            self.enter(self._phase)
+            share = min(1.0, (self._step - step) / max(1, self._step - self._first))
+            lost = self._spent["step"] * share
+            self._spent["step"] -= lost
+            self._spent[LOST] += lost
+            self._first = min(self._first, step)
+        self.advance(step)
 
     @property
     def now(self) -> Now:

@@ -3,7 +3,15 @@
 Below this package nobody has heard of an Experiment; above it everything takes one.
 """
 
-from jaxtrain.experiment.fields import Evaluation, Execution, Experiment, Health, Logging, Sample
+from jaxtrain.experiment.fields import (
+    Evaluation,
+    Execution,
+    Experiment,
+    Health,
+    Logging,
+    LossSpikes,
+    Sample,
+)
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment
 from jaxtrain.experiment.settings import with_fields
@@ -20,6 +28,7 @@ __all__ = [
     "Health",
     "LoRA",
     "Logging",
+    "LossSpikes",
     "Sample",
     "completed",
     "config_of",

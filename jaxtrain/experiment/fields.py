@@ -21,7 +21,7 @@ from jaxtrain.optim.plain import Optax
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.telemetry.profiler import Steps
-from jaxtrain.violations import at_least, count, raise_violations
+from jaxtrain.violations import at_least, count, positive, raise_violations
 
 SEEDS = 2**32
 """JAX's keys take so many: a seed beyond would draw what a smaller one draws."""
@@ -32,9 +32,46 @@ MOST_CHECKED = 32
 
 
 @dataclass(frozen=True)
+class LossSpikes:
+    """A loss that jumps, and stays up: the run goes back to a save from before it and takes other
+    batches from there on. PaLM (Chowdhery et al. 2022, section 5.1) went back 100 steps or so, and
+    passed over 200 to 500 batches.
+
+    above: a loss is high that is so many times the scale of the losses before it above their
+      median. The scale is 1.4826 times their median absolute deviation, the standard deviation of
+      numbers that are normal (Hampel 1974).
+    least: and so much above the median, in the loss's unit (nats).
+    window: how many losses that were not high are held, the newest; fewer are judged by none.
+    patience: so many high losses in a row are a spike. Nothing is saved meanwhile.
+    back: steps, at least, between the save that is gone back to and the first high loss; where no
+      save is as old, it is the oldest from before the spike, and where there is none at all the
+      state that the run began with.
+    skip_more: the batches taken since that save are skipped, and so many after them.
+    most: spikes that are acted on in a run; later ones are told, and the run goes on.
+
+    A loss that is not finite is none: its step is skipped.
+    """
+
+    above: float = 10.0
+    least: float = 0.1
+    window: int = 128
+    patience: int = 3
+    back: int = 100
+    skip_more: int = 100
+    most: int = 10
+
+    def __post_init__(self) -> None:
+        violations = positive("above", self.above) + at_least("least", self.least, 0)
+        for name, fewest in (("window", 2), ("patience", 1), ("back", 0), ("skip_more", 0)):
+            violations += count(name, getattr(self, name), fewest)
+        raise_violations(violations + count("most", self.most, 1), "LossSpikes")
+
+
+@dataclass(frozen=True)
 class Health:
-    """Whether devices compute and keep what they should. What does not ends the run without a save
-    of that state; the newest checkpoint goes on (see `jaxtrain launch`).
+    """Whether the numbers of a run are what they should be. What a device computes or keeps
+    wrongly ends the run without a save of that state; the newest checkpoint goes on (see `jaxtrain
+    launch`).
 
     replicas: every so many steps, and before each save, copies of the same part of the state on
     several devices are compared, bit for bit; those with most of three or more against them are
@@ -45,11 +82,19 @@ class Health:
     no compiler options of the mesh). Losses and gradient norms must agree within 1e-5, in 16 bits
     3e-2, or the run is refused before anything of it is saved. A copy of the state and the batches
     are held meanwhile, and the safe step has the larger activations. None is never.
+
+    spikes: what is done about a loss that jumps, None for nothing. With `replay`, the same batches
+    are taken once more first, and skipped where the spike comes again.
+    skip_batches: pairs (steps, batches), ascending: after so many steps so many batches of the data
+    are passed over. Steps keep their numbers, and schedules with them. A start may add pairs that
+    lie before it no more than it may drop those it has passed; what was skipped is in each save.
     """
 
     replicas: int | None = None
     replay: int | None = None
     self_check: int | None = None
+    spikes: LossSpikes | None = None
+    skip_batches: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         given = {"replicas": self.replicas, "replay": self.replay, "self_check": self.self_check}
@@ -59,7 +104,24 @@ class Health:
                 f"self_check={self.self_check} steps are more than rounding allows to compare; use "
                 f"{MOST_CHECKED} or fewer, such as 3"
             ]
-        raise_violations(found)
+        found += [v for v in kind_violations(self) if v.startswith("spikes=")]
+        raise_violations(found + _skip_violations(self.skip_batches))
+
+
+def _skip_violations(given: Any) -> list[str]:
+    pairs = isinstance(given, tuple) and all(
+        isinstance(each, tuple)
+        and len(each) == 2
+        and not count("steps", each[0], 0)
+        and not count("batches", each[1], 1)
+        for each in given
+    )
+    if pairs and list(given) == sorted(set(given)):
+        return []
+    return [
+        f"skip_batches={given!r} must be pairs (steps done, batches skipped), ascending; use for "
+        "example skip_batches=((900, 300),)"
+    ]
 
 
 @dataclass(frozen=True)
@@ -85,7 +147,8 @@ class Execution:
       is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
       ever.
     pipeline: the schedule of a mesh's `stage` axis.
-    health: checks of what devices compute and keep.
+    health: checks of what devices compute and keep, and what is done about spikes of the loss,
+      which changes what is learned; a resumed run may change it.
     """
 
     mode: str | None = None

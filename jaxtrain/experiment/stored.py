@@ -31,8 +31,9 @@ RESUMABLE = (
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
 )
-"""Fields a resumed run may change: none of them changes what is learned. A reducer may: compressed
-sums do, and `small_leaf` says which leaves they are of."""
+"""Fields a resumed run may change: none of them changes what is learned, but for what `health` does
+about spikes of the loss: which batches were skipped is in each save. A reducer may: compressed sums
+do, and `small_leaf` says which leaves they are of."""
 
 MOVED = {
     "jaxtrain.nn.attention": "jaxtrain.attention.kernels",

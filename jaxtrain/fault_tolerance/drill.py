@@ -13,10 +13,19 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
-from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
+from jaxtrain.experiment import (
+    Evaluation,
+    Experiment,
+    Health,
+    Logging,
+    LossSpikes,
+    load_experiment,
+)
 from jaxtrain.fault_tolerance.faults import Fault
+from jaxtrain.fault_tolerance.happened import Happened, named, resumed_s
 from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
+from jaxtrain.fault_tolerance.machine_drill import drill_machines
 from jaxtrain.fault_tolerance.machines import Here
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.roster import Roster
@@ -36,26 +45,41 @@ SAVES, APART, FIRST = 5, 8, 8
 STEP_S = 0.05
 """A step takes so long at least, so that a fault strikes where it is meant to."""
 
+SPIKES = LossSpikes(above=20, window=24, patience=2, back=1, skip_more=1)
+"""What is done about a loss that jumps; its steps come again before the next fault."""
+
 NOTICED_S = 15
 """A fault must be noticed within."""
 
 
+UNSEEN = ("nan", "spike")
+"""Kinds that no process ends by: the numbers of the run show what became of them."""
+
+
 def kinds(processes: int) -> list[Fault]:
     """Each fault once, as they come; on the last process, and where it says so on the first, which
-    coordinates. `nan` changes what is learned, and is part of the undisturbed run too."""
+    coordinates. `nan` and `spike` change what is learned, and are part of the undisturbed run too:
+    it is told which batches the second costs."""
     last = processes - 1
     told = [
         ("kill", "step", last), ("kill", "step", 0), ("exit", "load", last),
         ("stop", "step", last), ("stop", "load", last), ("stop", "save", 0),
         ("stop", "callback", last), ("hang", "load", last), ("hang", "callback", 0),
         ("kill_soon", "save", last), ("corrupt", "step", 0), ("truncate", "step", 0),
-        ("delete", "step", 0), ("nan", "step", 0), ("flip", "step", last), ("wrong", "step", last),
-        ("terminate", "step", last),
+        ("delete", "step", 0), ("nan", "step", 0), ("spike", "step", 0), ("flip", "step", last),
+        ("wrong", "step", last), ("terminate", "step", last),
     ]  # fmt: skip
     return [
         Fault(kind, FIRST + APART * number, phase, process)
         for number, (kind, phase, process) in enumerate(told)
     ]
+
+
+def skipped(spike: Fault) -> tuple[int, int]:
+    """(steps, batches): where the run goes back to for it, and what it goes on without."""
+    begins = spike.step + 1
+    good = (begins - SPIKES.back - 1) // SAVES * SAVES
+    return good, begins + SPIKES.patience - 1 - good + SPIKES.skip_more
 
 
 class Paced(Callback):
@@ -69,7 +93,7 @@ def drilled(path: str, processes: int) -> Experiment:
     """The experiment of a file as it is drilled: shrunk as for a certificate, with a save every
     few steps, and copies and steps compared."""
     shrunk = shrink(load_experiment(path), devices=2 * processes)
-    execution = replace(shrunk.execution, health=Health(replicas=SAVES, replay=1))
+    execution = replace(shrunk.execution, health=Health(SAVES, replay=1, spikes=SPIKES))
     return replace(
         shrunk,
         steps=FIRST + APART * (len(kinds(processes)) + 1),
@@ -78,20 +102,6 @@ def drilled(path: str, processes: int) -> Experiment:
         checkpoints=SavePolicy(every=SAVES, keep=3),
         logging=Logging(every=1, tensorboard=False, callbacks=(Paced,)),
     )
-
-
-@dataclass(frozen=True)
-class Happened:
-    """One fault. noticed_s: until the supervisor acted, None where nothing had to be done. named:
-    whom it said it was, "process N" with step and phase. lost: steps taken again. resumed_s: from
-    the notice to the next start's first step. violations: what is not as it should be."""
-
-    fault: str
-    noticed_s: float | None
-    named: str
-    lost: int
-    resumed_s: float
-    violations: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,8 @@ class Drill:
 
 def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None]) -> Drill:
     """Run the experiment of a file, shrunk, on so many processes of this machine: undisturbed, with
-    every fault one after the other, and with a crash that comes again.
+    every fault one after the other, with a crash that comes again, and over machines of which one
+    is lost, comes back and computes wrongly.
 
     folder: for the runs. tell: takes every line that the processes and their supervisor print.
     Raises ValueError for what cannot be drilled.
@@ -150,9 +161,10 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     )
     (folder / "mesh.toml").write_text(_MESH.format(devices=2 * processes, n=processes))
     faults = kinds(processes)
-    of_both = [fault for fault in faults if fault.kind == "nan"]
+    of_both = [fault for fault in faults if fault.kind in UNSEEN]
+    told = tuple(skipped(fault) for fault in faults if fault.kind == "spike")
     violations = []
-    code, _ = _launched(folder, "undisturbed", of_both, processes, tell)
+    code, _ = _launched(folder, "undisturbed", of_both, processes, tell, told)
     if code != DONE:
         violations.append(f"the undisturbed run ended with exit code {code}")
     code, wall_s = _launched(folder, "disturbed", faults, processes, tell)
@@ -162,6 +174,8 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     code, _ = _launched(folder, "crash", [crash], processes, tell)
     if code != DETERMINISTIC or len(_lines(folder / "crash" / FAILURES)) != 2:
         violations.append(f"a crash at the same step, twice, ended with exit code {code}")
+    machines, wrong = drill_machines(folder, _train(folder), of_both, FIRST, processes, tell)
+    violations += wrong
     runs = [_numbers(folder / name) for name in ("undisturbed", "disturbed")]
     if runs[0] != runs[1]:
         line = next(n for n, pair in enumerate(zip_longest(*runs), 1) if pair[0] != pair[1])
@@ -172,7 +186,8 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     off = abs(ledger.wall_s - wall_s) / wall_s
     if off > 0.01:
         violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
-    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"], processes)
+    seen = [fault for fault in faults if fault.kind not in UNSEEN]
+    happened = _happened(folder, seen, processes) + machines
     return Drill(processes, tuple(happened), ledger, off, tuple(violations))
 
 
@@ -193,13 +208,23 @@ fsdp = 2
 """
 
 
+def _train(folder: Path) -> list[str]:
+    return ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
+
+
 def _launched(
-    folder: Path, run: str, faults: Sequence[Fault], processes: int, tell: Callable[[str], None]
+    folder: Path,
+    run: str,
+    faults: Sequence[Fault],
+    processes: int,
+    tell: Callable[[str], None],
+    skip: tuple[tuple[int, int], ...] = (),
 ) -> tuple[int, float]:
     """The exit code and the wall time of a run, begun again when it was asked to leave."""
     files = folder / f"{run} files"
     files.mkdir()
-    train = ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
+    train = _train(folder)
+    train += ["--set", f"execution.health.skip_batches={skip}"]
     command, wall_s = [*train, "--run-dir", str(folder / run)], 0.0
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
@@ -226,17 +251,16 @@ def _happened(folder: Path, faults: Sequence[Fault], processes: int) -> list[Hap
         if not marker.exists() or following is None:
             found.append(Happened(str(fault), None, "", 0, 0.0, ("it did not happen",)))
             continue
-        before = ("start", "join", "open", "compile", "restore")
-        ready = following.began + sum(following.seconds.get(phase, 0.0) for phase in before)
         lost = max(0, start.done - following.first)
         if failure is None:
             wrong = () if fault.kind == "terminate" else ("nobody noticed",)
-            resumed_s = ready - start.ended
-            found.append(Happened(str(fault), None, "all left together", lost, resumed_s, wrong))
+            resumed = resumed_s(start.ended, following)
+            found.append(Happened(str(fault), None, "all left together", lost, resumed, wrong))
             continue
-        noticed, resumed_s = failure["time"] - marker.stat().st_mtime, ready - failure["time"]
-        named, wrong = _judged(fault, failure, noticed, lost, processes)
-        found.append(Happened(str(fault), noticed, named, lost, resumed_s, wrong))
+        noticed = failure["time"] - marker.stat().st_mtime
+        name, wrong = _judged(fault, failure, noticed, lost, processes)
+        resumed = resumed_s(failure["time"], following)
+        found.append(Happened(str(fault), noticed, name, lost, resumed, wrong))
     return found
 
 
@@ -245,14 +269,13 @@ def _judged(
 ) -> tuple[str, tuple[str, ...]]:
     """Whom a failure names, and what is not as it should be."""
     violations = []
-    where = f"after step {failure['step']} in {failure['phase']}"
-    named = f"process {failure['process']}, {failure['kind']} {where}"
+    name = named(failure)
     if fault.kind in ("flip", "wrong"):
         of_two = [[]] if processes == 2 else []  # one of two cannot be told
         if failure["kind"] != "wrong" or failure["wrong"] not in [[fault.process], *of_two]:
             violations.append(f"it was wrong numbers of process {fault.process}")
         elif not failure["wrong"]:
-            named = f"one of two, {failure['kind']} {where}"
+            name = name.replace(f"process {failure['process']}", "one of two")
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
     elif fault.kind in ("stop", "hang"):
@@ -263,7 +286,7 @@ def _judged(
         violations.append(f"it was noticed after more than {NOTICED_S} s")
     if lost > 3 * SAVES:
         violations.append(f"{lost} steps were lost")
-    return named, tuple(violations)
+    return name, tuple(violations)
 
 
 def _numbers(run: Path) -> list[str]:

@@ -33,13 +33,15 @@ KINDS = {
     "flip": "a bit of a parameter changes in the memory of the process's first device",
     "wrong": "the next step changes a bit of a parameter there, if it is taken once",
     "nan": "the gradients of the next step are not finite, whenever it is taken",
+    "spike": "the parameters turn around before the step that takes batch STEP of the data, "
+    "counted from 0, on all processes, whenever it is taken",
     "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
     "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
 }
 """Kind -> what happens."""
 
-STATE = ("flip", "wrong", "nan")
+STATE = ("flip", "wrong", "nan", "spike")
 """Kinds that need the state: they happen before a step, whatever their phase."""
 
 SLOW_S, SLOW_STEPS, SOON_S = 0.5, 30, 0.05
@@ -92,7 +94,8 @@ class Injector(Callback):
         folder, *texts = json.loads(given)
         self._folder, self._run_dir = Path(folder), run_dir
         self._slow_until, self._before = -1, ""
-        mine = [f for f in map(read_fault, texts) if f.process == process]
+        told = [read_fault(text) for text in texts]
+        mine = [f for f in told if f.process == process or f.kind == "spike"]
         self._faults = [f for f in mine if f.kind not in STATE]
         self._of_state = [f for f in mine if f.kind in STATE]
 
@@ -107,9 +110,11 @@ class Injector(Callback):
     def before_step(self, run: Run, step: int) -> None:
         from jaxtrain.fault_tolerance.state_faults import change_state
 
+        batch = run._session.loader.skips.batch(step - 1)
         for fault in self._of_state:
-            due = step == fault.step + 1 if fault.kind == "nan" else step > fault.step
-            if due and (fault.kind == "nan" or self._first(fault)):
+            again = {"nan": step - 1, "spike": batch}.get(fault.kind)
+            due = step > fault.step if again is None else again == fault.step
+            if due and (again is not None or self._first(fault)):
                 change_state(fault.kind, run._session)
 
     def _first(self, fault: Fault) -> bool:

@@ -1,8 +1,9 @@
 """Where the wall time of a run went, over all its starts.
 
 A line of JSON for each start, and for each wait between two, in the run directory. Seconds of the
-steps that a later start had to take again are lost; goodput is the share of the wall time that went
-into steps that were not (Jiang et al. 2024, section 6.1, call it effective training time).
+steps that had to be taken again, by a later start or after a spike of the loss, are lost; goodput
+is the share of the wall time that went into steps that were not (Jiang et al. 2024, section 6.1,
+call it effective training time).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.cluster.phases import Now
+from jaxtrain.cluster.phases import LOST, Now
 from jaxtrain.files.json_lines import add_line, read_lines
 
 NAME = "ledger.jsonl"
@@ -25,7 +26,7 @@ KINDS = {
     "compile": "compile", "first step": "compile",
     "step": "step", "load": "data", "callback": "callback",
     "evaluate": "evaluate", "save": "save", "restore": "restore", "finish": "finish",
-    "hang": "hang", "waiting": "waiting",
+    "hang": "hang", "waiting": "waiting", LOST: "lost",
 }  # fmt: skip
 """Phase of a process -> where the ledger has its seconds; "hang" and "waiting" are none of its own:
 all waited for a process that did not move, and for the next start."""
@@ -117,7 +118,7 @@ def sum_up(entries: Sequence[Entry]) -> Ledger:
             seconds[KINDS[phase]] += spent
         # Steps that any later start began before were taken again.
         again = min((e.first for e in entries[number + 1 :] if e.first >= 0), default=entry.done)
-        taken = entry.done - entry.first
+        taken = max(1, entry.done - entry.first)
         if entry.first >= 0 and again < entry.done:
             lost = entry.seconds.get("step", 0.0) * min(1.0, (entry.done - again) / taken)
             seconds["step"] -= lost

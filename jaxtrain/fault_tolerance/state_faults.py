@@ -13,11 +13,17 @@ import numpy as np
 from jaxtrain.run.session import Session
 from jaxtrain.step.state import TrainState
 
+TURNED = -4.0
+"""What parameters are multiplied by, so that the loss jumps and stays up for a while."""
+
 
 def change_state(kind: str, session: Session) -> None:
-    """ "flip": now. "wrong", "nan": in the next step, once."""
+    """ "flip", "spike": now. "wrong", "nan": in the next step, once."""
     if kind == "flip":
         session.state = flipped(session.state)
+    elif kind == "spike":
+        turned = {name: leaf * TURNED for name, leaf in session.state.params.items()}
+        session.state = replace(session.state, params=turned)
     elif kind == "wrong":
         _once(session, lambda program, state, batch: _wrong(program(state, batch)))
     else:

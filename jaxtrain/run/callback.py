@@ -112,9 +112,10 @@ class Callback:
 
     The order of one start: `begin`; for each step `before_step`, `after_step`, `metrics` of the
     step before it, `after_evaluation` and `after_save` where they are due; the `metrics` of the
-    last step; `end`. An evaluation and a save are preceded by the `metrics` of their own step. All
-    are called in the main thread, on each callback in the order of the experiment's and then of
-    `train`'s. The run waits for them.
+    last step; `end`. After a spike of the loss comes `after_rollback`, and then steps come again.
+    An evaluation and a save are preceded by the `metrics` of their own step. All are called in the
+    main thread, on each callback in the order of the experiment's and then of `train`'s. The run
+    waits for them.
 
     What `Run.stop` and `Run.save` ask for is done at the end of the step, after the evaluation and
     the save that are due. What a callback raises ends the run as any error does: the state is saved
@@ -147,6 +148,11 @@ class Callback:
     def after_save(self, run: Run, step: int) -> None:
         """A save of the state after `step` has begun: it is copied off the devices, and is written
         behind the next steps. That of the last step is committed."""
+
+    def after_rollback(self, run: Run, step: int) -> None:
+        """The loss had a spike (`LossSpikes`), and the run is at the state after `step` steps once
+        more: `before_step` of the next comes again, with other rows, and its metrics. Forget what
+        you hold of steps after it."""
 
     def end(self, run: Run) -> None:
         """The run is over, however it ended: at its last step, asked to stop, by an interrupt or an

@@ -29,5 +29,10 @@ class History:
                 each for each in self.lines if self._on_grid(each) or each is self.lines[-1]
             ]
 
+    def go_back(self, step: int) -> None:
+        """The steps after it come again."""
+        self.lines[:] = [line for line in self.lines if line["step"] <= step]
+        self._every = self._every if self.lines else 1
+
     def _on_grid(self, line: Line) -> bool:
         return (line["step"] - self.lines[0]["step"]) % self._every == 0

@@ -175,6 +175,11 @@ class MetricsFiles(Callback):
     def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
         self.write_held(run, values)
 
+    def after_rollback(self, run: Run, step: int) -> None:
+        """The lines of the steps that come again are dropped."""
+        self._held, self._latest = None, step
+        self.write_again(run)
+
     def end(self, run: Run) -> None:
         self.write_held(run)
         self._close(run)
@@ -186,7 +191,7 @@ class MetricsFiles(Callback):
             self._write(run, held[0], {**held[1], **values})
 
     def write_again(self, run: Run) -> None:
-        """Go on in new files: the old ones were removed."""
+        """Go on in new files, after the latest step: the old ones were removed, or go further."""
         if self._writer is not None:
             self._close(run)
             self._writer = self._open(self._latest + 1)
@@ -225,6 +230,9 @@ class Profiling(Callback):
 
     def after_step(self, run: Run, step: int) -> None:
         self._profiler.after(step - 1, run.state)
+
+    def after_rollback(self, run: Run, step: int) -> None:
+        self._profiler.close()
 
     def end(self, run: Run) -> None:
         self._profiler.close()

@@ -47,6 +47,12 @@ class Readings:
         self.read()
         self._give(self._delayed.flush())
 
+    def go_back(self, step: int) -> None:
+        """The steps after it come again; what is not read yet of the first time is left."""
+        self._delayed, self._dispatched = DelayedMetrics(), None
+        self._skipped, self._in_a_row = int(self.session.state.skipped), 0
+        self.history.go_back(step)
+
     def _give(self, found: tuple[int, dict[str, Any]] | None) -> None:
         if found is None:
             return

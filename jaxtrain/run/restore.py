@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.compression.residuals import no_residuals, redistribute, stored_splits
 from jaxtrain.mesh.sharding import named_sharding
@@ -17,7 +18,9 @@ from jaxtrain.step.state import TrainState
 PREFIX = "residuals."
 
 
-def restore_state(at_rest: AtRest, checkpoints: Checkpoints, step: int) -> TrainState:
+def restore_state(
+    at_rest: AtRest, checkpoints: Checkpoints | CheckpointManager, step: int
+) -> TrainState:
     """The state saved as `step`, as it rests on this mesh: each device reads what it holds.
 
     All of it is equal to the bit to what was saved but for residuals of a mesh with other devices

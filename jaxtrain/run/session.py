@@ -16,16 +16,16 @@ from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
-from jaxtrain.data import Loader
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.run.batches import Batches
 from jaxtrain.run.evaluate import Evaluator
-from jaxtrain.run.rates import DocumentsOf, counts_flops
 from jaxtrain.run.restore import restore_state
-from jaxtrain.run.rows import Documents, open_split
+from jaxtrain.run.rows import open_split
+from jaxtrain.run.saves.skips import Skips, skips_from
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.step.batches import fields_of
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.state import TrainState
@@ -52,14 +52,13 @@ class Session:
     dataset: Any
     state: TrainState
     start: int
-    loader: Loader
+    loader: Batches
     evaluate: Evaluator
     at_rest: AtRest
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
     begins: Start | None = None
     """What the first step of the run begins with, if the run did not make it."""
-    documents: DocumentsOf = lambda step: None
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
@@ -103,6 +102,17 @@ class Session:
         self.guard.push(metrics)
         return metrics
 
+    def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
+        """Go on from a state after fewer steps, with other batches where `skips` says so."""
+        self.loader.begin_at(step, skips)
+        self.state = state
+        self.guard = GuardReader(step, int(state.residuals.get("tripped", -1)))
+
+    def beginning_state(self) -> TrainState:
+        """The state that the run began with, made again."""
+        given = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
+        return initialise(self.assembly, self.shardings, given)
+
     def alive(self) -> bool:
         """Whether the state can be read: a step that failed has donated it. Waits for what an
         interrupt left on its way."""
@@ -143,6 +153,7 @@ def open_session(
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
+    _skips(experiment, checkpoints, start)  # it may refuse them
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if assembly.description is None:
         trace_loss(assembly)
@@ -163,24 +174,20 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    counted = _documents(assembly, dataset, start)
-    read = dataset if counted is None else counted
-    placed = PlacedRows(read, assembly.batch_shardings(mesh), experiment.microbatches)
-    loader = Loader(placed, row_numbers(experiment.batch), lambda batch: batch, start=start)
+    skips = _skips(experiment, checkpoints, start)
+    loader = Batches(assembly, mesh, dataset, start, skips)
     given = (dataset, state, start, loader, evaluate, at_rest, compile_s)
     session = Session(assembly, mesh, at_rest.shardings, *given)
     session.guard, session.begins, session.phases = guard, begins, phases
-    if counted is not None:
-        session.documents = counted.of
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 
 
-def _documents(assembly: Assembly, dataset: Any, start: int) -> Documents | None:
-    """Counts those of each batch as it is read; None where nothing is counted by them."""
-    if counts_flops(assembly) and "segments" in assembly.fields:
-        return Documents(dataset, assembly.experiment.batch, start)
-    return None
+def _skips(experiment: Experiment, checkpoints: Checkpoints | None, start: int) -> Skips:
+    """Raises ValueError as `skips_from`."""
+    metadata = checkpoints.manifest(start).metadata if checkpoints and start else {}
+    told = experiment.execution.health.skip_batches
+    return skips_from(start, told, metadata.get("skipped", ()))
 
 
 def _reducer(assembly: Assembly) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.data import BatchRamp, Dataset, rows_of_step
+from jaxtrain.data import BatchRamp, Dataset, batch_of, rows_of_step
 from jaxtrain.data.loader import Rows
 
 Batch = dict[str, np.ndarray]
@@ -71,6 +71,10 @@ class PlacedRows:
         return {name: array(name, sharding) for name, sharding in self._shardings.items()}
 
 
-def row_numbers(batch: int | BatchRamp) -> Callable[[int], np.ndarray]:
-    """step -> the global numbers of its rows."""
-    return lambda step: rows_of_step(batch, step)
+def row_numbers(
+    batch: int | BatchRamp, taken: Callable[[int], int] = lambda step: step
+) -> Callable[[int], np.ndarray]:
+    """step -> the global numbers of its rows: the first of the batch that it has `taken`, which is
+    itself where none was skipped. While a batch grows the later one is larger; its last rows are
+    passed over too."""
+    return lambda step: rows_of_step(batch, taken(step))[: batch_of(batch, step)]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxtrain.cluster.phases import PHASES, RECENT, Now, Phases
+from jaxtrain.cluster.phases import LOST, PHASES, RECENT, Now, Phases
 
 
 class Clock:
@@ -77,3 +77,23 @@ def test_listeners_hear_of_every_change() -> None:
     for _ in range(RECENT):
         phases.advance(5, 7.0)
     assert phases.now.median_s == 7.0, "of the recent steps"
+
+
+def test_steps_that_come_again_are_lost() -> None:
+    """Ten steps of two seconds, of which the last four come again; and once more all."""
+    clock = Clock()
+    phases, began = Phases(clock), clock.now
+    phases.begin_at(20)
+    phases.enter("step")
+    for step in range(21, 31):
+        clock.now += 2.0
+        phases.advance(step)
+    phases.go_back(26)
+    assert phases.now.step == 26 and phases.now.phase == "step"
+    assert (phases.spent()["step"], phases.spent()[LOST]) == pytest.approx((12.0, 8.0))
+    clock.now += 2.0
+    phases.advance(27)
+    phases.go_back(15)
+    assert (phases.now.first, phases.now.step) == (15, 15)
+    assert (phases.spent()["step"], phases.spent()[LOST]) == pytest.approx((0.0, 22.0))
+    assert sum(phases.spent().values()) == pytest.approx(clock.now - began)

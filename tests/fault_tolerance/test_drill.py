@@ -11,23 +11,41 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.fault_tolerance import drill as drilling
-from jaxtrain.fault_tolerance.drill import APART, FIRST, SAVES, Drill, Happened, drilled, kinds
+from jaxtrain.fault_tolerance.drill import APART, FIRST, SAVES, Drill, drilled, kinds
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
+from jaxtrain.fault_tolerance.happened import Happened
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES
+from jaxtrain.run.saves.rollback import good_step
+from jaxtrain.run.saves.skips import Skips
+from jaxtrain.run.saves.watch import LossWatch
 
 ROOT = Path(__file__).parents[2]
 STDLIB = str(ROOT / "experiments" / "stdlib_lm.py")
 
 
 def test_every_kind_of_fault_is_drilled() -> None:
-    """But those of which a run shows nothing, or that end it."""
+    """But those of which a run shows nothing, or that end it; a machine is lost in another run."""
     for processes in (2, 4):
         faults = kinds(processes)
-        assert {fault.kind for fault in faults} == set(KINDS) - {"slow", "crash"}
+        assert {fault.kind for fault in faults} == set(KINDS) - {"slow", "crash", "lose"}
         assert max(fault.process for fault in faults) == processes - 1
         assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
         assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
+
+
+def test_what_a_spike_costs_is_what_the_rule_says() -> None:
+    """By the run's own rules, of a batch that a save is just too new for, and of every other."""
+    policy = drilling.SPIKES
+    for step in range(30, 60):
+        spike = Fault("spike", step)
+        losses = [2.0] * step + [9.0] * policy.patience
+        watch = LossWatch(policy)
+        (seen,) = [at for at, loss in enumerate(losses, 1) if watch.add(at, loss)]
+        saved = [at for at in range(SAVES, step + 1, SAVES)][-3:]
+        good = good_step(saved, watch.since or 0, policy.back) or 0
+        assert drilling.skipped(spike) == Skips().back_to(good, seen, policy.skip_more).found[0]
+        assert good <= step < good + drilling.skipped(spike)[1], "the batch is among them"
 
 
 def test_a_drill_of_one_process_is_refused(tmp_path: Path) -> None:

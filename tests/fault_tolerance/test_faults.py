@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from jaxtrain.cluster.phases import Phases
-from jaxtrain.fault_tolerance import faults
+from jaxtrain.fault_tolerance import faults, state_faults
 from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable, read_fault
+from jaxtrain.run.callback import Run
+from jaxtrain.run.saves.skips import Skips
 
 
 @pytest.mark.parametrize(
@@ -88,3 +92,24 @@ def test_a_slow_process_sleeps_once_in_each_of_its_steps(tmp_path: Path, monkeyp
                 pass
         phases.advance(step)
     assert slept == [faults.SLOW_S] * faults.SLOW_STEPS
+
+
+def test_a_spike_is_of_a_batch_and_of_all_processes(tmp_path: Path, monkeypatch) -> None:
+    """Whichever step takes it, and however often; `nan` is of a step, and of its process."""
+    struck: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        state_faults, "change_state", lambda kind, session: struck.append((kind, session.step))
+    )
+    given = faults_variable([read_fault("spike@5"), read_fault("nan@5")], tmp_path)[FAULTS]
+
+    def take(process: int, skips: Skips) -> list[tuple[str, int]]:
+        struck.clear()
+        injector = Injector(given, process, tmp_path)
+        for step in (*range(1, 10), *range(3, 10)):
+            session = SimpleNamespace(step=step, loader=SimpleNamespace(skips=skips))
+            injector.before_step(cast("Run", SimpleNamespace(_session=session)), step)
+        return list(struck)
+
+    assert take(1, Skips()) == [("spike", 6)] * 2
+    assert take(1, Skips(told=((2, 1),))) == [("spike", 5)] * 2
+    assert take(0, Skips(told=((2, 4),))) == [("nan", 6)] * 2

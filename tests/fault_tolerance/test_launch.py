@@ -59,9 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def begin(folder: Path, run: str, *flags: str) -> subprocess.Popen[str]:
+def begin(folder: Path, run: str, *flags: str, settings: str = "") -> subprocess.Popen[str]:
     """A launch of two processes, which cannot end but by themselves or a signal."""
     train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", run]
+    train += ["--set", settings] if settings else []
     command = [sys.executable, "-m", "jaxtrain.cli", "launch", "--processes", "2", *flags, "--"]
     return subprocess.Popen(
         [*command, *train],
@@ -73,9 +74,10 @@ def begin(folder: Path, run: str, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-def launched(folder: Path, run: str, *flags: str) -> tuple[int, str]:
+def launched(folder: Path, run: str, *flags: str, settings: str = "") -> tuple[int, str]:
     """Its exit code, and what it said."""
-    said, _ = (started := begin(folder, run, *flags)).communicate(timeout=280)
+    started = begin(folder, run, *flags, settings=settings)
+    said, _ = started.communicate(timeout=280)
     return started.returncode, said
 
 
@@ -134,6 +136,22 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undist
     code, said = launched(folder, "stopped")
     assert code == 0 and f"resuming at step {step}" in said
     assert losses(folder, "stopped") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_spike_is_skipped_by_all_whoever_is_killed_meanwhile(folder: Path) -> None:
+    """Before it is seen, and after the run has gone back and saved."""
+    policy = "LossSpikes(above=20.0, least=0.2, window=8, patience=2, back=2, skip_more=1)"
+    settings = f"execution.health=Health(replicas=8, replay=8, spikes={policy})"
+    faults = [f"--fault={each}" for each in ("spike@27", "kill@29:1", "kill@34:0")]
+    code, said = launched(folder, "spike", *faults, settings=settings)
+    assert code == 0, said
+    assert "to take steps 25 to 29 once more" in said and "skip_batches=((24, 6),)" in said
+    settings = "execution.health.skip_batches=((24, 6),)"
+    code, quiet = launched(folder, "told", "--fault=spike@27", settings=settings)
+    assert code == 0 and "SPIKE" not in quiet, quiet
+    assert losses(folder, "spike") == losses(folder, "told") and max(losses(folder, "told")) == 48
+    assert len(failures(folder, "spike")) == 2
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.cluster.phases import LOST as LOST_WITHIN
 from jaxtrain.cluster.phases import PHASES, Now
 from jaxtrain.fault_tolerance.ledger import (
     KINDS,
@@ -20,7 +21,7 @@ from jaxtrain.fault_tolerance.ledger import (
 
 
 def test_every_phase_has_its_place() -> None:
-    assert set(PHASES) == set(KINDS) - {"hang", "waiting"}
+    assert set(PHASES) == set(KINDS) - {"hang", "waiting", LOST_WITHIN}
 
 
 def start(first: int, done: int, step_s: float, **more: float) -> Entry:
@@ -38,6 +39,8 @@ LOST = {
     "further back still, for a damaged save": (
         [start(0, 10, 5.0), start(8, 12, 4.0), start(4, 20, 8.0)], 3.0 + 4.0,
     ),
+    "before its own first step was done": ([start(10, 10, 5.0), start(5, 20, 6.0)], 5.0),
+    "of a spike": ([start(0, 10, 5.0, lost=2.0), start(8, 20, 6.0, lost=1.0)], 2.0 + 1.0 + 1.0),
 }  # fmt: skip
 
 
@@ -48,7 +51,8 @@ def test_steps_that_were_taken_again_are_lost(name: str) -> None:
     assert found.seconds.get("lost", 0.0) == pytest.approx(lost)
     assert found.wall_s == pytest.approx(sum(sum(e.seconds.values()) for e in entries))
     assert found.goodput == pytest.approx(
-        (sum(e.seconds.get("step", 0.0) for e in entries) - lost) / found.wall_s
+        (sum(e.seconds.get(k, 0.0) for e in entries for k in ("step", "lost")) - lost)
+        / found.wall_s
     )
 
 

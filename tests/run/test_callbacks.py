@@ -23,7 +23,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.experiment import config_of
 from jaxtrain.experiment.stored import refuse_unreadable, stored_field
 from jaxtrain.run.hooks import GarbageCollection, GuardMessages
-from jaxtrain.run.saving import Saving
+from jaxtrain.run.saves.saving import Saving
 from jaxtrain.telemetry.profiler import Profiler
 
 EVENTS = ("begin", "before_step", "after_step", "metrics", "after_evaluation", "after_save", "end")

@@ -26,7 +26,7 @@ from jaxtrain.experiment import config_of
 from jaxtrain.run import session
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.result import Result
-from jaxtrain.run.saving import Saving
+from jaxtrain.run.saves.saving import Saving
 
 STEPS = 6
 Train = Callable[..., Result]

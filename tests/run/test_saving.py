@@ -23,7 +23,7 @@ import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
-from jaxtrain.run.saving import checkpoints_of
+from jaxtrain.run.saves.saving import checkpoints_of
 from jaxtrain.state_format.manifest import read_manifest
 
 MESH = {"fsdp": 2}

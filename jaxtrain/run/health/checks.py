@@ -95,6 +95,10 @@ class HealthChecks:
         if self._health.replicas is not None:
             self.compare(done)
 
+    def go_back(self) -> None:
+        """Steps that were compared come again."""
+        self._compared = min(self._compared, 0)
+
     def compare(self, done: int) -> None:
         """Compare the copies of every leaf, of all devices, after `done` steps."""
         if self._compared == done:

@@ -13,6 +13,7 @@ from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.experiment import config_of
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
 
 
@@ -32,7 +33,15 @@ class Saving:
 
     def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
         self.manager, self.session, self.tell = manager, session, tell
-        self._first = True
+        self._first, self.watch = True, self.watch_at(session.start)
+
+    def watch_at(self, step: int) -> LossWatch | None:
+        """What watches the losses that follow that step, which is 0 or saved; None for nothing."""
+        policy = self.session.experiment.execution.health.spikes
+        if policy is None:
+            return None
+        metadata = self.manager.manifest(step).metadata if step else {}
+        return LossWatch(policy, metadata.get("spikes"))
 
     @property
     def rated(self) -> bool:
@@ -53,6 +62,12 @@ class Saving:
             if self.manager.latest() != start:
                 self._succeeds(lambda: self._save(start, {}, durable=True))
         self._tell_troubles()
+
+    def whole_steps(self) -> list[int]:
+        """The steps of the durable tier that can be gone back to, ascending, once the save in
+        flight is there."""
+        self._succeeds(self.manager.wait)
+        return self.manager.durable.whole_steps()
 
     def due(self, done: int) -> str | None:
         """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
@@ -89,6 +104,8 @@ class Saving:
             "data": self.session.dataset.digest,
             "metrics": metrics,
             "experiment": config_of(self.session.experiment),
+            "skipped": self.session.loader.skips.before(step),
+            "spikes": None if self.watch is None else self.watch.saved(),
         }
         state, slots = self.session.state, self.session.at_rest.slots
         self.manager.save(step, state, metadata, slots, durable=durable)

@@ -1,0 +1,62 @@
+"""The batches of a run: which rows of the data, placed ahead of the steps that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtrain.data import Loader
+from jaxtrain.run.rates import counts_flops
+from jaxtrain.run.rows import Documents
+from jaxtrain.run.saves.skips import Skips
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.batches import PlacedRows, row_numbers
+
+
+class Batches:
+    """Of a run that goes on after `start` steps. skips: what they pass over."""
+
+    def __init__(
+        self, assembly: Assembly, mesh: jax.sharding.Mesh, dataset: Any, start: int, skips: Skips
+    ) -> None:
+        self._assembly, self._mesh, self._dataset = assembly, mesh, dataset
+        self._waited_s = 0.0
+        self._begin(start, skips)
+
+    def _begin(self, start: int, skips: Skips) -> None:
+        e, read = self._assembly.experiment, self._dataset
+        self.skips, self._documents = skips, None
+        if counts_flops(self._assembly) and "segments" in self._assembly.fields:
+            read = self._documents = Documents(read, e.batch, start)
+        shardings = self._assembly.batch_shardings(self._mesh)
+        placed = PlacedRows(read, shardings, e.microbatches)
+        rows = row_numbers(e.batch, skips.batch)
+        self._loader = Loader(placed, rows, lambda batch: batch, start=start)
+
+    def next(self) -> tuple[int, Any]:
+        """As `Loader.next`."""
+        return self._loader.next()
+
+    def peek(self, count: int) -> list[tuple[int, Any]]:
+        """As `Loader.peek`."""
+        return self._loader.peek(count)
+
+    def begin_at(self, step: int, skips: Skips) -> None:
+        """From here on those of the steps after so many."""
+        self._loader.close()
+        self._waited_s = self.wait_s
+        self._begin(step, skips)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that `next` has taken so far."""
+        return self._waited_s + self._loader.wait_s
+
+    def documents(self, step: int) -> Mapping[int, float] | None:
+        """As `Documents.of`; None where nothing is counted by them."""
+        return None if self._documents is None else self._documents.of(step)
+
+    def close(self) -> None:
+        self._loader.close()

@@ -1,0 +1,51 @@
+"""The first words of a run and its last: what it is, what it reached, and a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtrain.data import TextData, reference_bits
+from jaxtrain.experiment import Sample
+from jaxtrain.run.result import Result
+from jaxtrain.run.session import Session
+from jaxtrain.step.layer_order import natural_shapes
+from jaxtrain.weights.generate import generate
+
+
+def headline(session: Session, last: int) -> str:
+    """What is trained, on what, until which step."""
+    parameters = sum(leaf.size for leaf in natural_shapes(session.assembly).params.values())
+    sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
+    begin = f"resuming at step {session.start}, " if session.start else session.beginning
+    return (
+        f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
+        f"{last} steps, compiled in {session.compile_s:.1f}s"
+    )
+
+
+def finish(result: Result, session: Session, tell: Callable[[str], None]) -> None:
+    """What was reached against reference compressors, and a sample; `result` has both then."""
+    e = session.experiment
+    reached = result.evaluation.get("bits_per_byte")
+    if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
+        bits = reference_bits(e.data)
+        result.evaluation |= bits
+        unigram, bigram = bits["unigram_bits_per_byte"], bits["bigram_bits_per_byte"]
+        tell(
+            f"held-out {reached:.3f} bits per byte = {reached / unigram:.0%} of the unigram "
+            f"entropy {unigram:.3f}; an interpolated bigram model reaches {bigram:.3f}"
+        )
+    if e.sample is not None:
+        result.sample = _sample_text(session, e.sample)
+        tell(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}")
+        tell(result.sample)
+
+
+def _sample_text(session: Session, sample: Sample) -> str:
+    return sample.prompt + generate(
+        session,
+        sample.prompt,
+        tokens=sample.tokens,
+        temperature=sample.temperature,
+        seed=session.experiment.seed,
+    )

@@ -1,0 +1,420 @@
+"""A loss that jumps: the run goes back to a save from before it, and on with other batches."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain
+from jaxtrain import Health, LossSpikes
+from jaxtrain.checkpoint import committed_steps
+from jaxtrain.data import BatchRamp, rows_of_step
+from jaxtrain.fault_tolerance.state_faults import change_state
+from jaxtrain.run.health import WrongNumbers
+from jaxtrain.run.saves.rollback import good_step
+from jaxtrain.run.saves.saving import Saving
+from jaxtrain.run.saves.skips import Skips, skips_from
+from jaxtrain.run.saves.watch import LossWatch
+from jaxtrain.step.batches import row_numbers
+from jaxtrain.telemetry.metrics import read_metrics
+
+POLICY = LossSpikes(above=6, least=0.05, window=8, patience=2, back=2, skip_more=1, most=2)
+
+
+def told_by_numpy(losses: list[float], policy: LossSpikes) -> list[tuple[int, int]]:
+    """(first high step, step at which it was a spike), by the rule as it is written down."""
+    good: list[float] = []
+    row: list[int] = []
+    found = []
+    for step, loss in enumerate(losses, 1):
+        if not np.isfinite(loss):
+            continue
+        last = np.array(good[-policy.window :])
+        high = False
+        if len(last) == policy.window:
+            middle = np.median(last)
+            scale = 1.4826 * np.median(np.abs(last - middle))
+            high = bool(loss > middle + max(policy.above * scale, policy.least))
+        row = [*row, step] if high else []
+        good += [] if high else [loss]
+        if len(row) == policy.patience:
+            found.append((row[0], step))
+    return found
+
+
+def by_watch(losses: list[float], policy: LossSpikes, *, stops: bool = False):
+    """The same of `LossWatch`; `stops`: saved and read back between any two losses."""
+    watch, found = LossWatch(policy), []
+    for step, loss in enumerate(losses, 1):
+        if watch.add(step, loss):
+            found.append((watch.since, step))
+        if stops:
+            watch = LossWatch(policy, json.loads(json.dumps(watch.saved())))
+    return found
+
+
+FLAT = [2.0 + 0.01 * (n % 3) for n in range(20)]
+JUMPS = {
+    "two in a row": [*FLAT, 9.0, 9.0, 2.0],
+    "one alone": [*FLAT, 9.0, 2.0, 9.0, 2.0],
+    "before the window is full": [2.0] * 6 + [9.0] * 2 + [2.0] * 9,
+    "once it is": [2.0] * 8 + [9.0] * 3,
+    "not a number in between": [*FLAT, 9.0, float("nan"), 9.0, float("inf")],
+    "within the least rise": [*[2.0] * 10, 2.05, 2.05, 2.0500001, 2.06, 2.07],
+    "of a scale of its own": [2.0, 3.0, 2.5, 2.0, 3.0, 2.1, 2.9, 2.5, 6.0, 6.0, 7.0, 8.0],
+    "a loss that falls": [*(8 * 0.9**n for n in range(20)), 5.0, 5.0],
+    "twice": [*FLAT, 9.0, 9.0, 9.0, *FLAT, 8.0, 8.0],
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_a_spike_is_what_the_rule_says(name: str) -> None:
+    losses = JUMPS[name]
+    wanted = told_by_numpy(losses, POLICY)
+    assert by_watch(losses, POLICY) == by_watch(losses, POLICY, stops=True) == wanted
+    assert len(wanted) == {"one alone": 0, "before the window is full": 0, "twice": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_and_of_losses_drawn(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    losses = [float(x) for x in 3 + rng.standard_t(1.5, 400) * 0.1]
+    policy = LossSpikes(above=rng.uniform(1, 6), window=9 + seed % 2, patience=1 + seed % 3)
+    assert by_watch(losses, policy, stops=True) == told_by_numpy(losses, policy)
+
+
+def test_batches_are_those_that_are_left() -> None:
+    """Against a list of batches from which the skipped ones are struck out."""
+    left, skips, ran = list(range(400)), Skips(told=((3, 2),)), 0
+    del left[3:5]
+
+    def same(start: int) -> None:
+        assert [skips.batch(n) for n in range(start, 60)] == left[start:60]
+
+    same(0)
+    for step, seen, more in ((10, 14, 3), (10, 12, 0), (25, 30, 1), (20, 31, 2)):
+        last = left[seen - 1]
+        skips = skips.back_to(step, seen, more)
+        after = last + 1 + more
+        left = left[:step] + list(range(after, after + 400))
+        same(step)
+        ran = step
+    stored = json.loads(json.dumps(skips.before(ran + 1)))
+    again = skips_from(ran + 1, skips.told, stored)
+    assert [again.batch(n) for n in range(60)] == [skips.batch(n) for n in range(60)]
+    assert skips.before(ran) == [each for each in skips.before(99) if each[0] < ran]
+
+
+def test_no_row_is_taken_twice_while_a_batch_grows() -> None:
+    ramp = BatchRamp(start=2, end=6, increment=2, steps=3)
+    rows = row_numbers(ramp, Skips(told=((2, 3),)).batch)
+    taken = [rows(step) for step in range(9)]
+    assert [len(each) for each in taken] == [ramp.batch(step) for step in range(9)]
+    flat = np.concatenate(taken)
+    assert len(set(flat)) == len(flat)
+    assert not set(flat) & {int(n) for step in (2, 3, 4) for n in rows_of_step(ramp, step)}
+
+
+SAVED = {
+    "old enough": ([5, 10, 15], 20, 3, 15),
+    "just too new": ([5, 10, 15], 18, 3, 10),
+    "just old enough": ([5, 10, 15], 19, 3, 15),
+    "none is as old": ([12, 15], 16, 9, 12),
+    "after the spike": ([15, 20], 15, 0, None),
+    "just before it": ([15, 20], 16, 0, 15),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_save_that_is_gone_back_to(name: str) -> None:
+    saved, begins, back, wanted = SAVED[name]
+    assert good_step(saved, begins, back) == wanted
+
+
+class Killed(jaxtrain.Callback):
+    """Ends the run before a step is taken for the `n`th time, with nothing saved."""
+
+    def __init__(self, step: int, n: int = 1) -> None:
+        self.step, self.left = step, n
+
+    def before_step(self, run: jaxtrain.Run, step: int) -> None:
+        self.left -= step == self.step
+        if not self.left:
+            raise WrongNumbers("killed", (), ())
+
+
+class Bad(jaxtrain.Callback):
+    """Before a step takes one of these batches, its parameters are turned around. once: of a chip,
+    and not of the data."""
+
+    def __init__(self, *batches: int, once: bool = False) -> None:
+        self.batches, self.once, self.events = set(batches), once, list[tuple[str, int]]()
+
+    def before_step(self, run: jaxtrain.Run, step: int) -> None:
+        session = run._session
+        batch = session.loader.skips.batch(step - 1)
+        if batch in self.batches:
+            self.batches -= {batch} if self.once else set()
+            change_state("spike", session)
+
+    def metrics(self, run: jaxtrain.Run, step: int, values: Any) -> None:
+        self.events.append(("metrics", step))
+
+    def after_rollback(self, run: jaxtrain.Run, step: int) -> None:
+        assert run.steps == step == int(run.state.step)
+        self.events.append(("after_rollback", step))
+
+
+@pytest.fixture
+def train(decoder: jaxtrain.Experiment, tmp_path: Path) -> Callable[..., Any]:
+    def run(
+        name: str,
+        *callbacks: Any,
+        spikes: LossSpikes | None = POLICY,
+        skip: Any = (),
+        replay: int | None = None,
+        axes: dict[str, int] | None = None,
+        **changed: Any,
+    ) -> tuple[Any, str]:
+        health = Health(replay=replay, spikes=spikes, skip_batches=skip)
+        steps = changed.pop("stop_at", None)
+        own = {"checkpoints": jaxtrain.SavePolicy(every=5, keep=4), **changed}
+        execution = replace(decoder.execution, health=health)
+        experiment = replace(decoder, steps=32, execution=execution, **own)
+        mesh = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
+        stream = io.StringIO()
+        found = jaxtrain.train(
+            experiment, mesh, run_dir=tmp_path / name, cache_dir=tmp_path, stream=stream,
+            callbacks=callbacks, steps=steps,
+        )  # fmt: skip
+        return found, stream.getvalue()
+
+    return run
+
+
+def on_disk(run: Any) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(run.run_dir)}
+
+
+def whole(run: Any) -> tuple[Any, ...]:
+    """What a run has come to, to the bit."""
+    leaves = jax.tree.leaves(jax.device_get(run.session.state))
+    saved = committed_steps(run.run_dir / "checkpoints")
+    return on_disk(run), [leaf.tobytes() for leaf in map(np.asarray, leaves)], saved
+
+
+MESHES = [dict(data=1), pytest.param(dict(data=2, fsdp=2), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_it_comes_to_what_a_run_does_that_was_told(axes, train) -> None:
+    bad = Bad(22)
+    run, said = train("run", bad, axes=axes)
+    assert "jumped at step 23, and was still up at 24: back to step 20, and on without" in said
+    assert said.count("SPIKE") == said.count("Health(skip_batches=((20, 5),)) has it") == 1
+    told, quiet = train("told", Bad(22), spikes=None, skip=((20, 5),), axes=axes)
+    assert "SPIKE" not in quiet and whole(run) == whole(told)
+    assert [line["step"] for line in run.history] == list(range(1, 33))
+    assert [line["loss"] for line in run.history] == list(on_disk(run).values())
+    metrics = [("metrics", step) for step in range(1, 33)]
+    at = [*metrics[:24], ("after_rollback", 20), *metrics[20:]]
+    assert bad.events == at
+
+
+KEPT: dict[Any, tuple[Any, ...]] = {}
+
+
+@pytest.fixture
+def told(train) -> tuple[Any, ...]:
+    """What a run comes to that was told what `Bad(22)` has others do."""
+    if not KEPT:
+        KEPT["told"] = whole(train("told", spikes=None, skip=((20, 5),))[0])
+    return KEPT["told"]
+
+
+STOPPED = {
+    "while its loss is high": dict(killed=(25, 1), high=True),
+    "before the next save": dict(killed=(23, 2)),
+    "after it": dict(killed=(28, 1)),
+    "twice": dict(killed=(28, 1), again=(31, 1)),
+    "and saved with a high loss": dict(stop_at=23),
+}
+
+
+FAST = "before the next save"
+NAMES = [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in STOPPED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_is_stopped_goes_on_to_the_same(name: str, train, told) -> None:
+    """Whatever of the spike it has seen, and whether it has gone back."""
+    how = STOPPED[name]
+    for key in ("killed", "again"):
+        if key in how:
+            with pytest.raises(WrongNumbers):
+                train("run", Bad(22), Killed(*how[key]))
+    if "stop_at" in how:
+        train("run", Bad(22), stop_at=how["stop_at"])
+    run, _ = train("run", Bad(22))
+    assert whole(run)[:2] == told[:2]
+
+
+@pytest.mark.slow
+def test_on_another_mesh_the_same_batches_come(train) -> None:
+    with pytest.raises(WrongNumbers):
+        train("run", Bad(22), Killed(28))
+    run, _ = train("run", axes=dict(fsdp=2), stop_at=30)
+    told, _ = train("told", spikes=None, skip=((20, 5),), stop_at=30)
+    assert run.session.start == 25
+    np.testing.assert_allclose([*on_disk(run).values()], [*on_disk(told).values()], rtol=1e-4)
+
+
+def test_so_many_are_acted_on(train) -> None:
+    run, said = train("run", Bad(12, 27), spikes=replace(POLICY, most=1))
+    assert said.count("back to step") == 1 and "back to step 10, and on without" in said
+    assert "1 were acted on, and the run goes on" in said and max(on_disk(run).values()) > 20
+
+
+@pytest.mark.slow
+def test_also_by_a_start_that_did_not_see_the_first(train) -> None:
+    policy = replace(POLICY, most=1)
+    train("run", Bad(12), spikes=policy, stop_at=20)
+    _, said = train("run", Bad(27), spikes=policy)
+    assert "1 were acted on, and the run goes on" in said and "back to" not in said
+
+
+@pytest.mark.slow
+def test_what_comes_again_when_it_is_taken_again_is_skipped(train, told) -> None:
+    run, said = train("run", Bad(22), replay=7)
+    assert said.index("to take steps 21 to 24 once more") < said.index("without the next 5")
+    assert "is no longer" not in said and said.count("SPIKE") == 2
+    assert whole(run) == told
+
+
+def test_what_does_not_is_no_fault_of_the_data(train) -> None:
+    run, said = train("run", Bad(22, once=True), replay=7)
+    assert "NOTE step 23 was taken again, and its loss is 1." in said and said.count("SPIKE") == 1
+    clean, quiet = train("clean", spikes=None)
+    assert whole(run) == whole(clean) and "SPIKE" not in quiet
+
+
+@pytest.mark.slow
+def test_before_the_first_save_it_begins_again(train) -> None:
+    late = jaxtrain.SavePolicy(every=30)
+    run, said = train("run", Bad(22), checkpoints=late)
+    told, _ = train("told", spikes=None, skip=((0, 25),), checkpoints=late)
+    assert "back to step 0" in said and whole(run) == whole(told)
+
+
+def test_a_high_loss_is_not_saved(train) -> None:
+    """And the save that a spike needs is not pushed out."""
+    kept = jaxtrain.SavePolicy(every=1, keep=3)
+    _, said = train("run", Bad(22), checkpoints=kept, stop_at=25)
+    assert "step 23 is not saved: its loss is high" in said and "back to step 20" in said
+
+
+@pytest.mark.slow
+def test_where_no_save_is_from_before_it_the_run_goes_on(train, monkeypatch) -> None:
+    monkeypatch.setattr(Saving, "whole_steps", lambda self: [25])
+    _, said = train("run", Bad(22), stop_at=30)
+    assert "still up at 24: no save is from before it, and the run goes on" in said
+
+
+@pytest.mark.slow
+def test_a_save_that_is_damaged_is_passed_over(train, tmp_path: Path, monkeypatch) -> None:
+    looks = Saving.whole_steps
+
+    def damages(self: Saving) -> list[int]:
+        found = looks(self)
+        for pack in (tmp_path / "run" / "checkpoints" / "20").rglob("*.pack"):
+            data = pack.read_bytes()
+            pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        return found
+
+    monkeypatch.setattr(Saving, "whole_steps", damages)
+    run, said = train("run", Bad(22))
+    told, _ = train("told", spikes=None, skip=((15, 10),))
+    assert "DAMAGED" in said and "back to step 15" in said and whole(run)[:2] == whole(told)[:2]
+
+
+@pytest.mark.slow
+def test_a_stop_that_is_asked_for_does_not_wait_for_the_steps_to_come_again(train) -> None:
+    class Stops(jaxtrain.Callback):
+        def after_step(self, run: jaxtrain.Run, step: int) -> None:
+            if step == 25:
+                run.stop()
+
+    run, _ = train("run", Bad(22), Stops())
+    assert run.stopped and run.saved == 21
+
+
+def test_the_spike_of_the_last_step_is_seen(train) -> None:
+    run, said = train("run", Bad(30))
+    assert "jumped at step 31, and was still up at 32: back to step 25" in said
+    assert len(on_disk(run)) == 32 and max(on_disk(run).values()) < 20
+
+
+REFUSED = {
+    "no directory": (None, {}, "execution.health.spikes: .* give a run_dir, or spikes=None"),
+    "no saves": ("run", dict(checkpoints=None), r"give checkpoints=SavePolicy\(\.\.\.\)"),
+    "too few": (
+        "run",
+        dict(checkpoints=jaxtrain.SavePolicy(every=1, keep=2)),
+        "of which 2 are kept, 1 apart, and none need be 2 steps old; use keep=3, or a smaller back",
+    ),
+    "one": ("run", dict(checkpoints=jaxtrain.SavePolicy(keep=1)), "use keep=2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_that_could_not_go_back_is_refused(name: str, decoder, tmp_path: Path) -> None:
+    run, changed, said = REFUSED[name]
+    execution = replace(decoder.execution, health=Health(spikes=POLICY))
+    given = {"checkpoints": jaxtrain.SavePolicy(every=1, keep=5), "execution": execution, **changed}
+    with pytest.raises(ValueError, match=said):
+        jaxtrain.train(
+            replace(decoder, **given),
+            jaxtrain.mesh_from_axes(data=1),
+            run_dir=run and tmp_path / run,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_run_has_passed_cannot_be_skipped(train, tmp_path: Path) -> None:
+    """Also one from before there was anything to skip, which goes on as ever."""
+    train("run", spikes=None, stop_at=10)
+    config = tmp_path / "run" / "config.json"
+    old = json.loads(config.read_text())
+    for name in ("spikes", "skip_batches"):
+        del old["experiment"]["execution"]["health"][name]
+    config.write_text(json.dumps(old))
+    said = r"skip_batches has \(5, 2\), and the run has come to step 10 without it: skip after 10"
+    with pytest.raises(ValueError, match=said):
+        train("run", spikes=None, skip=((5, 2),))
+    run, _ = train("run", skip=((10, 2),), stop_at=12)
+    assert run.session.start == 10 and run.session.loader.skips.before(12) == [(10, 2)]
+
+
+BAD = {
+    r"LossSpikes: 3 problems\n.*above=0 must.*\n.*window=1 must.*\n.*most=0 must": lambda: (
+        LossSpikes(above=0, window=1, most=0)
+    ),
+    r"spikes=3 is a int; use a jaxtrain\.LossSpikes or None": lambda: Health(spikes=3),
+    r"skip_batches=\(\(5, 0\),\) must be pairs": lambda: Health(skip_batches=((5, 0),)),
+    "ascending": lambda: Health(skip_batches=((5, 1), (3, 1))),
+    "for example": lambda: Health(skip_batches=(5, 1)),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bad_fields_are_refused(said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BAD[said]()
