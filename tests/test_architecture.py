@@ -41,8 +41,10 @@ LAYERS = {
     "certificate": 11,
     "planner": 11,
     "bench": 11,
+    "machines": 11,
     "fault_tolerance": 12,
-    "cli": 13,
+    "drill": 13,
+    "cli": 14,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 

@@ -8,9 +8,9 @@ import signal
 import socket
 
 from jaxtrain.cli.shared import say
-from jaxtrain.fault_tolerance.agent import Agent
-from jaxtrain.fault_tolerance.channel import read_address, read_key
 from jaxtrain.fault_tolerance.supervisor import own_command
+from jaxtrain.machines.agent import Agent
+from jaxtrain.machines.channel import read_address, read_key
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -17,7 +17,7 @@ def add_options(drill: argparse.ArgumentParser) -> None:
 
 
 def drill_command(options: argparse.Namespace) -> int:
-    from jaxtrain.fault_tolerance.drill import drill
+    from jaxtrain.drill.drill import drill
 
     with tempfile.TemporaryDirectory(prefix="jaxtrain-drill-") as folder:
         found = drill(

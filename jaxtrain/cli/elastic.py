@@ -16,7 +16,7 @@ def add_options(elastic: argparse.ArgumentParser) -> None:
 
 
 def elastic_command(options: argparse.Namespace) -> int:
-    from jaxtrain.fault_tolerance.elastic import standings
+    from jaxtrain.machines.elastic import standings
 
     found = standings(experiment_of(options), mesh_of(options), options.machines)
     return answer(options, found, str(found))

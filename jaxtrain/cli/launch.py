@@ -18,17 +18,17 @@ from typing import Any
 
 from jaxtrain.cli.shared import mesh_of, run_dir_of
 from jaxtrain.cluster.exit_codes import FAILED
-from jaxtrain.fault_tolerance.agents import Agents
-from jaxtrain.fault_tolerance.channel import read_address, read_key
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
-from jaxtrain.fault_tolerance.layouts import Layout, read_layouts
-from jaxtrain.fault_tolerance.machines import Here, Machines
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
-from jaxtrain.fault_tolerance.workers import Tell
+from jaxtrain.machines.agents import Agents
+from jaxtrain.machines.channel import read_address, read_key
+from jaxtrain.machines.layouts import Layout, read_layouts
+from jaxtrain.machines.machine import Here, Machines
+from jaxtrain.machines.roster import Roster
+from jaxtrain.machines.workers import Tell
 from jaxtrain.violations import raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"

@@ -25,10 +25,10 @@ from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
 from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger, record
-from jaxtrain.fault_tolerance.machines import Running
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
-from jaxtrain.fault_tolerance.roster import POLL_S, Roster
-from jaxtrain.fault_tolerance.workers import Tell
+from jaxtrain.machines.machine import Running
+from jaxtrain.machines.roster import POLL_S, Roster
+from jaxtrain.machines.workers import Tell
 
 LOOK_S = 0.5
 """How often exits are looked for, and what processes say of themselves."""

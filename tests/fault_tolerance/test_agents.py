@@ -16,22 +16,22 @@ import pytest
 from scripted import ROOT, WORKER
 
 from jaxtrain.cluster.phases import Now
-from jaxtrain.fault_tolerance import agents as of_agents
-from jaxtrain.fault_tolerance.agents import Agents, _Remote
-from jaxtrain.fault_tolerance.channel import KEY, Gone, connect, read_address, read_key
 from jaxtrain.fault_tolerance.deadlines import Deadlines
-from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.supervisor import Supervisor
+from jaxtrain.machines import agents as of_agents
+from jaxtrain.machines.agents import Agents, _Remote
+from jaxtrain.machines.channel import KEY, Gone, connect, read_address, read_key
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.roster import Roster
 
 SECRET = "0123456789abcdef"
 GONE_S = 2.0
 
 AGENT = """
 import os, signal, sys
-from jaxtrain.fault_tolerance import agent
-from jaxtrain.fault_tolerance.channel import read_key
+from jaxtrain.machines import agent
+from jaxtrain.machines.channel import read_key
 
 agent.GONE_S = 2.0
 made = agent.Agent(
@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(of_agents, "GONE_S", GONE_S)
-    monkeypatch.setattr("jaxtrain.fault_tolerance.roster.REJOIN_S", 0.5)
+    monkeypatch.setattr("jaxtrain.machines.roster.REJOIN_S", 0.5)
     made: list[Cluster] = []
 
     def make(script: str, names: str = "ab") -> Cluster:

@@ -15,12 +15,12 @@ from scripted import ROOT, WORKER
 
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
-from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.ledger import read_ledger
-from jaxtrain.fault_tolerance.machines import Here
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.supervisor import Supervisor
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.machine import Here
+from jaxtrain.machines.roster import Roster
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
+from jaxtrain.drill.happened import Happened, named, resumed_s
+from jaxtrain.drill.machine_drill import drill_machines
 from jaxtrain.experiment import (
     Evaluation,
     Experiment,
@@ -22,19 +24,17 @@ from jaxtrain.experiment import (
     load_experiment,
 )
 from jaxtrain.fault_tolerance.faults import Fault
-from jaxtrain.fault_tolerance.happened import Happened, named, resumed_s
-from jaxtrain.fault_tolerance.layouts import Layout
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
-from jaxtrain.fault_tolerance.machine_drill import drill_machines
-from jaxtrain.fault_tolerance.machines import Here
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.roster import Roster
 from jaxtrain.fault_tolerance.supervisor import (
     FAILURES,
     Supervisor,
     own_command,
 )
 from jaxtrain.files.json_lines import read_lines
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.machine import Here
+from jaxtrain.machines.roster import Roster
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.violations import raise_violations
@@ -192,7 +192,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
 
 
 _EXPERIMENT = """\"\"\"What is drilled.\"\"\"
-from jaxtrain.fault_tolerance.drill import drilled
+from jaxtrain.drill.drill import drilled
 
 
 def experiment():

@@ -20,18 +20,18 @@ import numpy as np
 
 from jaxtrain.certificate.certify import BOUNDS
 from jaxtrain.cluster.exit_codes import DONE
+from jaxtrain.drill.happened import Happened, named, resumed_s
 from jaxtrain.experiment import load_experiment
-from jaxtrain.fault_tolerance.agents import Agents
-from jaxtrain.fault_tolerance.channel import KEY
-from jaxtrain.fault_tolerance.elastic import standings
 from jaxtrain.fault_tolerance.faults import Fault
-from jaxtrain.fault_tolerance.happened import Happened, named, resumed_s
-from jaxtrain.fault_tolerance.layouts import read_layouts
 from jaxtrain.fault_tolerance.ledger import Entry, read_entries
-from jaxtrain.fault_tolerance.roster import REJOIN_S, Roster
 from jaxtrain.fault_tolerance.supervisor import FAILURES, Supervisor, own_command
-from jaxtrain.fault_tolerance.workers import Tell
 from jaxtrain.files.json_lines import read_lines
+from jaxtrain.machines.agents import Agents
+from jaxtrain.machines.channel import KEY
+from jaxtrain.machines.elastic import standings
+from jaxtrain.machines.layouts import read_layouts
+from jaxtrain.machines.roster import REJOIN_S, Roster
+from jaxtrain.machines.workers import Tell
 from jaxtrain.mesh.mesh import load_mesh
 from jaxtrain.telemetry.metrics import read_metrics
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.experiment import load_experiment
-from jaxtrain.fault_tolerance.elastic import standings
+from jaxtrain.machines.elastic import standings
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import load_mesh, mesh_from_axes
 from jaxtrain.mesh.mesh_file import mesh_text

@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxtrain.cluster.exit_codes import EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import free_port
-from jaxtrain.fault_tolerance.agents import GONE_S, TOLD_S
-from jaxtrain.fault_tolerance.channel import KEY, Channel, Gone, connect
-from jaxtrain.fault_tolerance.machines import own_environment
-from jaxtrain.fault_tolerance.workers import Tell, Worker
+from jaxtrain.machines.agents import GONE_S, TOLD_S
+from jaxtrain.machines.channel import KEY, Channel, Gone, connect
+from jaxtrain.machines.machine import own_environment
+from jaxtrain.machines.workers import Tell, Worker
 
 TICK_S = 0.1
 """How often exits are looked for."""

@@ -20,9 +20,9 @@ from typing import Any
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
-from jaxtrain.fault_tolerance.channel import Channel, Gone
-from jaxtrain.fault_tolerance.machines import Machine, Running
-from jaxtrain.fault_tolerance.workers import Tell, ending, kind_of
+from jaxtrain.machines.channel import Channel, Gone
+from jaxtrain.machines.machine import Machine, Running
+from jaxtrain.machines.workers import Tell, ending, kind_of
 
 TOLD_S = 0.5
 """How often each end tells the other that it is there."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxtrain.fault_tolerance.layouts import Layout
-from jaxtrain.fault_tolerance.machines import Machine, Machines
-from jaxtrain.fault_tolerance.workers import Tell
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.machine import Machine, Machines
+from jaxtrain.machines.workers import Tell
 
 POLL_S = 0.05
 TELL_S = 30.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxtrain.fault_tolerance import roster as rosters
-from jaxtrain.fault_tolerance.layouts import Layout
-from jaxtrain.fault_tolerance.roster import Roster
+from jaxtrain.machines import roster as rosters
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.roster import Roster
 
 
 @dataclass

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.fault_tolerance import drill as drilling
-from jaxtrain.fault_tolerance.drill import APART, FIRST, SAVES, Drill, drilled, kinds
+from jaxtrain.drill import drill as drilling
+from jaxtrain.drill.drill import APART, FIRST, SAVES, Drill, drilled, kinds
+from jaxtrain.drill.happened import Happened
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
-from jaxtrain.fault_tolerance.happened import Happened
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES
 from jaxtrain.run.saves.rollback import good_step

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jaxtrain.cluster.join import free_port
 from jaxtrain.cluster.sampler import Sample
-from jaxtrain.fault_tolerance.workers import Tell, Worker
+from jaxtrain.machines.workers import Tell, Worker
 
 
 class Running(Protocol):
