@@ -41,10 +41,15 @@ def test_what_a_spike_costs_is_what_the_rule_says() -> None:
         spike = Fault("spike", step)
         losses = [2.0] * step + [9.0] * policy.patience
         watch = LossWatch(policy)
-        (seen,) = [at for at, loss in enumerate(losses, 1) if watch.add(at, loss)]
+        for at, loss in enumerate(losses, 1):
+            watch.add(at, loss)
+        assert watch.since is not None and watch.seen is not None
         saved = [at for at in range(SAVES, step + 1, SAVES)][-3:]
-        good = good_step(saved, watch.since or 0, policy.back) or 0
-        assert drilling.skipped(spike) == Skips().back_to(good, seen, policy.skip_more).found[0]
+        good = good_step(saved, watch.since, policy.back)
+        assert good is not None
+        assert (
+            drilling.skipped(spike) == Skips().back_to(good, watch.seen, policy.skip_more).found[0]
+        )
         assert good <= step < good + drilling.skipped(spike)[1], "the batch is among them"
 
 

@@ -73,12 +73,17 @@ class Rollbacks:
         """Losses of the steps that are taken once more."""
         self._taken_twice = 0
         """The step up to which they are, or were."""
-        self.due: Spike | None = None
 
     @property
     def _watch(self) -> LossWatch:
         assert self._saving.watch is not None, "there is a policy"
         return self._saving.watch
+
+    @property
+    def due(self) -> Spike | None:
+        """What is to be acted on now."""
+        since, seen = self._watch.since, self._watch.seen
+        return None if since is None or seen is None else Spike(since, seen)
 
     @property
     def suspect(self) -> bool:
@@ -97,13 +102,12 @@ class Rollbacks:
                 "deterministic; no data is skipped for it"
             )
         self._recent.append((step, loss))
-        if self._watch.add(step, loss) and self.due is None:
-            self.due = Spike(self._watch.since or step, step)
+        self._watch.add(step, loss)
 
     def go_back(self) -> int | None:
         """Act on the spike that is due; gives the step that the run is at then, None where nothing
         can be done and the run goes on as it is. Raises CheckpointError."""
-        spike, self.due = self.due, None
+        spike = self.due
         assert spike is not None, "a spike is due"
         known, acted = spike.begins <= self._taken_twice, self._watch.acted
         said = f"SPIKE the loss jumped at step {spike.begins}, and was still up at {spike.seen}"
@@ -133,9 +137,10 @@ class Rollbacks:
         return step
 
     def _step_for(self, spike: Spike) -> int | None:
-        """The step to go back to; 0, where nothing is saved yet."""
-        saved = self._saving.whole_steps()
-        return good_step(saved, spike.begins, self._policy.back) if saved else 0
+        """The step to go back to; 0, where nothing was saved yet."""
+        if saved := self._saving.whole_steps():
+            return good_step(saved, spike.begins, self._policy.back)
+        return None if self._session.start or self._saving.manager.damaged else 0
 
     def _restored(self, step: int, spike: Spike) -> tuple[int, TrainState]:
         """The state after `step` steps, or after fewer where that save is damaged; newer saves are

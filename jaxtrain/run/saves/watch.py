@@ -19,13 +19,15 @@ class LossWatch:
     save (`saved`), so that a run that goes on from there sees what one without a stop would.
 
     since: the first step of the high losses that came last, None where the last was not high.
-    acted: spikes that were acted on.
+    seen: the step whose loss made them a spike; what comes after is not looked at, until the run
+    has gone back, or `begin_again`. acted: spikes that were acted on.
     """
 
     def __init__(self, policy: LossSpikes, saved: Mapping[str, Any] | None = None) -> None:
         self.policy, known = policy, saved or {}
         self.losses = deque[float](known.get("losses", ()), maxlen=policy.window)
         self.since: int | None = known.get("since")
+        self.seen: int | None = known.get("seen")
         self.high: int = known.get("high", 0)
         self.acted: int = known.get("acted", 0)
 
@@ -38,23 +40,24 @@ class LossWatch:
         scale = NORMAL * statistics.median(abs(loss - middle) for loss in self.losses)
         return middle + max(self.policy.above * scale, self.policy.least)
 
-    def add(self, step: int, loss: float) -> bool:
-        """The loss of the step that comes next; whether it makes a spike of those before it."""
-        if not math.isfinite(loss):
-            return False
+    def add(self, step: int, loss: float) -> None:
+        """The loss of the step that comes next."""
+        if self.seen is not None or not math.isfinite(loss):
+            return
         if loss <= self.bound:
             self.losses.append(loss)
             self.since, self.high = None, 0
-            return False
+            return
         self.since, self.high = self.since or step, self.high + 1
-        return self.high == self.policy.patience
+        if self.high == self.policy.patience:
+            self.seen = step
 
     def begin_again(self) -> None:
         """A spike was left as it is: what comes now is judged by what comes now."""
         self.losses.clear()
-        self.since, self.high = None, 0
+        self.since, self.seen, self.high = None, None, 0
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for the metadata of a save."""
-        known = {"since": self.since, "high": self.high, "acted": self.acted}
+        known = {"since": self.since, "seen": self.seen, "high": self.high, "acted": self.acted}
         return {"losses": list(self.losses), **known}
