@@ -128,6 +128,13 @@ def certain(found: Iterable[Difference], process_of: Mapping[int, int]) -> tuple
     return tuple(sorted(wrong))
 
 
+def sole(devices: Iterable[int], process_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The process of devices that came out unlike themselves, where it is one of several, none
+    where they are of more: what one computes wrongly reaches others through sums."""
+    found = {process_of[device] for device in devices}
+    return tuple(found) if len(found) == 1 < len(set(process_of.values())) else ()
+
+
 class Shared(NamedTuple):
     """Copies that the same processes hold parts of: what one of them has to say of all is one
     digest."""

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.collectives import Collectives, Compressed, Int8, Ring
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.precision import bf16, fp16, fp32
-from jaxtrain.run.health import self_check
+from jaxtrain.run.health import checks, self_check
 from jaxtrain.run.health.self_check import (
     Aspect,
     SelfCheck,
@@ -65,7 +66,7 @@ def test_a_run_that_is_well_is_the_same_to_the_bit(run, tmp_path: Path) -> None:
         found, said = run(check, mesh)
         losses.append([(line["loss"], line["grad_norm"]) for line in found.history])
         assert ("NOTE self-check: 3 steps are within" in said) == bool(check)
-    assert "safe configuration, which has another attention, mode" in said
+    assert "safe configuration, which differs in attention, mode" in said
     assert losses[0] == losses[1] and len(losses[0]) == 5
 
 
@@ -246,3 +247,39 @@ def test_the_plain_kernel_is_dense_where_it_is_small(monkeypatch) -> None:
     for devices in (1, 2):
         self_check.plain_kernel(devices)(q, q, q, None, scoring)
     assert asked == ["Blockwise", "Reference"]
+
+
+def test_where_the_chip_has_no_room_the_safe_step_computes_again(opened, own, monkeypatch) -> None:
+    """As XLA says it before it compiles, or after."""
+    session = opened(own)
+    check, assembly = SelfCheck(session, copied), session.assembly
+    chip = replace(assembly, spec=jaxtrain.load_mesh("h100_8"))
+    sizes: list[int] = []
+
+    def compile_step(asked: Any, *given: Any) -> Any:
+        if asked.loop.remat == "full":
+            return "full"
+        if sizes[-1] < 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        found = SimpleNamespace(argument_size_in_bytes=sizes[-1], temp_size_in_bytes=sizes[-1])
+        return SimpleNamespace(memory_analysis=lambda: found)
+
+    monkeypatch.setattr(self_check, "compile_step", compile_step)
+    room = int(chip.spec.usable_bytes)
+    cases = ((assembly, room, 0), (chip, room // 4, 0), (chip, room // 2, 1), (chip, -1, 1))
+    for asked, size, full in cases:
+        sizes.append(size)
+        assert (check._compiled(asked, session.shardings, {}) == "full") == bool(full)
+
+
+@pytest.mark.parametrize(("start", "taken"), [(0, [3]), (18, [2]), (20, [])])
+def test_no_more_steps_are_checked_than_are_left(start, taken, opened, own, monkeypatch) -> None:
+    """Of 20."""
+    ran: list[int] = []
+    made = SimpleNamespace(run=lambda steps, tell: ran.append(steps))
+    monkeypatch.setattr(checks, "SelfCheck", lambda *_: made)
+    session = opened(own)
+    session.start = start
+    checks.HealthChecks(Health(self_check=3), session, print).begin()
+    checks.HealthChecks(Health(replay=3), session, print).begin()
+    assert ran == taken

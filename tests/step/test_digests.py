@@ -25,6 +25,7 @@ from jaxtrain.step.digests import (
     differing,
     digest,
     shared_copies,
+    sole,
     summary,
 )
 
@@ -188,3 +189,11 @@ CERTAIN = {
 def test_who_is_wrong_for_certain(name: str) -> None:
     found, processes = CERTAIN[name]
     assert certain(found, {device: device // 2 for device in range(8)}) == processes
+
+
+def test_one_alone_that_came_out_unlike_itself_is_wrong() -> None:
+    """Of several: what is wrong in the sums of one is wrong in all."""
+    process_of = {device: device // 2 for device in range(6)}
+    assert sole([3], process_of) == sole([2, 3], process_of) == (1,)
+    assert sole([1, 2], process_of) == sole(range(6), process_of) == ()
+    assert sole([0], {0: 0, 1: 0}) == (), "one process: it may be the program"

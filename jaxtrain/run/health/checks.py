@@ -28,6 +28,7 @@ from jaxtrain.step.digests import (
     covered,
     differing,
     shared_copies,
+    sole,
     summary,
 )
 from jaxtrain.step.state import TrainState
@@ -72,15 +73,12 @@ class HealthChecks:
         first, second = self._rows_of(session.state), self._rows_of(session.again(kept, batch))
         wrong = sorted(device for device in first if (first[device] != second[device]).any())
         if told := all_gather_union(wrong):
-            # What one computes wrongly reaches others through sums; of one alone it was its own.
-            processes = tuple({_process_of()[device] for device in told})
-            certain_ones = processes if len(processes) == 1 < jax.process_count() else ()
             raise self._told_of(
                 f"step {step + 1} was taken twice from the same state and batch, and came out "
                 f"different on {_named(told)}: it computes wrongly, or the program is not "
                 "deterministic there (on GPUs: --xla_gpu_deterministic_ops)",
                 told,
-                certain_ones,
+                sole(told, _process_of()),
             )
         return metrics
 

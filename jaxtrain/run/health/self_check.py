@@ -104,7 +104,7 @@ class SelfCheck:
         exact = "" if self._tested is self._session.assembly else ", sums not compressed,"
         tell(
             f"NOTE self-check: {len(batches)} steps{exact} are within {worst:.1e} of the safe "
-            f"configuration, which has another {_list(map(_field, self.aspects))}"
+            f"configuration, which differs in {_list(map(_field, self.aspects))}"
         )
 
     def _plain(self, keeps: Collection[str] = ()) -> Assembly:
