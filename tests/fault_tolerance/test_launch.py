@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.cluster.exit_codes import PREEMPTED
+from jaxtrain.cluster.join import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,6 +190,37 @@ def test_ctrl_c_saves_on_all(folder: Path) -> None:
     assert re.search(r"\[0\] stopped; step \d+ is saved", said)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed) -> None:
+    """Two agents; one is gone for good after step 20."""
+    port, environ = free_port(), {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    environ |= {"PYTHONPATH": str(ROOT), "JAXTRAIN_KEY": "0123456789abcdef"}
+    own = [sys.executable, "-m", "jaxtrain.cli"]
+    agents = [
+        subprocess.Popen([*own, "agent", f"127.0.0.1:{port}", "--name", name], env=environ)
+        for name in ("one", "two")
+    ]
+    flags = ["--machines=2", "--elastic", f"--listen=127.0.0.1:{port}", "--fault=lose@20:1"]
+    train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", "fewer"]
+    done = subprocess.run(
+        [*own, "launch", *flags, "--", *train],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    said = done.stdout
+    assert done.returncode == 0, said
+    assert sorted(agent.wait(20) for agent in agents) == [-signal.SIGKILL, 0]
+    (failure,) = failures(folder, "fewer")
+    assert (failure["kind"], failure["process"]) == ("lost", 1)
+    assert 5 < failure["step"] <= 20, "as its agent told it last, half a second before"
+    assert "on 1 machines, of 2 wanted and 1 here: data=1 x fsdp=2, microbatches=2" in said
+    assert re.findall(r"resuming at step (\d+)", said) == ["16"]
+    found = losses(folder, "fewer")
+    assert found == pytest.approx(undisturbed, rel=1e-5)
+    assert {k: v for k, v in found.items() if k <= 16} == {
+        k: v for k, v in undisturbed.items() if k <= 16
+    }
+
+
 REFUSED = {
     "nothing": ([], "launch runs `train`, and was given nothing"),
     "another command": (["check", "e.py"], "launch runs `train`, and was given check e.py"),
@@ -214,9 +246,25 @@ def test_wrong_rules_are_refused(capsys) -> None:
         (["--fault=kil@3"], "did you mean 'kill'?"),
         (["--fault=kill@3:2"], "kill@3.step:2 is of no process; there are 0 to 1"),
         (["--dry-run"], "--dry-run is for a scheduler"),
+        (["--listen=a:1"], "--listen is for --machines"),
+        (["--fault=lose@3"], "lose@3.step:0 is of a machine's agent; use --machines"),
     ):
         assert cli.main(["launch", "--processes=2", *flags, *train]) == cli.REFUSED
         assert said in capsys.readouterr().err
+
+
+def test_a_launch_over_machines_wants_a_key_and_an_address(capsys, monkeypatch) -> None:
+    train = ["--", "train", "e.py", "--mesh", "cpu_8"]
+    monkeypatch.delenv("JAXTRAIN_KEY", raising=False)
+    for command in (["launch", "--machines=2", *train], ["agent", "node0:7000"]):
+        assert cli.main(command) == cli.REFUSED
+        assert "JAXTRAIN_KEY has 0 characters" in capsys.readouterr().err
+    monkeypatch.setenv("JAXTRAIN_KEY", "0123456789abcdef")
+    for command in (["launch", "--machines=2", "--listen=7000", *train], ["agent", "node0"]):
+        assert cli.main(command) == cli.REFUSED
+        assert "use HOST:PORT, such as node0:7000" in capsys.readouterr().err
+    assert cli.main(["launch", "--slurm", "--elastic", *train]) == cli.REFUSED
+    assert "--elastic is for --processes and --machines" in capsys.readouterr().err
 
 
 def test_a_supervisor_needs_no_jax() -> None:
