@@ -17,7 +17,7 @@ from jaxtrain.cli.shared import mesh_of, run_dir_of
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
+from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, job_of, submission
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.violations import raise_violations
 
@@ -124,12 +124,12 @@ def _submit(options: argparse.Namespace, train: argparse.Namespace, command: lis
     if options.dry_run:
         print(text, end="")
         return 0
-    with tempfile.NamedTemporaryFile("w", prefix=f"{job.name}-", suffix=".job") as file:
-        file.write(text)
-        file.flush()
-        program = SUBMIT[options.scheduler]
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+        file = Path(folder) / f"{job.name}.job"
+        file.write_text(text)
+        program = submission(options.scheduler, file)
         try:
-            return subprocess.run([*program, file.name], check=False).returncode
+            return subprocess.run(program, check=False).returncode
         except FileNotFoundError as error:
             raise ValueError(
                 f"there is no {program[0]} here; --dry-run prints what it would be given"

@@ -47,6 +47,11 @@ class Job:
         """Of each host."""
         return self.spec.devices_per_host if self.spec.chip.platform == "gpu" else 0
 
+    @property
+    def tpus(self) -> int:
+        """Of each host."""
+        return self.spec.devices_per_host if self.spec.chip.platform == "tpu" else 0
+
 
 def job_of(experiment: str, spec: MeshSpec, command: Sequence[str], image: str | None) -> Job:
     """Named after the experiment's file."""
@@ -84,9 +89,8 @@ def slurm(job: Job) -> str:
 
 def kubernetes(job: Job) -> str:
     """A JobSet (jobset.x-k8s.io), as JSON, which kubectl reads as it reads YAML."""
-    tpu = job.spec.chip.platform == "tpu"
-    resource = "google.com/tpu" if tpu else "nvidia.com/gpu"
-    counted = {resource: job.spec.devices_per_host} if tpu or job.gpus else {}
+    chips = {"nvidia.com/gpu": job.gpus, "google.com/tpu": job.tpus}
+    counted = {name: count for name, count in chips.items() if count}
     place = [
         *("--coordinator", f"{job.name}-workers-0-0.{job.name}:{PORT}"),
         *("--processes", str(job.hosts), "--process", "$(JOB_COMPLETION_INDEX)"),
@@ -98,12 +102,12 @@ def kubernetes(job: Job) -> str:
         "ports": [{"containerPort": PORT}],
         **({"resources": {"limits": counted}} if counted else {}),
     }
-    chips = {"cloud.google.com/gke-tpu-topology": job.spec.topology} if job.spec.topology else {}
+    topology = {"cloud.google.com/gke-tpu-topology": job.spec.topology} if job.spec.topology else {}
     pod = {
         "restartPolicy": "Never",
         # All save after the step they are at, and leave.
         "terminationGracePeriodSeconds": WARNING_S,
-        **({"nodeSelector": chips} if chips else {}),
+        **({"nodeSelector": topology} if topology else {}),
         "containers": [container],
     }
     jobs = {
@@ -127,11 +131,14 @@ def kubernetes(job: Job) -> str:
 
 def ray(job: Job) -> str:
     """A Python script for `ray job submit`."""
-    bundle = {"GPU": job.gpus} if job.gpus else {"CPU": 1}
+    bundle = {"GPU": job.gpus} if job.gpus else {"TPU": job.tpus} if job.tpus else {"CPU": 1}
+    (resource,) = bundle
+    takes = {"GPU": f"num_cpus=0, num_gpus={job.gpus}", "CPU": "num_cpus=1"}
     return _RAY.format(
         name=job.name, hosts=job.hosts, bundle=bundle, command=["jaxtrain", *job.command],
-        attempts=ATTEMPTS, gpus=job.gpus, done=(DONE, REFUSED, PREEMPTED),
-        exhausted=EXHAUSTED, supervisor=SUPERVISOR,
+        folder=str(Path.cwd()), attempts=1 + ATTEMPTS, well=(DONE, PREEMPTED), refused=REFUSED,
+        takes=takes.get(resource, f"num_cpus=0, resources={bundle}"), exhausted=EXHAUSTED,
+        supervisor=SUPERVISOR,
     )  # fmt: skip
 
 
@@ -145,9 +152,10 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 HOSTS, COMMAND = {hosts}, {command}
+FOLDER = {folder!r}  # on a file system that all hosts share, where the run directory is too
 
 
-@ray.remote(max_retries=0, num_cpus=0 if {gpus} else 1, num_gpus={gpus})
+@ray.remote({takes})
 class Host:
     def address(self):
         with socket.socket() as free:
@@ -158,39 +166,59 @@ class Host:
         place = ["--coordinator", coordinator, "--processes", str(HOSTS), "--process", str(process)]
         # It ends with this actor, however that ends.
         environ = {{**os.environ, "{supervisor}": str(os.getpid())}}
-        return subprocess.run([*COMMAND, *place], env=environ).returncode
+        return subprocess.run([*COMMAND, *place], cwd=FOLDER, env=environ).returncode
 
 
-ray.init()
-group = placement_group([{bundle}] * HOSTS, strategy="STRICT_SPREAD" if HOSTS > 1 else "PACK")
-ray.get(group.ready())
-for attempt in range({attempts}):
+def attempt(group):
+    """The exit codes until one process fails, or all have ended well."""
     hosts = [
         Host.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
         for n in range(HOSTS)
     ]
-    coordinator = ray.get(hosts[0].address.remote())
-    waiting = [host.run.remote(coordinator, n) for n, host in enumerate(hosts)]
     codes = []
-    # One process that fails ends all; they go on together from the newest whole checkpoint.
-    while waiting and all(code in {done} for code in codes):
-        (ended,), waiting = ray.wait(waiting)
-        try:
+    try:
+        coordinator = ray.get(hosts[0].address.remote())
+        waiting = [host.run.remote(coordinator, n) for n, host in enumerate(hosts)]
+        # One process that fails ends all; they go on together from the newest whole checkpoint.
+        while waiting and all(code in {well} for code in codes):
+            (ended,), waiting = ray.wait(waiting)
             codes.append(ray.get(ended))
-        except ray.exceptions.RayError as error:
-            print(error)
-            codes.append(1)
+    except ray.exceptions.RayError as error:
+        print(error, flush=True)
+        codes.append(1)
     for host in hosts:
         ray.kill(host)
-    if all(code in {done} for code in codes):
+    return codes
+
+
+ray.init()
+group = placement_group([{bundle}] * HOSTS, strategy="STRICT_SPREAD" if HOSTS > 1 else "PACK")
+while not group.wait(60):
+    print(f"waiting for {{HOSTS}} hosts that each have {bundle} free", flush=True)
+for number in range({attempts}):
+    codes = attempt(group)
+    print(f"attempt {{number + 1}} ended with exit codes {{codes}}", flush=True)
+    if {refused} in codes:
+        raise SystemExit({refused})
+    if all(code in {well} for code in codes):
         raise SystemExit(max(codes))
 raise SystemExit({exhausted})
 '''
 
 SCHEDULERS = {"slurm": slurm, "k8s": kubernetes, "ray": ray}
-SUBMIT = {
-    "slurm": ("sbatch",),
-    "k8s": ("kubectl", "apply", "-f"),
-    "ray": ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
-}
-"""Scheduler -> what its text is given to, as a file."""
+
+
+def submission(scheduler: str, file: Path) -> list[str]:
+    """The command that gives a scheduler its text, alone in the folder of `file`."""
+    if scheduler == "ray":  # which copies the folder to wherever it runs the script
+        return [
+            "ray",
+            "job",
+            "submit",
+            "--working-dir",
+            str(file.parent),
+            "--",
+            "python",
+            file.name,
+        ]
+    return {"slurm": ["sbatch"], "k8s": ["kubectl", "apply", "-f"]}[scheduler] + [str(file)]

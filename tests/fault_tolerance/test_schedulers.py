@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -86,7 +90,98 @@ def test_a_ray_script_is_python(mesh: str) -> None:
     text = ray(job(mesh))
     ast.parse(text)
     assert f"HOSTS, COMMAND = {hosts}, {['jaxtrain', *COMMAND]}\n" in text
-    assert ("'GPU': 8" in text) == (mesh == "h100_64")
+    assert f"FOLDER = {str(Path.cwd())!r} " in text
+    takes, bundle = {
+        "h100_64": ("num_cpus=0, num_gpus=8", {"GPU": 8}),
+        "v5p_512": ("num_cpus=0, resources={'TPU': 4}", {"TPU": 4}),
+    }.get(mesh, ("num_cpus=1", {"CPU": 1}))
+    assert f"@ray.remote({takes})\n" in text
+    assert f"placement_group([{bundle}] * HOSTS" in text
+
+
+PLAYED = '''
+"""Actors that run where they are called."""
+class Handle:
+    def __init__(self, made): self.made = made
+    def __getattr__(self, name): return Call(getattr(self.made, name))
+class Call:
+    def __init__(self, act, *args): self.act, self.args = act, args
+    def remote(self, *args): return Call(self.act, *args)
+class exceptions:
+    class RayError(Exception): pass
+class Group:
+    wait = staticmethod(lambda seconds: True)
+class PlacementGroupSchedulingStrategy:
+    def __init__(self, group, number): pass
+def remote(**takes):
+    assert set(takes) <= {"num_cpus", "num_gpus", "resources"}
+    def decorate(of):
+        of.remote = classmethod(lambda cls: Handle(cls()))
+        of.options = classmethod(lambda cls, scheduling_strategy: cls)
+        return of
+    return decorate
+def placement_group(bundles, strategy): return Group()
+def get(call): return call.act(*call.args)
+def wait(calls): return calls[:1], calls[1:]
+def init(): pass
+def kill(handle): pass
+def get_node_ip_address(): return "127.0.0.1"
+'''
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "attempts"),
+    [
+        ([[0, 0]], 0, 1),
+        ([[0, 75]], 75, 1),
+        ([[2]], 2, 1),
+        ([[0, 2]], 2, 1),
+        ([[1], [0, -9], [0, 0]], 0, 3),
+        ([[1]] * 11, 69, 11),
+    ],
+)
+def test_a_ray_script_begins_again_where_it_helps(
+    codes, code: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Ray played: a failure ends all, and they begin again ten times at most; what was
+    refused, or has saved and left, does not."""
+    spec = replace(load_mesh("cpu_8"), devices_per_host=4)
+    text = ray(job_of("e.py", spec, ["train", "e.py"], None))
+    given = iter([each for attempt in codes for each in attempt])
+    asked = []
+
+    def run(command, cwd, env):
+        asked.append((command, env["JAXTRAIN_SUPERVISOR"]))
+        return SimpleNamespace(returncode=next(given))
+
+    played = ModuleType("ray")
+    exec(PLAYED, played.__dict__)
+    played.util = played  # type: ignore[attr-defined]
+    for name in ("", ".util", ".util.placement_group", ".util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, f"ray{name}", played)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        exec(text, {"__name__": "script"})
+    assert ended.value.code == code and not list(given)
+    assert len([command for command, _ in asked if command[-1] == "0"]) == attempts
+    command, parent = asked[0]
+    assert command[:3] == ["jaxtrain", "train", "e.py"] and parent == str(os.getpid())
+    assert command[-4:] == ["--processes", "2", "--process", "0"]
+
+
+def test_what_is_submitted_is_a_file_that_the_scheduler_can_read(tmp_path, monkeypatch) -> None:
+    """Ray copies the folder of it to where it runs."""
+    said = tmp_path / "said"
+    for name in ("sbatch", "kubectl", "ray"):
+        into = 'while [ $# -gt 1 ]; do [ "$1" = --working-dir ] && cd "$2"; shift; done'
+        (tmp_path / name).write_text(f'#!/bin/bash\n{into}\ncat "$1" > {said}\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
+    for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
+        image = ["--image", "a"] if flag == "k8s" else []
+        assert cli.main(["launch", f"--{flag}", *image, *train]) == 0
+        assert sign in said.read_text()
 
 
 def test_the_command_prints_what_it_would_submit(capsys: pytest.CaptureFixture[str]) -> None:
