@@ -17,11 +17,17 @@ from jaxtrain.cli.shared import mesh_of, run_dir_of
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, job_of, submission
+from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.violations import raise_violations
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+CONTAINER = {
+    "image": "the containers' --image, which has jaxtrain in it",
+    "claim": "the --claim of a volume that all hosts write to, for the run directory",
+}
+"""Options of Kubernetes alone -> what they are."""
 
 
 def add_options(launch: argparse.ArgumentParser) -> None:
@@ -35,6 +41,8 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     text = "print what the scheduler would be given, and leave"
     launch.add_argument("--dry-run", action="store_true", help=text)
     launch.add_argument("--image", help="the container image of --k8s")
+    text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
+    launch.add_argument("--claim", help=text)
     text = "how often all may be started again within --within seconds; default 10"
     launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
     text = "seconds in which --restarts are counted; default 3600"
@@ -97,7 +105,8 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
 def _idle(options: argparse.Namespace) -> list[str]:
     """Options that nothing would come of."""
     if not options.scheduler:
-        given = {"--dry-run": options.dry_run, "--image": options.image}
+        given = {f"--{name}": getattr(options, name) for name in CONTAINER}
+        given["--dry-run"] = options.dry_run
         return [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
     watched = {
         "--restarts": options.restarts != Restarts.most,
@@ -110,16 +119,21 @@ def _idle(options: argparse.Namespace) -> list[str]:
         },
     }  # fmt: skip
     found = [f"{flag} is for --processes; leave it out" for flag, on in watched.items() if on]
-    if options.image and options.scheduler != "k8s":
-        found.append("--image is for --k8s; leave it out")
-    if options.scheduler == "k8s" and not options.image and not options.dry_run:
-        found.append("--k8s wants the containers' --image, which has jaxtrain in it")
+    for name, what in CONTAINER.items():
+        if getattr(options, name) and options.scheduler != "k8s":
+            found.append(f"--{name} is for --k8s; leave it out")
+        if options.scheduler == "k8s" and not getattr(options, name) and not options.dry_run:
+            found.append(f"--k8s wants {what}")
     return found
 
 
 def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
     """Give a scheduler what starts the processes; with --dry-run print it."""
-    job = job_of(train.experiment, mesh_of(train), command, options.image)
+    given = {name: getattr(options, name) for name in CONTAINER}
+    job = Job(
+        job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
+        **{name: value for name, value in given.items() if value},
+    )  # fmt: skip
     text = SCHEDULERS[options.scheduler](job)
     if options.dry_run:
         print(text, end="")

@@ -19,7 +19,7 @@ from test_launch import EXPERIMENT, ROOT, losses
 
 from jaxtrain.cluster.join import free_port
 from jaxtrain.fault_tolerance.faults import faults_variable, read_fault
-from jaxtrain.fault_tolerance.schedulers import job_of, slurm
+from jaxtrain.fault_tolerance.schedulers import Job, slurm
 from jaxtrain.mesh.mesh import load_mesh
 
 MESH = 'chip = "cpu"\ndevices = 4\ndevices_per_host = 2\n[axes]\ndata = 2\nfsdp = 2\n'
@@ -52,7 +52,7 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     newest checkpoint. Both run on the one node there is."""
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
-    job = job_of("experiment.py", load_mesh(folder / "mesh.toml"), train("run"), None)
+    job = Job("experiment", load_mesh(folder / "mesh.toml"), train("run"), Path("run"))
     (folder / "job").write_text(slurm(job))
     on_one = ["--nodes=1", "--ntasks-per-node=2", "--overcommit", "--output=out"]
     marks = folder / "marks"
@@ -80,6 +80,25 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     assert "JobState=COMPLETED" in shown.stdout and "Restarts=1" in shown.stdout, said
     assert said.count("done: 48 steps") == 1 and re.search(r"resuming at step (8|16)\b", said)
     assert sorted(losses(folder, "run")) == list(range(1, 49))
+
+
+@pytest.mark.slow
+def test_slurm_takes_the_scripts_of_large_meshes(folder: Path) -> None:
+    """Of 8 and 128 hosts of GPUs, and 128 of TPUs, on as many nodes that could be there."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with slurm_cluster.cluster(folder, slurm_cluster.MANY) as environ:
+        for mesh, nodes in (
+            ("h100_64", "n[0-7]"),
+            ("h100_1024", "n[0-127]"),
+            ("v5p_512", "n[0-127]"),
+        ):
+            (folder / "job").write_text(slurm(Job("e", load_mesh(mesh), train("run"), Path("run"))))
+            ran = subprocess.run(
+                ["sbatch", "--test-only", "job"], cwd=folder, env=environ, capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+            assert ran.returncode == 0 and f"on nodes {nodes} in" in ran.stderr, ran.stderr
 
 
 @pytest.mark.slow
