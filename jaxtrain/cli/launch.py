@@ -21,7 +21,7 @@ from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, SUBMIT, job_of
+from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
@@ -34,6 +34,12 @@ from jaxtrain.violations import raise_violations
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+CONTAINER = {
+    "image": "the containers' --image, which has jaxtrain in it",
+    "claim": "the --claim of a volume that all hosts write to, for the run directory",
+}
+"""Options of Kubernetes alone -> what they are."""
 
 
 def add_options(launch: argparse.ArgumentParser) -> None:
@@ -55,6 +61,8 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--elastic", action="store_true", help=text)
     text = "seconds that missing machines are waited for; default 300"
     launch.add_argument("--wait", type=float, default=WAIT_S, help=text)
+    text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
+    launch.add_argument("--claim", help=text)
     text = "how often all may be started again within --within seconds; default 10"
     launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
     text = "seconds in which --restarts are counted; default 3600"
@@ -157,7 +165,8 @@ def _layouts(
 def _idle(options: argparse.Namespace) -> list[str]:
     """Options that nothing would come of."""
     if not options.scheduler:
-        given = {"--dry-run": options.dry_run, "--image": options.image}
+        given = {f"--{name}": getattr(options, name) for name in CONTAINER}
+        given["--dry-run"] = options.dry_run
         found = [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
         several = {"--listen": options.listen, "--wait": options.wait != WAIT_S}
         if options.machines is None:
@@ -183,26 +192,31 @@ def _idle(options: argparse.Namespace) -> list[str]:
         for flag, on in watched.items()
         if on
     ]
-    if options.image and options.scheduler != "k8s":
-        found.append("--image is for --k8s; leave it out")
-    if options.scheduler == "k8s" and not options.image and not options.dry_run:
-        found.append("--k8s wants the containers' --image, which has jaxtrain in it")
+    for name, what in CONTAINER.items():
+        if getattr(options, name) and options.scheduler != "k8s":
+            found.append(f"--{name} is for --k8s; leave it out")
+        if options.scheduler == "k8s" and not getattr(options, name) and not options.dry_run:
+            found.append(f"--k8s wants {what}")
     return found
 
 
 def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
     """Give a scheduler what starts the processes; with --dry-run print it."""
-    job = job_of(train.experiment, mesh_of(train), command, options.image)
+    given = {name: getattr(options, name) for name in CONTAINER}
+    job = Job(
+        job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
+        **{name: value for name, value in given.items() if value},
+    )  # fmt: skip
     text = SCHEDULERS[options.scheduler](job)
     if options.dry_run:
         print(text, end="")
         return 0
-    with tempfile.NamedTemporaryFile("w", prefix=f"{job.name}-", suffix=".job") as file:
-        file.write(text)
-        file.flush()
-        program = SUBMIT[options.scheduler]
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+        file = Path(folder) / f"{job.name}.job"
+        file.write_text(text)
+        program = submission(options.scheduler, file)
         try:
-            return subprocess.run([*program, file.name], check=False).returncode
+            return subprocess.run(program, check=False).returncode
         except FileNotFoundError as error:
             raise ValueError(
                 f"there is no {program[0]} here; --dry-run prints what it would be given"

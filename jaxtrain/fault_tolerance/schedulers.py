@@ -8,6 +8,7 @@ the scheduler starts all of them again, and they go on from the newest whole che
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from jaxtrain.cluster.exit_codes import DONE, EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.violations import raise_violations
 
 PORT = 8476
 """Where process 0 listens."""
@@ -29,14 +31,17 @@ ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class Job:
-    """A run for a scheduler. name: of letters, digits and dashes, as Kubernetes wants it. command:
-    of each process, `train ...`. image: of containers that have jaxtrain; Kubernetes alone asks for
-    one."""
+    """A run for a scheduler. name: of letters, digits and dashes, a letter first, as Kubernetes
+    wants it. command: of each process, `train ...`. run_dir: what it has as its --run-dir.
+    Kubernetes alone asks for the image, of containers that have jaxtrain, and for the claim, of a
+    volume that all hosts write to."""
 
     name: str
     spec: MeshSpec
     command: Sequence[str]
+    run_dir: Path
     image: str = "IMAGE-WITH-JAXTRAIN"
+    claim: str = "CLAIM-THAT-ALL-WRITE-TO"
 
     @property
     def hosts(self) -> int:
@@ -47,11 +52,18 @@ class Job:
         """Of each host."""
         return self.spec.devices_per_host if self.spec.chip.platform == "gpu" else 0
 
+    @property
+    def tpus(self) -> int:
+        """Chips of each host."""
+        chip = self.spec.chip
+        return self.spec.devices_per_host // chip.devices_per_chip if chip.platform == "tpu" else 0
 
-def job_of(experiment: str, spec: MeshSpec, command: Sequence[str], image: str | None) -> Job:
-    """Named after the experiment's file."""
-    name = re.sub(r"[^a-z0-9]+", "-", Path(experiment).stem.lower()).strip("-") or "jaxtrain"
-    return Job(name, spec, command, image or Job.image)
+
+def job_name(experiment: str) -> str:
+    """After the experiment's file, short enough for the name of a pod that has it as a part."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(experiment).stem.lower()).strip("-")
+    named = name if name[:1].isalpha() else f"run-{name}"
+    return named[:40].strip("-")
 
 
 def slurm(job: Job) -> str:
@@ -71,7 +83,8 @@ def slurm(job: Job) -> str:
         "",
         *(["export JAX_LOCAL_DEVICE_IDS=" + devices] if job.gpus else []),
         "# One process that fails ends all; they go on together from the newest whole checkpoint.",
-        f"srun --kill-on-bad-exit=1 jaxtrain {shlex.join(job.command)}",
+        # Each has all cores of its host.
+        f"srun --kill-on-bad-exit=1 --cpu-bind=none jaxtrain {shlex.join(job.command)}",
         "code=$?",
         f"if ((code != {DONE} && code != {REFUSED}"
         f" && ${{SLURM_RESTART_COUNT:-0}} < {ATTEMPTS})); then",
@@ -83,55 +96,115 @@ def slurm(job: Job) -> str:
 
 
 def kubernetes(job: Job) -> str:
-    """A JobSet (jobset.x-k8s.io), as JSON, which kubectl reads as it reads YAML."""
-    tpu = job.spec.chip.platform == "tpu"
-    resource = "google.com/tpu" if tpu else "nvidia.com/gpu"
-    counted = {resource: job.spec.devices_per_host} if tpu or job.gpus else {}
-    place = [
-        *("--coordinator", f"{job.name}-workers-0-0.{job.name}:{PORT}"),
-        *("--processes", str(job.hosts), "--process", "$(JOB_COMPLETION_INDEX)"),
-    ]
-    container = {
-        "name": "train",
-        "image": job.image,
-        "command": ["jaxtrain", *job.command, *place],
-        "ports": [{"containerPort": PORT}],
-        **({"resources": {"limits": counted}} if counted else {}),
-    }
-    chips = {"cloud.google.com/gke-tpu-topology": job.spec.topology} if job.spec.topology else {}
-    pod = {
-        "restartPolicy": "Never",
-        # All save after the step they are at, and leave.
-        "terminationGracePeriodSeconds": WARNING_S,
-        **({"nodeSelector": chips} if chips else {}),
-        "containers": [container],
-    }
+    """A JobSet (jobset.x-k8s.io), as JSON, which kubectl reads as it reads YAML.
+
+    Raises ValueError for a run directory that is no whole path, and for several TPU slices.
+    """
+    raise_violations(_unfit_for_kubernetes(job))
     jobs = {
         "parallelism": job.hosts,
         "completions": job.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": pod},
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": TRAIN, "operator": "In", "values": [REFUSED]},
+                }
+            ]
+        },
+        "template": {"spec": _pod(job)},
     }
+    # One slice is one pool of nodes; pods of it are not spread over two.
+    pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    never = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     whole = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": job.name},
+        "metadata": {"name": job.name, **({"annotations": pool} if job.tpus else {})},
         "spec": {
-            "failurePolicy": {"maxRestarts": ATTEMPTS},
+            # Input that was refused would be again; all else begins again.
+            "failurePolicy": {"maxRestarts": ATTEMPTS, "rules": [never]},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": jobs}}],
         },
     }
     return json.dumps(whole, indent=2) + "\n"
 
 
+TRAIN = "train"
+"""The container's name."""
+
+ACCELERATORS = {
+    "tpu_v4": "tpu-v4-podslice", "tpu_v5e": "tpu-v5-lite-podslice", "tpu_v5p": "tpu-v5p-slice",
+    "tpu_v6e": "tpu-v6e-slice", "tpu7x": "tpu7x",
+}  # fmt: skip
+"""Chip -> what nodes that have it are labelled with (Google's table of TPUs in GKE)."""
+
+
+def _pod(job: Job) -> dict[str, object]:
+    place = [
+        *("--coordinator", f"{job.name}-workers-0-0.{job.name}:{PORT}"),
+        *("--processes", str(job.hosts), "--process", "$(JOB_COMPLETION_INDEX)"),
+    ]
+    # Of what a pod writes elsewhere nothing is there for the next one.
+    mounts = [{"name": "run", "mountPath": str(job.run_dir), "subPath": job.run_dir.name}]
+    volumes: list[object] = [
+        {"name": "run", "persistentVolumeClaim": {"claimName": job.claim}},
+    ]
+    if job.gpus:  # NCCL's, which the 64 MB of a container are too few for
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    chips = {"nvidia.com/gpu": job.gpus, "google.com/tpu": job.tpus}
+    counted = {name: count for name, count in chips.items() if count}
+    container = {
+        "name": TRAIN,
+        "image": job.image,
+        "command": ["jaxtrain", *job.command, *place],
+        "ports": [{"containerPort": PORT}],
+        "volumeMounts": mounts,
+        **({"resources": {"limits": counted}} if counted else {}),
+    }
+    nodes = {"cloud.google.com/gke-tpu-accelerator": ACCELERATORS.get(job.spec.chip.name, "")}
+    if job.spec.topology:
+        nodes["cloud.google.com/gke-tpu-topology"] = job.spec.topology
+    return {
+        "restartPolicy": "Never",
+        # All save after the step they are at, and leave.
+        "terminationGracePeriodSeconds": WARNING_S,
+        **({"nodeSelector": nodes} if job.tpus else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _unfit_for_kubernetes(job: Job) -> list[str]:
+    found = []
+    if not job.run_dir.is_absolute():
+        found.append(
+            f"--run-dir {job.run_dir}: a pod has the volume of --claim there; give a whole path, "
+            f"such as /runs/{job.run_dir.name}"
+        )
+    if job.spec.topology:
+        slice_ = math.prod(map(int, job.spec.topology.split("x"))) * job.spec.chip.devices_per_chip
+        if slice_ != job.spec.devices:
+            found.append(
+                f"{job.spec.where} has {job.spec.devices // slice_} slices of {job.spec.topology}, "
+                "and a JobSet is written for one; use a mesh of one slice"
+            )
+    return found
+
+
 def ray(job: Job) -> str:
     """A Python script for `ray job submit`."""
-    bundle = {"GPU": job.gpus} if job.gpus else {"CPU": 1}
+    bundle = {"GPU": job.gpus} if job.gpus else {"TPU": job.tpus} if job.tpus else {"CPU": 1}
+    (resource,) = bundle
+    takes = {"GPU": f"num_cpus=0, num_gpus={job.gpus}", "CPU": "num_cpus=1"}
     return _RAY.format(
         name=job.name, hosts=job.hosts, bundle=bundle, command=["jaxtrain", *job.command],
-        attempts=ATTEMPTS, gpus=job.gpus, done=(DONE, REFUSED, PREEMPTED),
-        exhausted=EXHAUSTED, supervisor=SUPERVISOR,
+        folder=str(Path.cwd()), attempts=1 + ATTEMPTS, well=(DONE, PREEMPTED), refused=REFUSED,
+        takes=takes.get(resource, f"num_cpus=0, resources={bundle}"), exhausted=EXHAUSTED,
+        supervisor=SUPERVISOR,
     )  # fmt: skip
 
 
@@ -145,9 +218,10 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 HOSTS, COMMAND = {hosts}, {command}
+FOLDER = {folder!r}  # on a file system that all hosts share, where the run directory is too
 
 
-@ray.remote(max_retries=0, num_cpus=0 if {gpus} else 1, num_gpus={gpus})
+@ray.remote({takes})
 class Host:
     def address(self):
         with socket.socket() as free:
@@ -158,39 +232,59 @@ class Host:
         place = ["--coordinator", coordinator, "--processes", str(HOSTS), "--process", str(process)]
         # It ends with this actor, however that ends.
         environ = {{**os.environ, "{supervisor}": str(os.getpid())}}
-        return subprocess.run([*COMMAND, *place], env=environ).returncode
+        return subprocess.run([*COMMAND, *place], cwd=FOLDER, env=environ).returncode
 
 
-ray.init()
-group = placement_group([{bundle}] * HOSTS, strategy="STRICT_SPREAD" if HOSTS > 1 else "PACK")
-ray.get(group.ready())
-for attempt in range({attempts}):
+def attempt(group):
+    """The exit codes until one process fails, or all have ended well."""
     hosts = [
         Host.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, n)).remote()
         for n in range(HOSTS)
     ]
-    coordinator = ray.get(hosts[0].address.remote())
-    waiting = [host.run.remote(coordinator, n) for n, host in enumerate(hosts)]
     codes = []
-    # One process that fails ends all; they go on together from the newest whole checkpoint.
-    while waiting and all(code in {done} for code in codes):
-        (ended,), waiting = ray.wait(waiting)
-        try:
+    try:
+        coordinator = ray.get(hosts[0].address.remote())
+        waiting = [host.run.remote(coordinator, n) for n, host in enumerate(hosts)]
+        # One process that fails ends all; they go on together from the newest whole checkpoint.
+        while waiting and all(code in {well} for code in codes):
+            (ended,), waiting = ray.wait(waiting)
             codes.append(ray.get(ended))
-        except ray.exceptions.RayError as error:
-            print(error)
-            codes.append(1)
+    except ray.exceptions.RayError as error:
+        print(error, flush=True)
+        codes.append(1)
     for host in hosts:
         ray.kill(host)
-    if all(code in {done} for code in codes):
+    return codes
+
+
+ray.init()
+group = placement_group([{bundle}] * HOSTS, strategy="STRICT_SPREAD" if HOSTS > 1 else "PACK")
+while not group.wait(60):
+    print(f"waiting for {{HOSTS}} hosts that each have {bundle} free", flush=True)
+for number in range({attempts}):
+    codes = attempt(group)
+    print(f"attempt {{number + 1}} ended with exit codes {{codes}}", flush=True)
+    if {refused} in codes:
+        raise SystemExit({refused})
+    if all(code in {well} for code in codes):
         raise SystemExit(max(codes))
 raise SystemExit({exhausted})
 '''
 
 SCHEDULERS = {"slurm": slurm, "k8s": kubernetes, "ray": ray}
-SUBMIT = {
-    "slurm": ("sbatch",),
-    "k8s": ("kubectl", "apply", "-f"),
-    "ray": ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
-}
-"""Scheduler -> what its text is given to, as a file."""
+
+
+def submission(scheduler: str, file: Path) -> list[str]:
+    """The command that gives a scheduler its text, alone in the folder of `file`."""
+    if scheduler == "ray":  # which copies the folder to wherever it runs the script
+        return [
+            "ray",
+            "job",
+            "submit",
+            "--working-dir",
+            str(file.parent),
+            "--",
+            "python",
+            file.name,
+        ]
+    return {"slurm": ["sbatch"], "k8s": ["kubectl", "apply", "-f"]}[scheduler] + [str(file)]

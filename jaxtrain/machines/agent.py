@@ -107,10 +107,6 @@ class Agent:
                 channel.send({"is": "leaving"})
                 if self._worker is not None:
                     self._worker.send(signal.SIGTERM)
-            if asked and (self._worker is None or self._worker.code is not None):
-                self._told = 0.0
-                self._say(channel)
-                return PREEMPTED
 
     def _do(self, message: dict[str, Any], channel: Channel) -> None:
         if message["do"] == "start":

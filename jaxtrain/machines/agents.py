@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cluster.exit_codes import FAILED
+from jaxtrain.cluster.exit_codes import FAILED, PREEMPTED
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.machines.channel import Channel, Gone
@@ -29,6 +29,9 @@ TOLD_S = 0.5
 
 GONE_S = 10.0
 """Without a word for so long the other end is gone."""
+
+LEAVE_S = 5.0
+"""How long agents are waited for when they are let go."""
 
 _starts = itertools.count(1)
 
@@ -66,13 +69,19 @@ class Agents:
             machines = list(self._machines.values())
         for each in machines:
             each.say({"do": "leave", "code": code})
+        until = time.monotonic() + LEAVE_S
+        for each in machines:  # the end that closes first may take back what it has just said
+            each.over.wait(max(0.0, until - time.monotonic()))
             each.channel.close()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            with suppress(OSError):  # closed, or one that was gone at once
+            try:
                 found, _ = self._listening.accept()
-                threading.Thread(target=self._take, args=(found,), daemon=True).start()
+            except OSError:  # closed; or one that was gone at once, or too many open files
+                self._closed.wait(TOLD_S)
+                continue
+            threading.Thread(target=self._take, args=(found,), daemon=True).start()
 
     def _take(self, found: socket.socket) -> None:
         """One agent, from its coming to its end."""
@@ -111,6 +120,7 @@ class _Agent:
         self.name, self.host, self.channel, self.where = name, host, channel, f" on {name}"
         self.heard, self.gone, self.leaving, self._port = time.monotonic(), False, False, 0
         self._running: dict[int, _Remote] = {}
+        self.over = threading.Event()
 
     @property
     def usable(self) -> bool:
@@ -151,6 +161,7 @@ class _Agent:
             self.channel.close()
         finally:
             self.gone = True
+            self.over.set()
             for each in list(self._running.values()):
                 each.lost()
 
@@ -161,6 +172,8 @@ class _Agent:
             running.hear(message, self.heard)
             if running.code is not None and message["is"] == "state":
                 del self._running[message["start"]]
+        if self.leaving and not self._running:
+            self.say({"do": "leave", "code": PREEMPTED})
 
 
 class _Remote:

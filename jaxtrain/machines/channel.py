@@ -37,7 +37,8 @@ class Channel:
         to. Raises Gone where the keys differ."""
         found.settimeout(None)
         stalled = struct.pack("ll", STALLED_S, 0)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stalled)
+        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            found.setsockopt(socket.SOL_SOCKET, way, stalled)
         self.host: str = found.getsockname()[0]
         """Of this end, as the other one reaches it."""
         connection = self._connection = Connection(found.detach())

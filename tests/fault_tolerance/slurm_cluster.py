@@ -40,9 +40,21 @@ ReturnToService=2
 MinJobAge=300
 SchedulerParameters=requeue_setup_env_fail
 SelectType=select/cons_tres
-NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+
+ONE = "NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN"
+"""The node that runs jobs here."""
+
+MANY = """ResumeProgram=/bin/true
+SuspendProgram=/bin/true
+SuspendTime=600
+TreeWidth=128
+GresTypes=gpu
+NodeName=n[0-127] NodeAddr=127.0.0.1 CPUs=16 Gres=gpu:8 State=CLOUD"""
+"""Nodes that would be there if a job wanted them, which is all that is looked at for a test of it;
+nothing runs on them."""
 
 
 def why_not() -> str:
@@ -58,7 +70,7 @@ def _path() -> str:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
+def cluster(folder: Path, nodes: str = ONE) -> Iterator[dict[str, str]]:
     """Its environment. Everything it writes is in `folder`, whose path must be short."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -70,6 +82,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         "folder": folder, "host": socket.gethostname().partition(".")[0], "port": free_port(),
         "other": free_port(), "cpus": os.cpu_count(),
     }  # fmt: skip
+    given["nodes"] = nodes.format(**given)
     (folder / "slurm.conf").write_text(CONFIG.format(**given))
     environ = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
     munged = [
@@ -79,12 +92,12 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     ]
     started = []
     try:
-        for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D"]):
+        for command in (munged, ["slurmctld", "-D"], *([["slurmd", "-D"]] if nodes == ONE else [])):
             out = (folder / f"{command[0]}.out").open("wb")
             with out:
                 started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
             time.sleep(1)
-        _await_node(environ, folder)
+        _await(environ, folder, "idle" if nodes == ONE else "")
         yield environ
     finally:
         for process in reversed(started):
@@ -96,12 +109,13 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
                 process.wait()
 
 
-def _await_node(environ: dict[str, str], folder: Path) -> None:
+def _await(environ: dict[str, str], folder: Path, state: str) -> None:
+    """Until the controller says so of its nodes; it hides those that are in a cloud."""
     for _ in range(60):
         found = subprocess.run(
             ["sinfo", "-h", "-o", "%t"], env=environ, capture_output=True, text=True, check=False
         )
-        if found.stdout.strip() == "idle":
+        if found.returncode == 0 and found.stdout.strip() == state:
             return
         time.sleep(0.5)
     logs = [path.read_text()[-1500:] for path in folder.glob("slurm*.log")]

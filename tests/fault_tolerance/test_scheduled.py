@@ -1,9 +1,10 @@
-"""Runs that real schedulers start on this machine: SLURM with a fault, and Open MPI."""
+"""Runs that real schedulers start on this machine: SLURM and Ray with a fault, and Open MPI."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,15 @@ import pytest
 import slurm_cluster
 from test_launch import EXPERIMENT, ROOT, losses
 
+from jaxtrain.cluster.join import free_port
 from jaxtrain.fault_tolerance.faults import faults_variable, read_fault
-from jaxtrain.fault_tolerance.schedulers import job_of, slurm
+from jaxtrain.fault_tolerance.schedulers import Job, slurm
 from jaxtrain.mesh.mesh import load_mesh
 
 MESH = 'chip = "cpu"\ndevices = 4\ndevices_per_host = 2\n[axes]\ndata = 2\nfsdp = 2\n'
+
+RAY = os.environ.get("JAXTRAIN_RAY_PYTHON")
+"""The interpreter of an environment with Ray, which is none of our dependencies."""
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     newest checkpoint. Both run on the one node there is."""
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
-    job = job_of("experiment.py", load_mesh(folder / "mesh.toml"), train("run"), None)
+    job = Job("experiment", load_mesh(folder / "mesh.toml"), train("run"), Path("run"))
     (folder / "job").write_text(slurm(job))
     on_one = ["--nodes=1", "--ntasks-per-node=2", "--overcommit", "--output=out"]
     marks = folder / "marks"
@@ -74,6 +79,61 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     said = (folder / "out").read_text()
     assert "JobState=COMPLETED" in shown.stdout and "Restarts=1" in shown.stdout, said
     assert said.count("done: 48 steps") == 1 and re.search(r"resuming at step (8|16)\b", said)
+    assert sorted(losses(folder, "run")) == list(range(1, 49))
+
+
+@pytest.mark.slow
+def test_slurm_takes_the_scripts_of_large_meshes(folder: Path) -> None:
+    """Of 8 and 128 hosts of GPUs, and 128 of TPUs, on as many nodes that could be there."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with slurm_cluster.cluster(folder, slurm_cluster.MANY) as environ:
+        for mesh, nodes in (
+            ("h100_64", "n[0-7]"),
+            ("h100_1024", "n[0-127]"),
+            ("v5p_512", "n[0-127]"),
+        ):
+            (folder / "job").write_text(slurm(Job("e", load_mesh(mesh), train("run"), Path("run"))))
+            ran = subprocess.run(
+                ["sbatch", "--test-only", "job"], cwd=folder, env=environ, capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+            assert ran.returncode == 0 and f"on nodes {nodes} in" in ran.stderr, ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    RAY is None,
+    reason="JAXTRAIN_RAY_PYTHON names no interpreter of an environment with ray[default]",
+)
+def test_ray_runs_the_script_which_starts_both_again(folder: Path) -> None:
+    """On two nodes of a cluster on this machine, one of two processes is killed."""
+    (folder / "marks").mkdir()
+    ((name, value),) = faults_variable([read_fault("kill@20:1")], folder / "marks").items()
+    shim = folder / "bin" / "jaxtrain"
+    shim.write_text(shim.read_text().replace("\n", f"\nexport {name}={shlex.quote(value)}\n", 1))
+    assert RAY is not None
+    path = f"{folder}/bin:{Path(RAY).parent}:{os.environ['PATH']}"
+    port, environ = free_port(), {**os.environ, "PATH": path}
+    nodes = subprocess.Popen(
+        [RAY, str(Path(__file__).with_name("ray_cluster.py")), str(port)],
+        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert nodes.stdout is not None
+        assert any(line == "ready\n" for line in nodes.stdout)
+        ran = subprocess.run(
+            ["jaxtrain", "launch", "--ray", "--", *train("run")],
+            cwd=folder, env={**environ, "RAY_ADDRESS": f"http://127.0.0.1:{port}"},
+            capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+    finally:
+        nodes.communicate(timeout=60)  # its input ends, and with it the cluster
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "attempt 1 ended with exit codes [-9]" in ran.stdout
+    assert "attempt 2 ended with exit codes [0, 0]" in ran.stdout
+    assert re.search(r"resuming at step (8|16)\b", ran.stdout)
+    assert ran.stdout.count("done: 48 steps") == 1
     assert sorted(losses(folder, "run")) == list(range(1, 49))
 
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.fault_tolerance.schedulers import job_of, kubernetes, ray, slurm
+from jaxtrain.fault_tolerance.schedulers import (
+    ACCELERATORS,
+    Job,
+    job_name,
+    kubernetes,
+    ray,
+    slurm,
+)
+from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import load_mesh
 
 MESHES = {"h100_64": (8, 8), "v5p_512": (128, 4), "cpu_8": (1, 8)}
@@ -20,8 +32,8 @@ MESHES = {"h100_64": (8, 8), "v5p_512": (128, 4), "cpu_8": (1, 8)}
 COMMAND = ["train", "experiments/my run.py", "--mesh", "MESH", "--set", "optimizer=SGD(0.1)"]
 
 
-def job(mesh: str):
-    return job_of("experiments/my run.py", load_mesh(mesh), COMMAND, None)
+def job(mesh: str) -> Job:
+    return Job(job_name("experiments/my run.py"), load_mesh(mesh), COMMAND, Path("/runs/mine"))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -52,8 +64,8 @@ def test_a_slurm_script_starts_one_process_on_each_host(mesh: str, tmp_path: Pat
         )  # fmt: skip
         assert ran.returncode == code
         lines = said.read_text().splitlines()
-        assert lines[:8] == ["--kill-on-bad-exit=1", "jaxtrain", *COMMAND]
-        assert (lines[8:] == ["requeue 7"]) == requeued, (code, restarts)
+        assert lines[:9] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "jaxtrain", *COMMAND]
+        assert (lines[9:] == ["requeue 7"]) == requeued, (code, restarts)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -75,9 +87,53 @@ def test_a_jobset_has_an_indexed_job_of_one_pod_a_host(mesh: str) -> None:
         "--processes": str(hosts),
         "--process": "$(JOB_COMPLETION_INDEX)",
     }
+    assert container["volumeMounts"][0]["mountPath"] == "/runs/mine"
+    of_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    assert (of_memory in pod["volumes"]) == (mesh == "h100_64")
+    assert {each["name"] for each in pod["volumes"]} == {
+        each["name"] for each in container["volumeMounts"]
+    }
     wanted = {"h100_64": {"nvidia.com/gpu": 8}, "v5p_512": {"google.com/tpu": 4}}.get(mesh)
     assert container.get("resources", {}).get("limits") == wanted
-    assert ("nodeSelector" in pod) == (mesh == "v5p_512")
+    nodes = {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "8x8x8",
+    }
+    assert pod.get("nodeSelector") == (nodes if mesh == "v5p_512" else None)
+
+
+def test_a_jobset_does_not_begin_again_what_was_refused() -> None:
+    """A pod that leaves with 2 fails its job by the pod failure policy, and that fails the set."""
+    spec = json.loads(kubernetes(job("h100_64")))["spec"]
+    workers = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = workers["podFailurePolicy"]["rules"]
+    (container,) = workers["template"]["spec"]["containers"]
+    assert workers["template"]["spec"]["restartPolicy"] == "Never", "which the policy wants"
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"] == {
+        "containerName": container["name"], "operator": "In", "values": [2],
+    }  # fmt: skip
+    (never,) = spec["failurePolicy"]["rules"]
+    assert (never["action"], never["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert workers["backoffLimit"] == 0 and spec["failurePolicy"]["maxRestarts"] == 10
+
+
+def test_what_no_jobset_can_hold_is_refused() -> None:
+    spec = load_mesh("v5p_512")
+    slices = replace(spec, devices=1024, axes=(("data", 2), *spec.axes))
+    with pytest.raises(ValueError) as caught:
+        kubernetes(replace(job("v5p_512"), spec=slices, run_dir=Path("runs/a")))
+    assert "has 2 slices of 8x8x8" in str(caught.value)
+    assert "--run-dir runs/a: a pod has the volume of --claim there" in str(caught.value)
+
+
+def test_names_are_those_of_pods() -> None:
+    names = [job_name(f"{name}.py") for name in ("gpt2_124m", "3B run", "_", "a" * 60 + "_b")]
+    assert names == ["gpt2-124m", "run-3b-run", "run", "a" * 40]
+
+
+def test_every_tpu_has_a_label_of_its_nodes() -> None:
+    assert set(ACCELERATORS) == {name for name, chip in CHIPS.items() if chip.platform == "tpu"}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -86,31 +142,123 @@ def test_a_ray_script_is_python(mesh: str) -> None:
     text = ray(job(mesh))
     ast.parse(text)
     assert f"HOSTS, COMMAND = {hosts}, {['jaxtrain', *COMMAND]}\n" in text
-    assert ("'GPU': 8" in text) == (mesh == "h100_64")
+    assert f"FOLDER = {str(Path.cwd())!r} " in text
+    takes, bundle = {
+        "h100_64": ("num_cpus=0, num_gpus=8", {"GPU": 8}),
+        "v5p_512": ("num_cpus=0, resources={'TPU': 4}", {"TPU": 4}),
+    }.get(mesh, ("num_cpus=1", {"CPU": 1}))
+    assert f"@ray.remote({takes})\n" in text
+    assert f"placement_group([{bundle}] * HOSTS" in text
+
+
+PLAYED = '''
+"""Actors that run where they are called."""
+class Handle:
+    def __init__(self, made): self.made = made
+    def __getattr__(self, name): return Call(getattr(self.made, name))
+class Call:
+    def __init__(self, act, *args): self.act, self.args = act, args
+    def remote(self, *args): return Call(self.act, *args)
+class exceptions:
+    class RayError(Exception): pass
+class Group:
+    wait = staticmethod(lambda seconds: True)
+class PlacementGroupSchedulingStrategy:
+    def __init__(self, group, number): pass
+def remote(**takes):
+    assert set(takes) <= {"num_cpus", "num_gpus", "resources"}
+    def decorate(of):
+        of.remote = classmethod(lambda cls: Handle(cls()))
+        of.options = classmethod(lambda cls, scheduling_strategy: cls)
+        return of
+    return decorate
+def placement_group(bundles, strategy): return Group()
+def get(call): return call.act(*call.args)
+def wait(calls): return calls[:1], calls[1:]
+def init(): pass
+def kill(handle): pass
+def get_node_ip_address(): return "127.0.0.1"
+'''
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "attempts"),
+    [
+        ([[0, 0]], 0, 1),
+        ([[0, 75]], 75, 1),
+        ([[2]], 2, 1),
+        ([[0, 2]], 2, 1),
+        ([[1], [0, -9], [0, 0]], 0, 3),
+        ([[1]] * 11, 69, 11),
+    ],
+)
+def test_a_ray_script_begins_again_where_it_helps(
+    codes, code: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Ray played: a failure ends all, and they begin again ten times at most; what was
+    refused, or has saved and left, does not."""
+    spec = replace(load_mesh("cpu_8"), devices_per_host=4)
+    text = ray(Job("e", spec, ["train", "e.py"], Path("runs/e")))
+    given = iter([each for attempt in codes for each in attempt])
+    asked = []
+
+    def run(command, cwd, env):
+        asked.append((command, env["JAXTRAIN_SUPERVISOR"]))
+        return SimpleNamespace(returncode=next(given))
+
+    played = ModuleType("ray")
+    exec(PLAYED, played.__dict__)
+    played.util = played  # type: ignore[attr-defined]
+    for name in ("", ".util", ".util.placement_group", ".util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, f"ray{name}", played)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        exec(text, {"__name__": "script"})
+    assert ended.value.code == code and not list(given)
+    assert len([command for command, _ in asked if command[-1] == "0"]) == attempts
+    command, parent = asked[0]
+    assert command[:3] == ["jaxtrain", "train", "e.py"] and parent == str(os.getpid())
+    assert command[-4:] == ["--processes", "2", "--process", "0"]
+
+
+def test_what_is_submitted_is_a_file_that_the_scheduler_can_read(tmp_path, monkeypatch) -> None:
+    """Ray copies the folder of it to where it runs."""
+    said = tmp_path / "said"
+    for name in ("sbatch", "kubectl", "ray"):
+        into = 'while [ $# -gt 1 ]; do [ "$1" = --working-dir ] && cd "$2"; shift; done'
+        (tmp_path / name).write_text(f'#!/bin/bash\n{into}\ncat "$1" > {said}\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
+    for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
+        extra = ["--image", "a", "--claim", "b"] if flag == "k8s" else []
+        assert cli.main(["launch", f"--{flag}", *extra, *train]) == 0
+        assert sign in said.read_text()
 
 
 def test_the_command_prints_what_it_would_submit(capsys: pytest.CaptureFixture[str]) -> None:
-    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
     for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
-        image = ["--image", "me/mine:1"] if flag == "k8s" else []
-        assert cli.main(["launch", f"--{flag}", "--dry-run", *image, *train]) == 0
+        extra = ["--image", "me/mine:1", "--claim", "ours"] if flag == "k8s" else []
+        assert cli.main(["launch", f"--{flag}", "--dry-run", *extra, *train]) == 0
         said = capsys.readouterr().out
         assert sign in said and "experiments/stdlib_lm.py" in said
-        assert ("me/mine:1" in said) == (flag == "k8s")
+        assert ("me/mine:1" in said) == ('"claimName": "ours"' in said) == (flag == "k8s")
 
 
 def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
-    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
-    flags = ["--restarts=3", "--fault=kill@3", "--deadline-step=5", "--image=a"]
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
+    flags = ["--restarts=3", "--fault=kill@3", "--deadline-step=5", "--image=a", "--claim=b"]
     assert cli.main(["launch", "--slurm", *flags, *train]) == cli.REFUSED
     said = capsys.readouterr().err
     assert all(flag.partition("=")[0] in said for flag in flags)
     assert cli.main(["launch", "--k8s", *train]) == cli.REFUSED
-    assert "--image, which has jaxtrain in it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--image, which has jaxtrain in it" in said and "the --claim of a volume" in said
 
 
 def test_a_scheduler_that_is_not_here_is_told(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
     assert cli.main(["launch", "--slurm", *train]) == cli.REFUSED
     assert "there is no sbatch here; --dry-run prints" in capsys.readouterr().err
