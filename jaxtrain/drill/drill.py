@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
-from jaxtrain.drill.happened import Happened, named, resumed_s
+from jaxtrain.drill.happened import Happened, environment, named, resumed_s
 from jaxtrain.drill.machine_drill import drill_machines
 from jaxtrain.experiment import (
     Evaluation,
@@ -229,7 +228,7 @@ def _launched(
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir, often = folder / run, Restarts(most=len(faults))
-        here = Here(processes, files, own_command(), os.environ)
+        here = Here(processes, files, own_command(), environment(folder))
         roster = Roster(here, {processes: Layout(processes)}, 0, tell)
         code = Supervisor(
             command, roster, tell, run_dir, files, restarts=often, faults=faults

@@ -1,12 +1,23 @@
-"""What a drill tells of one fault."""
+"""What the runs of a drill share: their environment, and what is told of one fault."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.fault_tolerance.ledger import Entry
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of the processes of a drill in `folder`: the many starts of one program compile it once."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return {**os.environ, **cache}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ certificate's bound: they are of other meshes.
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 
 from jaxtrain.certificate.certify import BOUNDS
 from jaxtrain.cluster.exit_codes import DONE
-from jaxtrain.drill.happened import Happened, named, resumed_s
+from jaxtrain.drill.happened import Happened, environment, named, resumed_s
 from jaxtrain.experiment import load_experiment
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Entry, read_entries
@@ -110,7 +109,7 @@ def _apart(undisturbed: Path, run: Path) -> list[str]:
 def _kept(agents: Agents, key: str, machines: int, files: Path) -> Iterator[None]:
     """An agent for each machine, started again a while after its end."""
     host, port = agents.address
-    environ, over = {**os.environ, KEY: key, "TMPDIR": str(files)}, threading.Event()
+    environ, over = {**environment(files.parent), KEY: key}, threading.Event()
 
     def keep(number: int) -> None:
         command = own_command("agent", f"{host}:{port}", "--name", f"machine {number}")
