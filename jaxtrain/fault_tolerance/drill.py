@@ -14,8 +14,10 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
 from jaxtrain.experiment import Evaluation, Experiment, Health, Logging, load_experiment
+from jaxtrain.fault_tolerance.apart import Apart, NotHere, apart
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
+from jaxtrain.fault_tolerance.namespaces import Network
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import (
     FAILURES,
@@ -93,13 +95,15 @@ class Happened:
 @dataclass(frozen=True)
 class Drill:
     """What a drill has found. ledger_off: how far the ledger is from the wall time, as a share of
-    it. violations: of the run as a whole."""
+    it. violations: of the run as a whole. skipped: faults that this machine does not allow, with
+    why."""
 
     processes: int
     faults: tuple[Happened, ...]
     ledger: Ledger
     ledger_off: float
     violations: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -115,6 +119,7 @@ class Drill:
             "ledger": {"wall_s": self.ledger.wall_s, **self.ledger.seconds},
             "ledger_off": self.ledger_off,
             "violations": list(self.violations),
+            "skipped": list(self.skipped),
         }
 
     def __str__(self) -> str:
@@ -124,6 +129,7 @@ class Drill:
             numbers = f"{noticed:>8} {each.lost:>5} {each.resumed_s:>6.1f} s"
             lines.append(f"{each.fault:24} {numbers}  {each.named}")
             lines += [f"    VIOLATION {said}" for said in each.violations]
+        lines += [f"SKIPPED {said}" for said in self.skipped]
         lines += [f"VIOLATION {said}" for said in self.violations]
         lines.append(f"ledger: {self.ledger}, {self.ledger_off:.2%} off the wall time")
         verdict = "as one that nothing happened to, to the bit" if self.passed else "NOT PASSED"
@@ -159,17 +165,21 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     if code != DETERMINISTIC or len(_lines(folder / "crash" / FAILURES)) != 2:
         violations.append(f"a crash at the same step, twice, ended with exit code {code}")
     runs = [_numbers(folder / name) for name in ("undisturbed", "disturbed")]
-    if runs[0] != runs[1]:
-        line = next(n for n, pair in enumerate(zip_longest(*runs), 1) if pair[0] != pair[1])
-        violations.append(f"losses differ, for the first time in line {line} of metrics.jsonl")
+    violations += _differences("disturbed", *runs)
+    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"])
+    skipped = []
+    for each in apart(processes):
+        try:
+            happened += _run_apart(folder, each, processes, tell)
+        except NotHere as error:
+            skipped.append(f"{', '.join(map(str, each.faults))}: {error}")
     if left := _left_over(folder):
         violations.append(f"processes {left} go on")
     ledger = read_ledger(folder / "disturbed")
     off = abs(ledger.wall_s - wall_s) / wall_s
     if off > 0.01:
         violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
-    happened = _happened(folder, [fault for fault in faults if fault.kind != "nan"])
-    return Drill(processes, tuple(happened), ledger, off, tuple(violations))
+    return Drill(processes, tuple(happened), ledger, off, tuple(violations), tuple(skipped))
 
 
 _EXPERIMENT = """\"\"\"What is drilled.\"\"\"
@@ -189,33 +199,87 @@ fsdp = 2
 """
 
 
+def _run_apart(
+    folder: Path, each: Apart, processes: int, tell: Callable[[str], None]
+) -> list[Happened]:
+    """What became of its faults; the last of them has what is wrong with the run. Raises NotHere
+    with why it cannot be."""
+    with each.stands_on(folder / each.run, processes) as network:
+        said: list[str] = []
+
+        def hear(text: str) -> None:
+            said.append(text)
+            tell(text)
+            if network and text.startswith("launch: all processes start again"):
+                network.mend(each.faults[-1].process)
+
+        arguments = ["--steps", str(each.steps)]
+        code, _ = _launched(
+            folder, each.run, each.faults, processes, hear, arguments=arguments, network=network
+        )
+        runs = [_numbers(folder / name) for name in ("undisturbed", each.run)]
+        lines = [run[: each.steps - 1] for run in runs]  # the last is evaluated in one alone
+        violations = _differences(each.run, *lines)
+        if code != DONE:
+            violations.append(f"the run ended with exit code {code}")
+        for wanted in each.told:
+            if not any(wanted in text for text in said):
+                violations.append(f"nothing said {wanted!r}")
+        *passing, last = _happened(folder, each.faults, each.run)
+        return [*passing, replace(last, violations=(*last.violations, *violations))]
+
+
+def _differences(name: str, undisturbed: list[str], run: list[str]) -> list[str]:
+    """Where the numbers of a run are not those of the undisturbed one."""
+    for line, pair in enumerate(zip_longest(undisturbed, run), 1):
+        if pair[0] != pair[1]:
+            where = f"in line {line} of metrics.jsonl"
+            return [f"losses of the {name} run differ, for the first time {where}"]
+    return []
+
+
 def _launched(
-    folder: Path, run: str, faults: Sequence[Fault], processes: int, tell: Callable[[str], None]
+    folder: Path,
+    run: str,
+    faults: Sequence[Fault],
+    processes: int,
+    tell: Callable[[str], None],
+    *,
+    arguments: Sequence[str] = (),
+    network: Network | None = None,
 ) -> tuple[int, float]:
-    """The exit code and the wall time of a run, begun again when it was asked to leave."""
+    """The exit code and the wall time of a run, begun again when it was asked to leave. arguments:
+    more of them for `train`. network: where its processes meet."""
     files = folder / f"{run} files"
     files.mkdir()
     train = ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
-    command, wall_s = own_command(*train, "--run-dir", str(folder / run)), 0.0
+    command = own_command(*train, "--run-dir", str(folder / run), *arguments)
+    wall_s = 0.0
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir, often = folder / run, Restarts(most=len(faults))
         code = Supervisor(
-            command, processes, tell, run_dir, files, restarts=often, faults=faults
-        ).run()
+            command, processes, tell, run_dir, files, restarts=often, faults=faults,
+            network=network,
+        ).run()  # fmt: skip
         wall_s += time.monotonic() - began
         if code != PREEMPTED:
             break
     return code, wall_s
 
 
-def _happened(folder: Path, faults: Sequence[Fault]) -> list[Happened]:
-    """What became of each fault, by the failures and starts that were written down."""
-    run, found = folder / "disturbed", []
+def _happened(folder: Path, faults: Sequence[Fault], name: str = "disturbed") -> list[Happened]:
+    """What became of each fault on a run, by the failures and starts that were written down."""
+    run, found = folder / name, []
+    lasting = [fault for fault in faults if fault.kind == "full"]  # which end nothing
+    for fault in lasting:
+        wrong = () if (folder / f"{name} files" / str(fault)).exists() else ("it did not happen",)
+        found.append(Happened(str(fault), None, "the run went on", 0, 0.0, wrong))
+    faults = [fault for fault in faults if fault not in lasting]
     failures = _lines(run / FAILURES)
     starts = [entry for entry in read_entries(run) if "waiting" not in entry.seconds]
     for fault, start, following in zip(faults, starts, [*starts[1:], None], strict=False):
-        marker = folder / "disturbed files" / str(fault)
+        marker = folder / f"{name} files" / str(fault)
         failure = failures.pop(0) if failures and fault.kind != "terminate" else None
         if not marker.exists() or following is None:
             found.append(Happened(str(fault), None, "", 0, 0.0, ("it did not happen",)))
@@ -245,6 +309,9 @@ def _judged(
         named = failure["what"].partition("its last line: ")[2]
         if f"of process {fault.process}" not in named:
             violations.append(f"process {fault.process} is not named")
+    elif fault.kind == "cut":  # each waits for the other
+        if (failure["kind"], failure["phase"]) != ("hangs", "step"):
+            violations.append("it was hangs in step")
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
     elif fault.kind in ("stop", "hang"):

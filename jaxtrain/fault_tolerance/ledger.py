@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.cluster.phases import Now
+from jaxtrain.files.regular import append_whole, open_regular
 
 NAME = "ledger.jsonl"
 
@@ -74,12 +75,18 @@ def add_entry(run_dir: Path, entry: Entry) -> None:
 
 
 def add_line(path: Path, value: Mapping[str, object]) -> None:
-    """Of JSON, to a file in a run directory. A full disk is passed over: the run is worth more than
-    what is told of it."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value) + "\n")
+    """Of JSON, to a file in a run directory. What a full disk has no room for is written with the
+    next line of any file: the run is worth more than what is told of it."""
+    _unwritten[path] = _unwritten.get(path, "") + json.dumps(value) + "\n"
+    for each, lines in list(_unwritten.items()):
+        with suppress(OSError):
+            each.parent.mkdir(parents=True, exist_ok=True)
+            with open_regular(each, "ab") as file:
+                append_whole(file, lines.encode())
+            del _unwritten[each]
+
+
+_unwritten: dict[Path, str] = {}
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:

@@ -25,6 +25,7 @@ from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
 from jaxtrain.fault_tolerance.ledger import Entry, add_entry, add_line, entry_of, read_ledger
+from jaxtrain.fault_tolerance.namespaces import Network
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.fault_tolerance.workers import Worker, ending
 
@@ -61,6 +62,7 @@ class Supervisor:
     restarts: Restarts = field(default_factory=Restarts)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     faults: Sequence[Fault] = ()
+    network: Network | None = None
     workers: list[Worker] = field(default_factory=list)
     stopping: int = 0
     """Signals that have asked for an end."""
@@ -122,11 +124,13 @@ class Supervisor:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
     def _start(self) -> None:
-        coordinator = f"127.0.0.1:{free_port()}"
+        host = self.network.addresses[0] if self.network else "127.0.0.1"
+        coordinator = f"{host}:{free_port()}"
         where = ["--coordinator", coordinator, "--processes", str(self.processes)]
         self.workers, environ = [], {**self.environ, **faults_variable(self.faults, self.folder)}
         for index in range(self.processes):
-            command = [*self.command, *where, "--process", str(index)]
+            prefix = self.network.prefix(index) if self.network else []
+            command = [*prefix, *self.command, *where, "--process", str(index)]
             worker = Worker(index, command, environ, self.folder / f"{index}.sample")
             self.workers.append(worker)
             worker.read(self.tell)
