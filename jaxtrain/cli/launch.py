@@ -26,7 +26,7 @@ from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
 from jaxtrain.machines.layouts import Layout, read_layouts
-from jaxtrain.machines.machine import Here, Machines
+from jaxtrain.machines.machine import Here, Machines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Tell
 from jaxtrain.violations import raise_violations
@@ -134,7 +134,7 @@ def _machines(
     """Where the processes are started, and a folder that all of them and this one share."""
     if options.machines is None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
-        return Here(options.processes, folder, own_command(), os.environ), folder
+        return Here(slots_of(options.processes, folder, own_command(), os.environ)), folder
     key = read_key(os.environ)
     agents = Agents(read_address(options.listen or LISTEN, "--listen"), key, tell)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,10 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
+from jaxtrain.drill.apart import Apart, NotHere, apart
 from jaxtrain.drill.happened import Happened, environment, named, resumed_s
 from jaxtrain.drill.machine_drill import drill_machines
+from jaxtrain.drill.namespaces import Network
 from jaxtrain.experiment import (
     Evaluation,
     Experiment,
@@ -32,7 +34,7 @@ from jaxtrain.fault_tolerance.supervisor import (
 )
 from jaxtrain.files.json_lines import read_lines
 from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import Here
+from jaxtrain.machines.machine import Here, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
@@ -106,13 +108,15 @@ def drilled(path: str, processes: int) -> Experiment:
 @dataclass(frozen=True)
 class Drill:
     """What a drill has found. ledger_off: how far the ledger is from the wall time, as a share of
-    it. violations: of the run as a whole."""
+    it. violations: of the run as a whole. skipped: faults that this machine does not allow, with
+    why."""
 
     processes: int
     faults: tuple[Happened, ...]
     ledger: Ledger
     ledger_off: float
     violations: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -128,6 +132,7 @@ class Drill:
             "ledger": {"wall_s": self.ledger.wall_s, **self.ledger.seconds},
             "ledger_off": self.ledger_off,
             "violations": list(self.violations),
+            "skipped": list(self.skipped),
         }
 
     def __str__(self) -> str:
@@ -137,6 +142,7 @@ class Drill:
             numbers = f"{noticed:>8} {each.lost:>5} {each.resumed_s:>6.1f} s"
             lines.append(f"{each.fault:24} {numbers}  {each.named}")
             lines += [f"    VIOLATION {said}" for said in each.violations]
+        lines += [f"SKIPPED {said}" for said in self.skipped]
         lines += [f"VIOLATION {said}" for said in self.violations]
         lines.append(f"ledger: {self.ledger}, {self.ledger_off:.2%} off the wall time")
         verdict = "as one that nothing happened to, to the bit" if self.passed else "NOT PASSED"
@@ -176,18 +182,22 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     machines, wrong = drill_machines(folder, _train(folder), of_both, FIRST, processes, tell)
     violations += wrong
     runs = [_numbers(folder / name) for name in ("undisturbed", "disturbed")]
-    if runs[0] != runs[1]:
-        line = next(n for n, pair in enumerate(zip_longest(*runs), 1) if pair[0] != pair[1])
-        violations.append(f"losses differ, for the first time in line {line} of metrics.jsonl")
+    violations += _differences("disturbed", *runs)
+    seen = [fault for fault in faults if fault.kind not in UNSEEN]
+    happened = _happened(folder, seen, processes) + machines
+    left_out = []
+    for each in apart(processes):
+        try:
+            happened += _run_apart(folder, each, processes, tell)
+        except NotHere as error:
+            left_out.append(f"{', '.join(map(str, each.faults))}: {error}")
     if left := _left_over(folder):
         violations.append(f"processes {left} go on")
     ledger = read_ledger(folder / "disturbed")
     off = abs(ledger.wall_s - wall_s) / wall_s
     if off > 0.01:
         violations.append(f"the ledger is {off:.1%} off the wall time of {wall_s:.1f} s")
-    seen = [fault for fault in faults if fault.kind not in UNSEEN]
-    happened = _happened(folder, seen, processes) + machines
-    return Drill(processes, tuple(happened), ledger, off, tuple(violations))
+    return Drill(processes, tuple(happened), ledger, off, tuple(violations), tuple(left_out))
 
 
 _EXPERIMENT = """\"\"\"What is drilled.\"\"\"
@@ -211,6 +221,45 @@ def _train(folder: Path) -> list[str]:
     return ["train", str(folder / "drilled.py"), "--mesh", str(folder / "mesh.toml")]
 
 
+def _run_apart(
+    folder: Path, each: Apart, processes: int, tell: Callable[[str], None]
+) -> list[Happened]:
+    """What became of its faults; the last of them has what is wrong with the run. Raises NotHere
+    with why it cannot be."""
+    with each.stands_on(folder / each.run, processes) as network:
+        said: list[str] = []
+
+        def hear(text: str) -> None:
+            said.append(text)
+            tell(text)
+            if network and text.startswith("launch: all processes start again"):
+                network.mend(each.faults[-1].process)
+
+        arguments = ["--steps", str(each.steps)]
+        code, _ = _launched(
+            folder, each.run, each.faults, processes, hear, arguments=arguments, network=network
+        )
+        runs = [_numbers(folder / name) for name in ("undisturbed", each.run)]
+        lines = [run[: each.steps - 1] for run in runs]  # the last is evaluated in one alone
+        violations = _differences(each.run, *lines)
+        if code != DONE:
+            violations.append(f"the run ended with exit code {code}")
+        for wanted in each.told:
+            if not any(wanted in text for text in said):
+                violations.append(f"nothing said {wanted!r}")
+        *passing, last = _happened(folder, each.faults, processes, each.run)
+        return [*passing, replace(last, violations=(*last.violations, *violations))]
+
+
+def _differences(name: str, undisturbed: list[str], run: list[str]) -> list[str]:
+    """Where the numbers of a run are not those of the undisturbed one."""
+    for line, pair in enumerate(zip_longest(undisturbed, run), 1):
+        if pair[0] != pair[1]:
+            where = f"in line {line} of metrics.jsonl"
+            return [f"losses of the {name} run differ, for the first time {where}"]
+    return []
+
+
 def _launched(
     folder: Path,
     run: str,
@@ -218,18 +267,26 @@ def _launched(
     processes: int,
     tell: Callable[[str], None],
     skip: tuple[tuple[int, int], ...] = (),
+    *,
+    arguments: Sequence[str] = (),
+    network: Network | None = None,
 ) -> tuple[int, float]:
-    """The exit code and the wall time of a run, begun again when it was asked to leave."""
+    """The exit code and the wall time of a run, begun again when it was asked to leave. arguments:
+    more of them for `train`. network: where its processes meet."""
     files = folder / f"{run} files"
     files.mkdir()
-    train = _train(folder)
-    train += ["--set", f"execution.health.skip_batches={skip}"]
+    train = [*_train(folder), "--set", f"execution.health.skip_batches={skip}", *arguments]
     command, wall_s = [*train, "--run-dir", str(folder / run)], 0.0
+    slots = slots_of(processes, files, own_command(), environment(folder))
+    if network:
+        slots = [
+            replace(slot, program=[*network.prefix(n), *slot.program], host=network.addresses[n])
+            for n, slot in enumerate(slots)
+        ]
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir, often = folder / run, Restarts(most=len(faults))
-        here = Here(processes, files, own_command(), environment(folder))
-        roster = Roster(here, {processes: Layout(processes)}, 0, tell)
+        roster = Roster(Here(slots), {processes: Layout(processes)}, 0, tell)
         code = Supervisor(
             command, roster, tell, run_dir, files, restarts=often, faults=faults
         ).run()
@@ -239,13 +296,20 @@ def _launched(
     return code, wall_s
 
 
-def _happened(folder: Path, faults: Sequence[Fault], processes: int) -> list[Happened]:
-    """What became of each fault, by the failures and starts that were written down."""
-    run, found = folder / "disturbed", []
+def _happened(
+    folder: Path, faults: Sequence[Fault], processes: int, name: str = "disturbed"
+) -> list[Happened]:
+    """What became of each fault on a run, by the failures and starts that were written down."""
+    run, found = folder / name, []
+    lasting = [fault for fault in faults if fault.kind == "full"]  # which end nothing
+    for fault in lasting:
+        wrong = () if (folder / f"{name} files" / str(fault)).exists() else ("it did not happen",)
+        found.append(Happened(str(fault), None, "the run went on", 0, 0.0, wrong))
+    faults = [fault for fault in faults if fault not in lasting]
     failures = _lines(run / FAILURES)
     starts = [entry for entry in read_entries(run) if "waiting" not in entry.seconds]
     for fault, start, following in zip(faults, starts, [*starts[1:], None], strict=False):
-        marker = folder / "disturbed files" / str(fault)
+        marker = folder / f"{name} files" / str(fault)
         failure = failures.pop(0) if failures and fault.kind != "terminate" else None
         if not marker.exists() or following is None:
             found.append(Happened(str(fault), None, "", 0, 0.0, ("it did not happen",)))
@@ -275,6 +339,9 @@ def _judged(
             violations.append(f"it was wrong numbers of process {fault.process}")
         elif not failure["wrong"]:
             name = name.replace(f"process {failure['process']}", "one of two")
+    elif fault.kind == "cut":  # each waits for the other
+        if (failure["kind"], failure["phase"]) != ("hangs", "step"):
+            violations.append("it was hangs in step")
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
     elif fault.kind in ("stop", "hang"):

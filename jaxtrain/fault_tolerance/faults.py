@@ -13,6 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.cluster.phases import PHASES, Now
+from jaxtrain.fault_tolerance.machine_faults import (
+    cut_link,
+    empty,
+    fill,
+    refuse_large,
+    refuse_shared_link,
+)
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import did_you_mean, raise_violations
 
@@ -35,6 +42,8 @@ KINDS = {
     "nan": "the gradients of the next step are not finite, whenever it is taken",
     "spike": "the parameters turn around before the step that takes batch STEP of the data, "
     "counted from 0, on all processes, whenever it is taken",
+    "full": "no byte is free where the run directory is, for this and the 8 steps that follow",
+    "cut": "the process's link to the others is down; for networks that a drill makes",
     "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
     "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
@@ -44,7 +53,7 @@ KINDS = {
 STATE = ("flip", "wrong", "nan", "spike")
 """Kinds that need the state: they happen before a step, whatever their phase."""
 
-SLOW_S, SLOW_STEPS, SOON_S = 0.5, 30, 0.05
+SLOW_S, SLOW_STEPS, SOON_S, FULL_STEPS = 0.5, 30, 0.05, 8
 
 
 @dataclass(frozen=True)
@@ -88,21 +97,30 @@ def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
 
 
 class Injector(Callback):
-    """Makes the faults of this process happen, told of every phase and of the run."""
+    """Makes the faults of this process happen, told of every phase and of the run. Raises
+    ValueError for those that would strike more than the run."""
 
     def __init__(self, given: str, process: int, run_dir: Path) -> None:
         folder, *texts = json.loads(given)
         self._folder, self._run_dir = Path(folder), run_dir
-        self._slow_until, self._before = -1, ""
+        self._slow_until, self._full_until, self._before = -1, -1, ""
         told = [read_fault(text) for text in texts]
         mine = [f for f in told if f.process == process or f.kind == "spike"]
         self._faults = [f for f in mine if f.kind not in STATE]
         self._of_state = [f for f in mine if f.kind in STATE]
+        found = refuse_large(run_dir) if any(f.kind == "full" for f in mine) else []
+        found += refuse_shared_link() if any(f.kind == "cut" for f in mine) else []
+        raise_violations(found)
+        if any(f.kind == "full" and (self._folder / str(f)).exists() for f in mine):
+            empty(run_dir)  # its process ended while it was full
 
     def __call__(self, now: Now) -> None:
         loaded, self._before = self._before == "load", now.phase
         if now.phase == "step" and loaded and now.step < self._slow_until:  # once in each
             time.sleep(SLOW_S)
+        if self._full_until >= 0 and (now.step > self._full_until or now.phase == "finish"):
+            self._full_until = -1
+            empty(self._run_dir)
         for fault in self._faults:
             if now.phase == fault.phase and now.step >= fault.step and self._first(fault):
                 self._act(fault, now)
@@ -138,8 +156,14 @@ class Injector(Callback):
             "crash": lambda: _crash(fault),
             "terminate": lambda: _signal(signal.SIGTERM),
             "slow": lambda: setattr(self, "_slow_until", now.step + SLOW_STEPS),
+            "full": lambda: self._fill(now.step + FULL_STEPS),
+            "cut": cut_link,
         }
         acts.get(fault.kind, lambda: self._damage(fault.kind))()
+
+    def _fill(self, until: int) -> None:
+        self._full_until = until
+        fill(self._run_dir)
 
     def _damage(self, how: str) -> None:
         """A file of the newest committed step, and the process with it: a run reads its checkpoints

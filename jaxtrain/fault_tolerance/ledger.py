@@ -83,10 +83,18 @@ def add_entry(run_dir: Path, entry: Entry) -> None:
 
 
 def record(path: Path, value: Mapping[str, object]) -> None:
-    """A line of JSON, in a file of a run directory. A full disk is passed over: the run is worth
-    more than what is told of it."""
-    with suppress(OSError, ValueError):
-        add_line(path, value)
+    """A line of JSON, in a file of a run directory. What a full disk has no room for is written
+    with the next line of any file: the run is worth more than what is told of it."""
+    _unwritten.setdefault(path, []).append(value)
+    for each, values in list(_unwritten.items()):
+        with suppress(OSError, ValueError):
+            while values:
+                add_line(each, values[0])
+                del values[0]
+            del _unwritten[each]
+
+
+_unwritten: dict[Path, list[Mapping[str, object]]] = {}
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.files.regular import open_regular, write_all
+from jaxtrain.files.regular import append_whole, open_regular
 
 
 def add_line(path: Path, value: Mapping[str, object]) -> None:
@@ -24,7 +24,7 @@ def add_line(path: Path, value: Mapping[str, object]) -> None:
         lacks_end = _whole(torn)
         if torn and not lacks_end:
             file.truncate(len(whole))
-        write_all(file, b"\n" * lacks_end + json.dumps(value).encode() + b"\n")
+        append_whole(file, b"\n" * lacks_end + json.dumps(value).encode() + b"\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -80,6 +80,18 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
         left = left[file.write(left) :]
 
 
+def append_whole(file: FileIO, data: bytes) -> None:
+    """All of `data` behind what is there, or nothing: half a line would damage what is written
+    after it. Raises OSError."""
+    before = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        file.truncate(before)
+        raise
+
+
 def not_regular(path: Path, mode: int) -> str:
     kind = KINDS.get(stat.S_IFMT(mode), "no regular file")
     return f"{path} is {kind}, and a file is expected there; remove it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -63,10 +64,8 @@ class Machine(Protocol):
     where: str
     """The same after the number of a process: " on node3"; "" where there is one machine."""
 
-    @property
-    def leaving(self) -> bool:
-        """Whether it has asked its process to stop, and will take no other."""
-        ...
+    leaving: bool
+    """Whether it has asked its process to stop, and will take no other."""
 
     def meeting_point(self) -> str:
         """HOST:PORT at which a process there can listen for the others."""
@@ -98,45 +97,53 @@ class Machines(Protocol):
 
 
 class Here:
-    """This machine, as often as it takes a process. program: what is before each command."""
+    """This machine, with a slot for each process that it takes."""
 
     come_and_go = False
 
-    def __init__(
-        self, processes: int, folder: Path, program: Sequence[str], environ: Mapping[str, str]
-    ) -> None:
-        """folder: for what processes say of themselves. environ: of the processes."""
-        self._slots: list[Machine] = [
-            _Slot(f"slot {number}", folder / f"{number}.sample", program, environ)
-            for number in range(processes)
-        ]
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = list(slots)
 
     def present(self) -> list[Machine]:
-        return self._slots
+        return [*self._slots]
 
     def close(self, code: int) -> None:
         """Nothing is left."""
 
 
-class _Slot:
-    where, leaving = "", False
+@dataclass
+class Slot:
+    """Of this machine. file: where its process says what it is at. program: what is before each
+    command. environ: of the process. host: at which the others reach it."""
 
-    def __init__(
-        self, name: str, file: Path, program: Sequence[str], environ: Mapping[str, str]
-    ) -> None:
-        self.name, self._file, self._program, self._environ = name, file, program, environ
+    name: str
+    file: Path
+    program: Sequence[str]
+    environ: Mapping[str, str]
+    host: str = "127.0.0.1"
+    where: str = ""
+    leaving: bool = False
 
     def meeting_point(self) -> str:
-        return f"127.0.0.1:{free_port()}"
+        return f"{self.host}:{free_port()}"
 
     def start(
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
     ) -> Running:
-        worker = Worker(
-            process, [*self._program, *command], {**self._environ, **environ}, self._file
-        )
+        command = [*self.program, *command]
+        worker = Worker(process, command, {**self.environ, **environ}, self.file)
         worker.read(tell)
         return worker
+
+
+def slots_of(
+    processes: int, folder: Path, program: Sequence[str], environ: Mapping[str, str]
+) -> list[Slot]:
+    """So many. folder: for what their processes say of themselves."""
+    return [
+        Slot(f"slot {number}", folder / f"{number}.sample", program, environ)
+        for number in range(processes)
+    ]
 
 
 def own_environment() -> dict[str, str]:

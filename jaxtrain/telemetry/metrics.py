@@ -8,7 +8,6 @@ have none.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import io
 import json
@@ -22,11 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.files.regular import open_regular, write_all
+from jaxtrain.files.regular import append_whole, open_regular, write_all
 
 Values = dict[str, Any]
 _FILE = "metrics.jsonl"
 _MARK = "_nonfinite"
+
+HELD = 4 * 2**20
+"""Bytes of lines that wait for room on a disk."""
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -186,7 +188,8 @@ class MetricsWriter:
     `start` is the first step this run will log. Lines from `start` on, left by a continuation that
     was abandoned, are dropped when it opens, and half a line left by a kill: no step is there
     twice. A line is on its way to the disk when `write` returns. Raises `ValueError` for a damaged
-    file and for steps that do not increase, `OSError` for a disk that is full.
+    file and for steps that do not increase, `OSError` for a disk that is full: the line is then
+    written with the next one for which there is room.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class MetricsWriter:
         process: int = 0,
     ) -> None:
         self._file: Any = None
+        self._unwritten = b""
         self._events: _Events | None = None
         if process != 0:
             return
@@ -206,7 +210,8 @@ class MetricsWriter:
             self._events = _Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
         self._last = _truncate(folder / _FILE, start)
-        self._file = open_regular(folder / _FILE, "ab")
+        self._path = folder / _FILE
+        self._file = open_regular(self._path, "ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log `values` of `step`, one call a step: what was evaluated at it belongs in it too."""
@@ -217,26 +222,27 @@ class MetricsWriter:
                 f"step {step} comes after step {self._last}: steps are logged once and in order; "
                 "put all metrics of a step into one write"
             )
-        self._append(_encode(step, values).encode())
-        self._last = step
+        line, self._last = _encode(step, values).encode(), step
+        self._append(line)
         if self._events is not None:
             plain = {name: _plain(name, value) for name, value in values.items()}
             self._events.write(step, plain)
 
     def _append(self, line: bytes) -> None:
-        whole = self._file.tell()
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_whole(self._file, self._unwritten + line)
+            self._unwritten = b""
         except OSError as error:
-            self._file.truncate(whole)  # half a line would damage what is written after it
-            raise OSError(error.errno, error.strerror, self._file.name) from error
+            if len(self._unwritten) + len(line) <= HELD:
+                self._unwritten += line
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Finish both files. May be called twice."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with file:
+                append_whole(file, self._unwritten)
         if self._events is not None:
             events, self._events = self._events, None
             events.close()

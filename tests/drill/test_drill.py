@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.drill import drill as drilling
+from jaxtrain.drill.apart import apart
 from jaxtrain.drill.drill import APART, FIRST, SAVES, Drill, drilled, kinds
 from jaxtrain.drill.happened import Happened
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
@@ -28,7 +29,9 @@ def test_every_kind_of_fault_is_drilled() -> None:
     """But those of which a run shows nothing, or that end it; a machine is lost in another run."""
     for processes in (2, 4):
         faults = kinds(processes)
-        assert {fault.kind for fault in faults} == set(KINDS) - {"slow", "crash", "lose"}
+        of_their_own = [fault for each in apart(processes) for fault in each.faults]
+        drilled_kinds = {fault.kind for fault in [*faults, *of_their_own]}
+        assert drilled_kinds == set(KINDS) - {"slow", "crash", "lose"}
         assert max(fault.process for fault in faults) == processes - 1
         assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
         assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
@@ -85,7 +88,7 @@ def written(tmp_path: Path):
         line = {"process": 1, "kind": "killed", "what": "", "phase": "step", "step": 10} | failure
         if failure.get("process", 1) is not None:
             (run / FAILURES).write_text(json.dumps({"time": 1000.0 + noticed_s, **line}) + "\n")
-        return drilling._happened(tmp_path, [fault], processes)[0]
+        return drilling._happened(tmp_path, [fault], processes)[-1]
 
     return judge
 
@@ -97,7 +100,18 @@ def test_what_happened_is_told(written) -> None:
     )
 
 
+def test_of_two_that_are_cut_apart_each_may_be_named(written) -> None:
+    cut = Fault("cut", 10, "step", 1)
+    assert written(cut, process=0, kind="hangs").violations == ()
+
+
+def test_a_disk_that_was_full_ends_no_start(written) -> None:
+    assert written(Fault("full", 10), process=None).named == "the run went on"
+
+
 WRONG = {
+    "a cut of another kind": (dict(kind="crashed"), "it was hangs in step"),
+    "a disk that was not full": (dict(mark=False, process=None), "it did not happen"),
     "another is named": (dict(process=0), "it was process 1"),
     "in another phase": (dict(kind="silent", phase="load"), "it was silent in step"),
     "late": (dict(noticed_s=15.2), "it was noticed after more than 15 s"),
@@ -121,7 +135,10 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_as_it_should_be_is_a_violation(name: str, written) -> None:
     how, said = WRONG[name]
-    kind = "stop" if name == "in another phase" else "flip" if "flipped" in name else "kill"
+    kind = {
+        "in another phase": "stop", "a cut of another kind": "cut",
+        "a disk that was not full": "full",
+    }.get(name, "flip" if "flipped" in name else "kill")  # fmt: skip
     assert written(Fault(kind, 10, "step", 1), **how).violations == (said,)
 
 
@@ -140,6 +157,9 @@ def test_any_violation_fails_it() -> None:
     good = Happened("kill@8.step:1", 0.4, "process 1", 3, 8.0, ())
     ledger = Ledger(10.0, {"step": 5.0, "init": 5.0})
     fine = Drill(2, (good,), ledger, 0.001, ())
+    without = replace(fine, skipped=("cut@9.step:1: there is no ip here",))
+    assert without.passed and "SKIPPED cut@9.step:1: there is no ip here\n" in str(without)
+    assert without.as_json()["skipped"] == list(without.skipped)
     assert fine.passed and "to the bit" in str(fine) and fine.as_json()["lost_steps"] == 3
     for bad in (
         replace(fine, violations=("losses differ",)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from jaxtrain.fault_tolerance.ledger import (
     add_entry,
     entry_of,
     read_ledger,
+    record,
     sum_up,
 )
+from jaxtrain.files import json_lines
 
 
 def test_every_phase_has_its_place() -> None:
@@ -115,3 +119,27 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"began": 1}\n')
     with pytest.raises(ValueError, match="line 1 is no entry of a ledger"):
         read_ledger(tmp_path)
+
+
+class FullDisk(FileIO):
+    def write(self, data: bytes) -> int:
+        return super().write(data[: len(data) // 2])
+
+
+def test_a_line_that_a_disk_has_no_room_for_comes_with_the_next(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Of any file, and half of it is not left behind."""
+    path, other = tmp_path / "lines.jsonl", tmp_path / "others.jsonl"
+    record(path, {"n": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(json_lines, "open_regular", lambda path, mode: FullDisk(path, mode))
+        record(path, {"n": 2})
+        record(path, {"n": 3})
+        record(other, {"n": 5})
+    assert path.read_text() == '{"n": 1}\n'
+    record(path, {"n": 4})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert other.read_text() == '{"n": 5}\n'
+    record(path, {"n": 6})
+    assert len(path.read_text().splitlines()) == 5, "once"

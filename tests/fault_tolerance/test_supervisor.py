@@ -19,7 +19,7 @@ from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import Here
+from jaxtrain.machines.machine import Here, slots_of
 from jaxtrain.machines.roster import Roster
 
 
@@ -36,7 +36,7 @@ def supervise(tmp_path: Path):
         program = [sys.executable, str(tmp_path / "worker.py")]
         made = Supervisor(
             [str(tmp_path)],
-            Roster(Here(2, tmp_path, program, environ), {2: Layout(2)}, 0, told.append),
+            Roster(Here(slots_of(2, tmp_path, program, environ)), {2: Layout(2)}, 0, told.append),
             tell=told.append,
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.telemetry import metrics
 from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
 
 
@@ -137,19 +138,38 @@ class FullDisk(io.FileIO):
         return super().write(data[: len(data) // 2])
 
 
-def test_a_full_disk_names_the_file_and_leaves_it_whole(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_and_leaves_it_whole_and_lines_wait_for_room(
+    tmp_path: Path,
+) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(0, {"loss": 1.0})
         free, writer._file = writer._file, FullDisk(tmp_path / "metrics.jsonl", "ab")
         with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
             writer.write(1, {"loss": 2.0})
+        assert strict(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
         writer._file.close()
         writer._file = free
-        writer.write(1, {"loss": 3.0})
-    assert strict(tmp_path / "metrics.jsonl") == [
-        {"step": 0, "loss": 1.0},
-        {"step": 1, "loss": 3.0},
-    ]
+        writer.write(2, {"loss": 3.0})
+        lines = [{"step": step, "loss": 1.0 + step} for step in range(4)]
+        assert strict(tmp_path / "metrics.jsonl") == lines[:3]
+        writer._file = FullDisk(tmp_path / "metrics.jsonl", "ab")
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(3, {"loss": 4.0})
+        writer._file.close()
+        writer._file = free
+    assert strict(tmp_path / "metrics.jsonl") == lines, "as it is closed at last"
+
+
+def test_lines_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "HELD", 60)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        free, writer._file = writer._file, FullDisk(tmp_path / "metrics.jsonl", "ab")
+        for step in range(9):
+            with pytest.raises(OSError):
+                writer.write(step, {"loss": 1.0})
+        writer._file.close()
+        writer._file = free
+    assert [line["step"] for line in strict(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
 def scalars(events: Path) -> list[tuple[int, str, float]]:

@@ -1,0 +1,80 @@
+"""Runs of a drill that stand on something of their own: a small disk, a network that can be cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtrain.drill.namespaces import MAPPED, Network, network, why_not
+from jaxtrain.fault_tolerance.faults import Fault
+
+SMALL = "64m"
+"""Of the disk that is filled: some checkpoints of a drilled experiment."""
+
+
+class NotHere(Exception):
+    """Why this machine does not have what a run stands on."""
+
+
+class Apart(NamedTuple):
+    """One such run. faults: on it; steps: it takes; told: what must be said. stands_on: given its
+    folder and the number of processes; raises NotHere."""
+
+    run: str
+    faults: tuple[Fault, ...]
+    steps: int
+    told: tuple[str, ...]
+    stands_on: Callable[[Path, int], AbstractContextManager[Network | None]]
+
+
+def apart(processes: int) -> list[Apart]:
+    """Saves are 5 steps apart: of a disk that is full for 8 one fails at least, and the run goes
+    on; a kill while it is full has it begin again from the save before."""
+    last = processes - 1
+    full = (Fault("full", 9), Fault("full", 29), Fault("kill", 33, "step", last))
+    refused = tuple(f"NOT SAVED checkpoint step {step} " for step in (10, 15, 30))
+    hangs = tuple(f"process {each} of {processes} has not moved" for each in range(processes))
+    return [
+        Apart("full disk", full, 44, refused, small_disk),
+        Apart("cut network", (Fault("cut", 9, "step", last),), 24, hangs, cut_network),
+    ]
+
+
+@contextmanager
+def small_disk(folder: Path, processes: int) -> Iterator[None]:
+    """A file system in memory, at `folder` until the end of the block."""
+    if os.geteuid() != 0:
+        raise NotHere(f"a file system of its own wants root; {MAPPED} COMMAND may give it")
+    folder.mkdir()
+    try:
+        _run("mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(folder))
+    except OSError as error:
+        raise NotHere(str(error)) from error
+    try:
+        yield
+    finally:
+        _run("umount", "--lazy", str(folder))
+
+
+@contextmanager
+def cut_network(folder: Path, processes: int) -> Iterator[Network]:
+    """One of its own for so many processes."""
+    if reason := why_not():
+        raise NotHere(reason)
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(network(processes))
+        except OSError as error:
+            raise NotHere(str(error)) from error
+        yield made
+
+
+def _run(*command: str) -> None:
+    """Raises OSError with what it says."""
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise OSError(ran.stderr.strip())

@@ -1,0 +1,66 @@
+"""Faults of what a process runs on: a disk that is full, a link that is down."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+LINK = "jaxtrain0"
+"""The interface of each process to the others, in a network that a drill makes."""
+
+ZEROS = "zeros"
+"""A file in the run directory, which has all that was free."""
+
+LARGEST = 2**30
+"""Bytes of a file system that may be filled: a larger one has others' files."""
+
+
+def refuse_large(run_dir: Path) -> list[str]:
+    """Why the file system of a run directory must not be filled."""
+    there = next(
+        each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists()
+    )
+    size = shutil.disk_usage(there).total
+    if size <= LARGEST:
+        return []
+    return [
+        f"full: the file system of {run_dir} has {size / 1e9:.1f} GB, which others may need; give "
+        f"a --run-dir on one of {LARGEST / 1e9:.1f} GB at most, such as mount -t tmpfs -o size=64m "
+        "tmpfs FOLDER makes"
+    ]
+
+
+def fill(run_dir: Path) -> None:
+    """Leave no byte free."""
+    size = 2**20
+    with (run_dir / ZEROS).open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                size //= 2
+
+
+def empty(run_dir: Path) -> None:
+    """As before it was filled."""
+    (run_dir / ZEROS).unlink(missing_ok=True)
+
+
+def refuse_shared_link() -> list[str]:
+    """Why there is no link to cut: a machine's own is not ours."""
+    if LINK in (name for _, name in socket.if_nameindex()):
+        return []
+    return [
+        f"cut: this process has no link {LINK} of its own; it is for the networks that "
+        "`jaxtrain drill` makes"
+    ]
+
+
+def cut_link() -> None:
+    """Of this process to the others, until the network is mended."""
+    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)

@@ -1,0 +1,202 @@
+"""What runs of a drill stand on: a disk of their own that is filled, a network that is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.drill import apart, namespaces
+from jaxtrain.drill import drill as drilling
+from jaxtrain.drill.apart import Apart, NotHere, cut_network, small_disk
+from jaxtrain.drill.namespaces import network, why_not
+from jaxtrain.fault_tolerance import faults, machine_faults
+from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable
+from jaxtrain.fault_tolerance.machine_faults import LINK
+
+needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mount wants root")
+
+CONNECTS = "import socket, sys; socket.create_connection((sys.argv[1], 9000), timeout=0.5)"
+LISTENS = """
+import socket
+s = socket.create_server((socket.gethostbyname(socket.gethostname()), 9000))
+print(flush=True)
+while True: s.accept()
+"""
+
+
+@needs_namespaces
+def test_processes_in_namespaces_reach_each_other_until_one_is_cut() -> None:
+    """By the addresses that their hosts' names resolve to, as collectives of CPUs do; the machine
+    has no more interfaces than before, and none of it is left."""
+    before = socket.if_nameindex()
+    with network(3) as found:
+        listens = subprocess.Popen(
+            [*found.prefix(0), "python3", "-c", LISTENS], stdout=subprocess.PIPE
+        )
+
+        def reaches(process: int) -> bool:
+            command = [*found.prefix(process), "python3", "-c", CONNECTS, found.addresses[0]]
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+        try:
+            assert listens.stdout is not None and listens.stdout.readline()
+            assert reaches(1) and reaches(2)
+            found.cut(2)
+            assert reaches(1) and not reaches(2)
+            found.mend(2)
+            assert reaches(2)
+        finally:
+            listens.kill()
+            listens.communicate()
+        assert socket.if_nameindex() == before
+    assert not any(Path(f"/proc/{each}").exists() for each in found.holders)
+
+
+def test_what_the_kernel_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "why_not", lambda: "only Linux has them")
+    with pytest.raises(NotHere, match="only Linux"), cut_network(Path(), 2):
+        pass
+    monkeypatch.setattr(apart, "why_not", lambda: "")
+    monkeypatch.setattr(namespaces, "_holder", lambda stack, name: _refused())
+    with pytest.raises(NotHere, match="no more namespaces"), cut_network(Path(), 2):
+        pass
+
+
+def _refused() -> int:
+    raise OSError("no more namespaces")
+
+
+def test_only_root_has_them_and_is_told_how_another_may(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NotHere, match="unshare --map-root-user"), small_disk(tmp_path / "a", 2):
+        pass
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: name)
+    assert "unshare --map-root-user" in why_not()
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None)
+    assert why_not() == "there is no unshare, nsenter, ip here"
+
+
+@needs_root
+def test_a_disk_is_filled_to_the_last_byte_and_emptied(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(apart, "SMALL", "2m")
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2):
+        assert machine_faults.refuse_large(disk / "run") == []
+        machine_faults.fill(disk)
+        assert shutil.disk_usage(disk).free == 0
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "a").write_bytes(b"a")
+        machine_faults.empty(disk)
+        assert shutil.disk_usage(disk).free >= 2**20
+    assert not list(disk.iterdir()), "it is gone"
+
+
+def test_no_large_disk_is_filled_and_no_link_of_the_machine_cut(tmp_path, monkeypatch) -> None:
+    usage = SimpleNamespace(total=2**40)
+    monkeypatch.setattr(machine_faults.shutil, "disk_usage", lambda path: usage)
+    given = faults_variable(
+        [Fault("full", 3), Fault("cut", 3), Fault("cut", 3, process=1)], tmp_path
+    )
+    with pytest.raises(ValueError) as caught:
+        Injector(given[FAULTS], 0, tmp_path / "a" / "run")
+    said = str(caught.value)
+    assert "has 1099.5 GB" in said and f"no link {LINK} of its own" in said
+    usage.total = 2**30
+    with pytest.raises(ValueError, match=LINK) as caught:
+        Injector(given[FAULTS], 1, tmp_path)
+    assert "GB" not in str(caught.value)
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What becomes of the disk of a run with the fault full@3."""
+    done: list[str] = []
+    monkeypatch.setattr(faults, "refuse_large", lambda run_dir: [])
+    monkeypatch.setattr(faults, "fill", lambda run_dir: done.append("full"))
+    monkeypatch.setattr(faults, "empty", lambda run_dir: done.append("empty"))
+    given = faults_variable([Fault("full", 3)], tmp_path)[FAULTS]
+
+    def start(first: int, last: int, ends: bool) -> list[str]:
+        phases = Phases()
+        phases.listen(Injector(given, 0, tmp_path))
+        for step in range(first, last):
+            phases.enter("step")
+            phases.enter("load")
+            phases.advance(step + 1)
+        if ends:
+            phases.enter("finish")
+        return done
+
+    return start
+
+
+def test_a_disk_is_full_for_some_steps(full) -> None:
+    assert full(0, 3, False) == []
+    assert full(0, 11, False) == ["full"], "after step 3, and until more than 11 are done"
+    assert full(0, 14, False) == ["full", "empty"], "it happened: the next start has it empty"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_disk_is_not_left_full(full, ends: bool) -> None:
+    assert full(0, 13 if not ends else 6, ends) == ["full", "empty"]
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a drill makes of a run apart of six steps, whose numbers these are."""
+
+    def judge(numbers: list[int], *, code: int = 0, told: tuple[str, ...] = ()) -> tuple[str, ...]:
+        mended: list[int] = []
+        stands_on: Any = SimpleNamespace(mend=mended.append)
+
+        def launched(folder, run, given, processes, tell, *, arguments, network):
+            assert network is stands_on and arguments == ["--steps", "6"]
+            for name, losses in (("undisturbed", list(range(9))), (run, numbers)):
+                (folder / name).mkdir()
+                lines = (json.dumps({"step": n, "loss": loss}) for n, loss in enumerate(losses))
+                (folder / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+            tell("NOT SAVED step 5")
+            tell("launch: all processes start again in 1 s")
+            return code, 1.0
+
+        monkeypatch.setattr(drilling, "_launched", launched)
+        found = drilling.Happened("cut@3.step:1", 14.0, "process 0", 2, 3.0, ())
+        monkeypatch.setattr(drilling, "_happened", lambda *_: [found])
+        each = Apart(
+            "cut", (Fault("cut", 3, "step", 1),), 6, told, lambda folder, n: nullcontext(stands_on)
+        )
+        (happened,) = drilling._run_apart(tmp_path, each, 2, lambda text: None)
+        assert mended == [1], "before the next start"
+        return happened.violations
+
+    return judge
+
+
+def test_a_run_apart_is_the_undisturbed_one_as_far_as_it_goes(ran) -> None:
+    """But for its last line, which is evaluated."""
+    assert ran([0, 1, 2, 3, 4, 9], told=("NOT SAVED",)) == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"numbers": [0, 1, 2, 3, 3, 5]}, "losses of the cut run differ"),
+        ({"numbers": [0, 1, 2, 3]}, "line 5 of metrics.jsonl"),
+        ({"numbers": list(range(6)), "code": 69}, "ended with exit code 69"),
+        ({"numbers": list(range(6)), "told": ("hangs",)}, "nothing said 'hangs'"),
+    ],
+)
+def test_what_is_wrong_with_a_run_apart_is_told(how, said: str, ran) -> None:
+    (violation,) = ran(**how)
+    assert said in violation
