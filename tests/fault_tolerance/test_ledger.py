@@ -110,6 +110,14 @@ def test_a_line_cut_off_in_the_writing_costs_that_line_alone(tmp_path: Path) -> 
     assert read_ledger(tmp_path).wall_s == 9.0
 
 
+def test_a_folder_that_takes_no_lines_costs_the_lines_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    add_entry(tmp_path / "file", start(0, 3, 3.0))
+    (tmp_path / NAME).symlink_to(tmp_path / "file")
+    add_entry(tmp_path, start(0, 3, 3.0))
+    assert not (tmp_path / "file").read_bytes()
+
+
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_ledger(tmp_path)

@@ -242,8 +242,15 @@ if start == 0 and process == 1:
 
 def test_of_two_that_end_alike_the_first_is_named(supervise) -> None:
     """The other meets an error where the first is missing, before anybody looks."""
-    script = (
-        "time.sleep(0.2 * (1 - process))\nif start == 0:\n    phases.advance(5)\n    os._exit(1)"
-    )
+    script = """
+if start == 0:
+    phases.advance(5)
+    if process == 0:
+        while not (folder / "gone").exists():
+            time.sleep(0.005)
+        time.sleep(0.03)
+    (folder / "gone").touch()
+    os._exit(1)
+"""
     _, told, failures = supervise(script)
     assert [each["process"] for each in failures] == [1], told

@@ -21,9 +21,10 @@ from flax import nnx
 from tiny import Asking
 
 import jaxtrain
+from jaxtrain.cluster.pace import Pace
 from jaxtrain.data import BatchRamp, Loader
 from jaxtrain.experiment import config_of
-from jaxtrain.run import session
+from jaxtrain.run import loop, session
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.result import Result
 from jaxtrain.run.saves.saving import Saving
@@ -508,3 +509,24 @@ def test_the_last_step_is_in_the_files_however_seldom_one_logs(
     whole = trained(quiet)
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, STEPS]
     assert trained(quiet).loss == whole.loss, "of the last step, read back"
+
+
+def test_lines_have_the_seconds_of_every_process(
+    own: jaxtrain.Experiment, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the pace has them, which is told how long rows were waited for."""
+    waits: list[float] = []
+
+    class Told(Pace):
+        def add(self, own_s: float, step_s: float, data_s: float) -> None:
+            waits.append(data_s)
+
+        def of_each(self) -> dict[str, list[float]]:
+            return {"process_own_s": [0.5, float(len(waits))]}
+
+    monkeypatch.setattr(loop, "Pace", Told)
+    result = trained(replace(own, logging=jaxtrain.Logging(every=2, tensorboard=False)))
+    found = [line["process_own_s"] for line in lines(tmp_path / "run")]
+    assert [own_s for own_s, _ in found] == [0.5] * len(found) and len(found) == 4
+    assert "process_own_s" not in result.history[0], "a long run's memory is for what is short"
+    assert 0 < waits[0] <= waits[-1] and len(waits) == STEPS
