@@ -73,7 +73,7 @@ def drill_machines(
     violations += [f"the run over machines: {each}" for each in _apart(folder / "undisturbed", run)]
     lost = _lost(lose, failures[0], files, starts[0], starts[1])
     back = resumed_s(starts[1].ended, starts[2])
-    again = Happened(f"machine {last} is back", None, "all left together", 0, back, ())
+    again = Happened("its machine is back", None, "all left together", 0, back, ())
     left_out = _lost(wrong, failures[1], files, starts[2], starts[3])
     return [lost, again, left_out], violations
 
