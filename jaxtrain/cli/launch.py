@@ -136,7 +136,14 @@ def _machines(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
         return Here(slots_of(options.processes, folder, own_command(), os.environ)), folder
     key = read_key(os.environ)
-    agents = Agents(read_address(options.listen or LISTEN, "--listen"), key, tell)
+    address = options.listen or LISTEN
+    try:
+        agents = Agents(read_address(address, "--listen"), key, tell)
+    except OSError as error:
+        raise ValueError(
+            f"--listen {address}: {error.strerror}; use another port, and an address of this "
+            "machine or 0.0.0.0"
+        ) from error
     run_dir.mkdir(parents=True, exist_ok=True)
     shared = tempfile.TemporaryDirectory(prefix="launch-", dir=run_dir)
     host, port = agents.address
@@ -168,7 +175,11 @@ def _idle(options: argparse.Namespace) -> list[str]:
         given = {f"--{name}": getattr(options, name) for name in CONTAINER}
         given["--dry-run"] = options.dry_run
         found = [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
-        several = {"--listen": options.listen, "--wait": options.wait != WAIT_S}
+        several = {
+            "--listen": options.listen,
+            "--elastic": options.elastic,
+            "--wait": options.wait != WAIT_S,
+        }
         if options.machines is None:
             found += [
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
@@ -226,7 +237,7 @@ def _submit(options: argparse.Namespace, train: argparse.Namespace, command: lis
 def _run(supervisor: Supervisor) -> int:
     """With the signals that come here passed on."""
     before = {
-        number: signal.signal(number, lambda number, _: supervisor.stop(number))
+        number: signal.signal(number, lambda *_: supervisor.stop())
         for number in SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN
     }
@@ -245,7 +256,7 @@ def _refuse(train: argparse.Namespace, processes: int) -> None:
     if spec.devices % processes:
         raise ValueError(
             f"{spec.where} has {spec.devices} devices, of which {processes} processes cannot have "
-            f"as many each; use a number of processes that divides {spec.devices}"
+            f"as many each; use a number of them that divides {spec.devices}, or another --mesh"
         )
 
 

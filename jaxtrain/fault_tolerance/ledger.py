@@ -113,7 +113,8 @@ def read_entries(run_dir: str | Path) -> list[Entry]:
     for number, line in enumerate(lines, 1):
         try:
             entries.append(Entry(**line))
-        except TypeError as error:
+            sum_up(entries[-1:])
+        except (TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{path}, line {number} is no entry of a ledger: {error}") from error
     return entries
 

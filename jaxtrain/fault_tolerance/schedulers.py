@@ -148,7 +148,9 @@ def _pod(job: Job) -> dict[str, object]:
         *("--processes", str(job.hosts), "--process", "$(JOB_COMPLETION_INDEX)"),
     ]
     # Of what a pod writes elsewhere nothing is there for the next one.
-    mounts = [{"name": "run", "mountPath": str(job.run_dir), "subPath": job.run_dir.name}]
+    mounts = [
+        {"name": "run", "mountPath": str(job.run_dir), "subPath": str(job.run_dir).strip("/")}
+    ]
     volumes: list[object] = [
         {"name": "run", "persistentVolumeClaim": {"claimName": job.claim}},
     ]

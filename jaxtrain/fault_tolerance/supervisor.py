@@ -21,6 +21,7 @@ from jaxtrain.cluster.exit_codes import (
     PREEMPTED,
     REFUSED,
 )
+from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
@@ -32,6 +33,9 @@ from jaxtrain.machines.workers import Tell
 
 LOOK_S = 0.5
 """How often exits are looked for, and what processes say of themselves."""
+
+TOGETHER_S = 1.0
+"""Signals that come so close are one."""
 
 GRACE_S = 0.3
 """After the first exit: others may have ended before it and are seen only now."""
@@ -65,17 +69,24 @@ class Supervisor:
     stopping: int = 0
     """Signals that have asked for an end."""
     _growing: bool = False
+    _passed: int = 0
+    _latest: float = -math.inf
+    _stood: Now | None = None
 
     def run(self) -> int:
         """Until all are done, or nothing more is tried; gives the exit code."""
-        history, attempt = RestartHistory(self.restarts), 0
+        history, attempt, without = RestartHistory(self.restarts), 0, EXHAUSTED
         while True:
             if not self._waits(lambda: self.roster.choose(lambda: self.stopping > 0)):
-                return self._interrupted() if self.stopping else EXHAUSTED
+                return self._interrupted() if self.stopping else without
             attempt += 1
-            found = self._one_start()
+            found = self._one_start(first=attempt == 1)
             if found == PREEMPTED and self._goes_on():
+                without = PREEMPTED  # all is saved
                 continue
+            without = EXHAUSTED
+            if found == REFUSED:
+                return found
             if isinstance(found, int):
                 self.tell(f"launch: {self._ledger()}")
                 return found
@@ -100,18 +111,20 @@ class Supervisor:
             self.tell(f"launch: machine {', '.join(leaving)} is to go; the run goes on without it")
         return (growing or bool(leaving)) and not self.stopping
 
-    def _one_start(self) -> int | Failure:
-        """All processes, from their beginning to their end; kept in the ledger."""
+    def _one_start(self, *, first: bool) -> int | Failure:
+        """All processes, from their beginning to their end; kept in the ledger. first: what is
+        refused is refused; later it was not before, and may not be again."""
         began, clock = time.time(), time.monotonic()
+        self._growing, self._passed, self._stood = False, 0, None
         try:
             self._start()
-            found = self._watch()
+            found = self._watch(first=first)
         finally:
             for worker in self.workers:
                 worker.kill()
             for worker in self.workers:
                 worker.join()
-        now, at = self.workers[0].sample().now, time.monotonic()
+        now, at = self._stood or self.workers[0].sample().now, time.monotonic()
         still = math.inf if isinstance(found, int) or found.still is None else found.still
         entry = entry_of(now, at, began=began, ended=began + at - clock, still_since=still)
         add_entry(self.run_dir, entry)
@@ -132,10 +145,22 @@ class Supervisor:
         except ValueError as error:
             return str(error)
 
-    def stop(self, number: int) -> None:
-        """A signal of the outside: the first asks all processes to save and leave, a second one
-        ends them."""
-        self.stopping += 1
+    def stop(self) -> None:
+        """A signal of the outside, from its handler: the first asks all processes to save and
+        leave, a second one ends them. Those that come close are one: a terminal, its shell and a
+        wrapper may each send theirs."""
+        since, self._latest = time.monotonic() - self._latest, time.monotonic()
+        self.stopping += not self.stopping or since > TOGETHER_S
+
+    def _pass_on(self) -> None:
+        """What the outside has asked for, to the processes."""
+        if self.stopping == self._passed:
+            return
+        self._passed = self.stopping
+        if self.stopping > 1:
+            self.tell("launch: asked a second time; all processes are ended")
+        elif self._growing or self.roster.leaving():
+            return  # they have been asked, and the second time is to stop at once
         for worker in self.workers:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
@@ -146,25 +171,23 @@ class Supervisor:
         for index, host in enumerate(hosts):
             command = [*self.command, *flags, *place, "--process", str(index)]
             self.workers.append(host.start(index, command, environ, partial(self._tell_of, index)))
-        if self.stopping:  # a signal came while they were started
-            for worker in self.workers:
-                worker.send(signal.SIGTERM)
 
     def _tell_of(self, process: int, line: str) -> None:
         self.tell(f"[{process}] {line}")
 
-    def _watch(self) -> int | Failure:
+    def _watch(self, *, first: bool) -> int | Failure:
         """Until all have ended well, or one has not."""
         looked = 0.0
         while True:
             time.sleep(POLL_S)
+            self._pass_on()
             codes = [worker.code for worker in self.workers]
             failed = any(code not in (None, DONE, PREEMPTED) for code in codes)
             if failed and None in codes:
                 time.sleep(GRACE_S)
             if failed or None not in codes:
                 code = _together([w.code for w in self.workers if w.code is not None])
-                return self._ended() if code is None else code
+                return self._ended(first=first) if code is None else code
             now = time.monotonic()
             if now - looked >= LOOK_S:
                 looked = now
@@ -181,14 +204,15 @@ class Supervisor:
             self.tell("launch: there are more machines; all save, and begin again with them")
             self.workers[0].send(signal.SIGTERM)
 
-    def _ended(self) -> int | Failure:
+    def _ended(self, *, first: bool) -> int | Failure:
         """The failure of the process that ended first of those that did not end well; the exit
         code where it refused what it was given."""
         bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
         # What ends by the loss of another ends later, and JAX says so where it aborts.
         worker = min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
         sample, code = worker.sample(), worker.code or 0
-        if code == REFUSED:
+        if code == REFUSED and first:
+            self.tell(f"launch: {self._name(worker.process)} refused it: {worker.last_line}")
             return REFUSED
         now, how, process, kind = sample.now, worker.ending, worker.process, worker.kind
         what, wrong = f"{self._name(process)} ended by {how} {_at(sample)}", ()
@@ -203,10 +227,12 @@ class Supervisor:
             what += f"; its last line: {worker.last_line}"
             how += f": {worker.last_line}"
         where = (now.phase, now.step, time.monotonic(), now.first)
-        return Failure(process, kind, what, *where, cause=how, wrong=wrong)
+        still = worker.ended_at if kind == "lost" else None
+        return Failure(process, kind, what, *where, cause=how, still=still, wrong=wrong)
 
     def _stuck(self, found: list[Late], looked: float) -> Failure:
         """Tells of the processes to blame, each with its stack. looked: when they were found."""
+        self._stood = self.workers[0].sample().now  # one that is let go on for its stacks moves
         for each in found:
             worker = self.workers[each.process]
             state = worker.state()

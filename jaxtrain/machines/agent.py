@@ -20,6 +20,9 @@ from jaxtrain.machines.workers import Tell, Worker
 TICK_S = 0.1
 """How often exits are looked for."""
 
+LONGEST_LINE = 2**16
+"""Characters of a line that are passed on."""
+
 AGAIN_S = 1.0
 """Between two tries to reach the supervisor."""
 
@@ -42,6 +45,8 @@ class Agent:
         self._program, self._tell = program, tell
         self._worker: Worker | None = None
         self._start, self._leaving, self._told, self._port = 0, False, 0.0, 0
+        self._is_taken = False
+        self._refused_at: float | None = None
 
     def run(self) -> int:
         """Until the supervisor lets it go, or is not found; the exit code."""
@@ -51,6 +56,7 @@ class Agent:
                 channel = self._reach()
                 if channel is None:
                     return PREEMPTED if self._leaving else EXHAUSTED
+                self._is_taken = False
                 try:
                     code = self._serve(channel)
                 except Gone as error:
@@ -68,45 +74,63 @@ class Agent:
 
     def _reach(self) -> Channel | None:
         """None where nobody is there in time, or this machine leaves."""
-        until, why = time.monotonic() + self._wait_s, "nobody listens"
+        until, told, where = time.monotonic() + self._wait_s, "", ":".join(map(str, self._address))
         while not self._leaving:
             try:
                 channel = connect(self._address, self._key)
                 channel.send({"is": "agent", "name": self._name, "host": channel.host})
-                self._tell(
-                    f"agent: machine {self._name} is with the launch at {_of(self._address)}"
-                )
                 return channel
             except OSError as error:
                 why = str(error)
+            if why != told:
+                told = why
+                self._tell(f"agent: {where}: {why}; tries again for {self._wait_s:g} s")
             if time.monotonic() > until:
-                where = _of(self._address)
-                self._tell(f"agent: no launch at {where} for {self._wait_s:g} s: {why}")
+                self._tell(f"agent: no launch at {where} took it for {self._wait_s:g} s: {why}")
                 return None
             time.sleep(AGAIN_S)
         return None
 
     def _serve(self, channel: Channel) -> int | None:
         """Do what is asked; the exit code where it is to leave."""
-        heard, asked, self._told = time.monotonic(), False, 0.0
+        heard, said, asked, self._told = time.monotonic(), False, 0, 0.0
         while True:
             if (message := channel.receive(TICK_S)) is not None:
                 heard = time.monotonic()
                 if message["do"] == "leave":
                     return message["code"]
                 if message["do"] == "refuse":
-                    self._tell(f"agent: {message['why']}; give this one another --name")
-                    time.sleep(AGAIN_S)
-                    return None
+                    return self._refused(message["why"])
                 self._do(message, channel)
+                self._taken()
             if time.monotonic() - heard > GONE_S:
                 raise Gone(f"nothing was heard of it for {GONE_S:g} s")
             self._say(channel)
-            if self._leaving and not asked:
-                asked = True
+            if self._leaving and not said:
+                said = True
                 channel.send({"is": "leaving"})
-                if self._worker is not None:
-                    self._worker.send(signal.SIGTERM)
+            if self._leaving and self._worker is not None and asked != self._start:
+                asked = self._start
+                self._worker.send(signal.SIGTERM)
+
+    def _taken(self) -> None:
+        """The launch has it."""
+        if not self._is_taken:
+            self._is_taken, self._refused_at = True, None
+            self._tell(f"agent: machine {self._name} is with the launch")
+
+    def _refused(self, why: str) -> int | None:
+        """An exit code where it stays so: an agent that has lost its launch may be there before the
+        launch knows that it is gone."""
+        now = time.monotonic()
+        if self._refused_at is None:
+            self._refused_at = now
+            self._tell(f"agent: {why}; tries again, or give this one another --name")
+        if now - self._refused_at > 2 * GONE_S:
+            self._tell(f"agent: {why}; give this one another --name")
+            return REFUSED
+        time.sleep(AGAIN_S)
+        return None
 
     def _do(self, message: dict[str, Any], channel: Channel) -> None:
         if message["do"] == "start":
@@ -124,7 +148,7 @@ class Agent:
 
         def line(text: str) -> None:
             with suppress(Gone):
-                channel.send({"is": "line", "start": start, "text": text})
+                channel.send({"is": "line", "start": start, "text": text[:LONGEST_LINE]})
 
         environ = {k: v for k, v in own_environment().items() if k != KEY} | message["environ"]
         command, folder = [*self._program, *message["command"]], Path(message["folder"])
@@ -170,7 +194,3 @@ class Agent:
             self._worker.kill()
             self._worker.join()
             self._worker = None
-
-
-def _of(address: tuple[str, int]) -> str:
-    return ":".join(map(str, address))

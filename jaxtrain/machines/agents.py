@@ -12,9 +12,11 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from jaxtrain.cluster.exit_codes import FAILED, PREEMPTED
@@ -43,9 +45,13 @@ class Agents:
     come_and_go = True
 
     def __init__(self, address: tuple[str, int], key: bytes, tell: Tell) -> None:
-        self._listening, self._key, self._tell = socket.create_server(address), key, tell
+        self._listening, self._key = socket.create_server(address), key
+        self._lines: SimpleQueue[tuple[Tell, str] | None] = SimpleQueue()
+        self._tell, self._strangers = self._later(tell), set[str]()
         self._machines: dict[str, _Agent] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._telling = threading.Thread(target=self._tell_lines, daemon=True)
+        self._telling.start()
         for act in (self._accept, self._watch):
             threading.Thread(target=act, name=act.__name__, daemon=True).start()
 
@@ -55,9 +61,12 @@ class Agents:
         return self._listening.getsockname()
 
     def present(self) -> list[Machine]:
-        """In the order in which they came."""
+        """In the order in which they came; last those that are known here by an address which no
+        other machine reaches them at, for the processes meet on the first."""
         with self._lock:
-            return [each for each in self._machines.values() if each.usable]
+            usable = [each for each in self._machines.values() if each.usable]
+        usable.sort(key=lambda each: ip_address(each.host).is_loopback)
+        return [*usable]
 
     def close(self, code: int) -> None:
         """Let the agents go, to end with that exit code."""
@@ -73,6 +82,16 @@ class Agents:
         for each in machines:  # the end that closes first may take back what it has just said
             each.over.wait(max(0.0, until - time.monotonic()))
             each.channel.close()
+        self._lines.put(None)
+        self._telling.join(LEAVE_S)
+
+    def _later(self, tell: Tell) -> Tell:
+        """`tell`, from a thread of its own: a terminal that nobody reads holds up no machine."""
+        return lambda line: self._lines.put((tell, line))
+
+    def _tell_lines(self) -> None:
+        for tell, line in iter(self._lines.get, None):
+            tell(line)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -83,10 +102,22 @@ class Agents:
                 continue
             threading.Thread(target=self._take, args=(found,), daemon=True).start()
 
+    def _prove(self, found: socket.socket) -> Channel | None:
+        """Of one that has the key; another is told once."""
+        host = found.getpeername()[0]
+        try:
+            return Channel(found, self._key, listens=True)
+        except Gone as error:
+            if host not in self._strangers:
+                self._strangers.add(host)
+                self._tell(f"launch: one at {host} is not let in: {error}")
+            return None
+
     def _take(self, found: socket.socket) -> None:
         """One agent, from its coming to its end."""
-        with suppress(Gone):
-            channel = Channel(found, self._key, listens=True)
+        with suppress(Gone, OSError):
+            if (channel := self._prove(found)) is None:
+                return None
             said = channel.receive(GONE_S)
             if said is None or said.get("is") != "agent":
                 return channel.close()
@@ -95,7 +126,8 @@ class Agents:
                 if (before := self._machines.get(name)) and not before.gone:
                     channel.send({"do": "refuse", "why": f"there is a machine named {name}"})
                     return channel.close()
-                machine = self._machines[name] = _Agent(name, str(said["host"]), channel)
+                host = str(ip_address(said["host"]))
+                machine = self._machines[name] = _Agent(name, host, channel, self._later)
             self._tell(f"launch: machine {name} is here, at {machine.host}")
             machine.listen()
             if not self._closed.is_set():
@@ -116,7 +148,11 @@ class Agents:
 class _Agent:
     """One machine (`machines.Machine`)."""
 
-    def __init__(self, name: str, host: str, channel: Channel) -> None:
+    def __init__(
+        self, name: str, host: str, channel: Channel, later: Callable[[Tell], Tell]
+    ) -> None:
+        """later: makes of what takes a line what does so soon."""
+        self._later = later
         self.name, self.host, self.channel, self.where = name, host, channel, f" on {name}"
         self.heard, self.gone, self.leaving, self._port = time.monotonic(), False, False, 0
         self._running: dict[int, _Remote] = {}
@@ -134,7 +170,7 @@ class _Agent:
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
     ) -> Running:
         start = next(_starts)
-        made = self._running[start] = _Remote(self, start, process, tell)
+        made = self._running[start] = _Remote(self, start, process, self._later(tell))
         folder = str(Path.cwd())
         asked = {"process": process, "command": list(command), "environ": dict(environ)}
         self.say({"do": "start", "start": start, "folder": folder, **asked})
@@ -216,7 +252,7 @@ class _Remote:
     def lost(self) -> None:
         """Its machine is gone, and it with it."""
         if self.code is None:
-            self._lost, self.ended_at = True, time.monotonic()
+            self._lost, self.ended_at = True, self._machine.heard
             self.code = FAILED
         self._ended.set()
 

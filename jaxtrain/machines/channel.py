@@ -5,6 +5,7 @@ Both ends prove that they hold the same key before anything else is read.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -43,10 +44,14 @@ class Channel:
         """Of this end, as the other one reaches it."""
         connection = self._connection = Connection(found.detach())
         self._lock = threading.Lock()
-        prove = (deliver_challenge, answer_challenge)
         try:
-            for act in prove if listens else reversed(prove):
-                act(connection, key)
+            # Each end proves another key: who has none cannot have one end answer for the other.
+            if listens:
+                deliver_challenge(connection, _key_of("agent", key))
+                answer_challenge(connection, _key_of("launch", key))
+            else:
+                answer_challenge(connection, _key_of("agent", key))
+                deliver_challenge(connection, _key_of("launch", key))
         except Exception as error:  # a wrong key, or whatever a stranger says
             self.close()
             raise Gone(f"the other end does not have the same {KEY}") from error
@@ -74,6 +79,10 @@ class Channel:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as found:
                 found.shutdown(socket.SHUT_RDWR)
             self._connection.close()
+
+
+def _key_of(end: str, key: bytes) -> bytes:
+    return hmac.digest(key, end.encode(), "sha256")
 
 
 def connect(address: tuple[str, int], key: bytes) -> Channel:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -64,15 +65,15 @@ class Cluster:
         self.all.append(found)
         return found
 
-    def run(self, layouts: dict[int, Layout], **rule) -> int:
-        roster = Roster(self.agents, layouts, 20, self.told.append)
+    def run(self, layouts: dict[int, Layout], *, wait_s: float = 20) -> int:
+        roster = Roster(self.agents, layouts, wait_s, self.told.append)
         self.made = Supervisor(
             [str(self.folder)],
             roster,
             tell=self.told.append,
             run_dir=self.folder / "run",
             folder=self.folder,
-            deadlines=Deadlines(silence=20, step=20, **rule),
+            deadlines=Deadlines(silence=20, step=20),
             restarts=Restarts(first_wait_s=0.1),
         )
         code = self.made.run()
@@ -187,6 +188,7 @@ def test_a_machine_that_is_to_go_has_all_save_and_the_others_go_on(cluster) -> N
 
     def happens() -> None:
         found.until("[1] begins 0")
+        found.until("[0] begins 0")
         time.sleep(0.3)
         found.popen["a"].send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -206,7 +208,7 @@ def test_an_agent_whose_launch_is_gone_ends_its_process_and_looks_for_another(cl
     found = cluster(WAITS)
 
     def happens() -> None:
-        found.until("[1] begins 0")
+        found.until("[0] begins 0")
         pid = found.pid(0)
         found.made.roster.hosts[0].channel.close()
         found.until("[0] begins 1")
@@ -230,17 +232,81 @@ def test_strangers_are_not_let_in(cluster) -> None:
         assert found.run(TWO) == 0
 
 
-def test_two_machines_of_one_name_are_told(cluster) -> None:
+def test_who_has_no_key_cannot_have_one_agent_answer_for_a_launch() -> None:
+    """A stranger listens where a launch did, and passes what one agent asks on to another."""
+    server, ends = socket.create_server(("127.0.0.1", 0)), list[str]()
+
+    def agent() -> None:
+        try:
+            connect(server.getsockname(), SECRET.encode()).close()
+            ends.append("it takes the stranger for its launch")
+        except Gone:
+            ends.append("gone")
+
+    threads = [threading.Thread(target=agent) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with server:
+        one, other = (Connection(server.accept()[0].detach()) for _ in range(2))
+    how = b"{sha256}" if sys.version_info >= (3, 12) else b""
+    with one, other:
+        one.send_bytes(b"#CHALLENGE#" + how + bytes(40))
+        one.recv_bytes()
+        one.send_bytes(b"#WELCOME#")
+        other.send_bytes(one.recv_bytes())
+        one.send_bytes(other.recv_bytes())
+        assert one.recv_bytes() == b"#FAILURE#"
+    for thread in threads:
+        thread.join()
+    assert ends == ["gone", "gone"]
+
+
+def test_machines_meet_where_all_reach_the_first(cluster) -> None:
+    """One that came by the machine's own address is no place to meet for others."""
+    found = cluster("", names="")
+    for name, host in (("a", "127.0.1.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3")):
+        made = found.agents._machines[name] = of_agents._Agent(name, host, None, None)  # type: ignore[arg-type]
+        made._port = 7000
+    assert [each.name for each in found.agents.present()] == ["b", "c", "a"]
+    found.agents._machines.clear()
+
+
+@pytest.mark.parametrize("line", ["'x' * 9_000_000", "'\\u00e9' * 1_000_000"])
+def test_a_long_line_is_cut_and_costs_nothing(cluster, line: str) -> None:
+    found = cluster(f"print({line})")
+    assert found.run(TWO) == 0
+    assert max(map(len, found.told)) == 2**16 + len("[0] ")
+
+
+def test_a_growth_that_fails_is_no_growth_later(cluster) -> None:
+    """All are asked, and one fails as it saves; the next start stops of its own accord."""
+    script = """
+while "--one" in sys.argv and not asked:
+    time.sleep(0.05)
+os._exit(3 if "--one" in sys.argv else 75)
+"""
+    found = cluster(script, names="a")
+    threading.Thread(
+        target=lambda: (found.until("[0] begins 0"), found.agent("b")), daemon=True
+    ).start()
+    assert found.run(ELASTIC, wait_s=1) == 75
+    assert any("there are more machines" in each for each in found.told)
+    assert found.told.count("[0] begins 1") == 1 and "[0] begins 2" not in found.told
+
+
+def test_two_machines_of_one_name_are_told(cluster, monkeypatch) -> None:
     found = cluster("", names="a")
     found.until("machine a is here")
     first, second = found.popen["a"], found.agent("a")
-    assert second.stdout is not None
-    while "there is a machine named a" not in (line := second.stdout.readline()):
-        assert second.poll() is None
-    assert "give this one another --name" in line and first.poll() is None
+    said, _ = second.communicate(timeout=20)
+    assert second.returncode == 2 and first.poll() is None
+    assert said.count("there is a machine named a") == 2, "at once, and at the end"
+    assert said.endswith("give this one another --name\n")
+    third = found.agent("a")
+    assert third.stdout is not None and "tries again" in third.stdout.readline()
     first.kill()
     found.agent("b")
-    assert found.run(TWO) == 0, "the second takes its place"
+    assert found.run(TWO) == 0, "it takes the place of the first"
 
 
 def test_what_cannot_be_started_there_is_told(cluster, tmp_path: Path, monkeypatch) -> None:

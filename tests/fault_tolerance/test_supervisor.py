@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -180,9 +179,29 @@ def test_a_flapping_process_exhausts_the_budget(supervise) -> None:
     assert code == supervising.HUNG == 124
 
 
+def test_what_is_refused_later_was_not_before(supervise) -> None:
+    """A host that stands still may hold the run directory for a while."""
+    script = """
+if start == 0 and process:
+    os.kill(os.getpid(), 9)
+phases.enter("open")
+if 0 < start < 4 and process == 0:
+    print("run directory run is in use by process 1", flush=True)
+    os._exit(2)
+time.sleep(60 * (start < 4))
+"""
+    code, told, failures = supervise(script)
+    assert code == 0 and [each["cause"][:11] for each in failures] == [
+        "SIGKILL",
+        *["exit code 2"] * 3,
+    ], told
+
+
 def test_what_one_refuses_is_not_tried_again(supervise) -> None:
-    code, told, failures = supervise("sys.exit(2) if process else time.sleep(60)")
+    script = "print('no such file') if process else time.sleep(60)\nsys.exit(2)"
+    code, told, failures = supervise(script)
     assert code == 2 and not failures and "[0] begins 1" not in told
+    assert told[-1] == "launch: process 1 of 2 refused it: no such file"
 
 
 def test_a_refusal_is_one_whatever_the_others_do_of_it(supervise) -> None:
@@ -204,15 +223,16 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None
     def once(made: Supervisor, told: list[str]) -> None:
         while len(told) < 2:
             time.sleep(0.05)
-        made.stop(signal.SIGINT)
+        made.stop()
 
     code, _, failures = supervise(obeys, during=once)
     assert code == 75 and not failures
 
     def twice(made: Supervisor, told: list[str]) -> None:
         once(made, told)
-        time.sleep(0.3)
-        made.stop(signal.SIGINT)
+        made.stop()  # a terminal's and a wrapper's: one
+        time.sleep(1.2)
+        made.stop()
 
     began = time.monotonic()
     code, _, _ = supervise("time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50)
