@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
-from jaxtrain.fault_tolerance.namespaces import LINK
+from jaxtrain.fault_tolerance.namespaces import LINK, ip
 
 ZEROS = "zeros"
 """A file in the run directory, which has all that was free."""
@@ -62,4 +61,4 @@ def refuse_shared_link() -> list[str]:
 
 def cut_link() -> None:
     """Of this process to the others, until the network is mended."""
-    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+    ip([], f"link set {LINK} down")

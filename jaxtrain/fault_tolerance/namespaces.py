@@ -43,11 +43,11 @@ class Network:
 
     def cut(self, process: int) -> None:
         """From here on nothing reaches `process`, and nothing comes from it."""
-        _ip([*self.prefix(process)], f"link set {LINK} down")
+        ip(self.prefix(process), f"link set {LINK} down")
 
     def mend(self, process: int) -> None:
         """As before it was cut."""
-        _ip([*self.prefix(process)], f"link set {LINK} up")
+        ip(self.prefix(process), f"link set {LINK} up")
 
 
 def why_not() -> str:
@@ -76,11 +76,11 @@ def network(processes: int) -> Iterator[Network]:
         for process, holder in enumerate(holders):
             lines.append(f"link add port{process} type veth peer name {LINK} netns {holder}")
             lines.append(f"link set port{process} master {BRIDGE} up")
-        _ip(["nsenter", f"--net=/proc/{hub}/ns/net", "--"], *lines)
+        ip(["nsenter", f"--net=/proc/{hub}/ns/net", "--"], *lines)
         found = Network(tuple(addresses), tuple(holders))
         for process, address in enumerate(addresses):
             own = ("link set lo up", f"addr add {address}/24 dev {LINK}", f"link set {LINK} up")
-            _ip(found.prefix(process), *own)
+            ip(found.prefix(process), *own)
         yield found
 
 
@@ -96,8 +96,8 @@ def _holder(stack: ExitStack, name: str) -> int:
     return holder.pid
 
 
-def _ip(prefix: Sequence[str], *lines: str) -> None:
-    """ip(8), given these lines."""
+def ip(prefix: Sequence[str], *lines: str) -> None:
+    """ip(8) of a command's beginning, given these lines. Raises OSError with what it says."""
     ran = subprocess.run(
         [*prefix, "ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True,
         check=False,
