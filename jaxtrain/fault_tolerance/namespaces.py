@@ -25,7 +25,7 @@ PROGRAMS = ("unshare", "nsenter", "ip")
 # end of this process the kernel tells by the pipe, and the namespace goes with its last process.
 _HOLD = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 
-MAPPED = "unshare --map-root-user --net --mount"
+MAPPED = "unshare --map-root-user --mount"
 """What gives a user who is not root namespaces of his own, where the kernel lets him."""
 
 
