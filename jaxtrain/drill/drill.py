@@ -34,7 +34,7 @@ from jaxtrain.fault_tolerance.supervisor import (
 )
 from jaxtrain.files.json_lines import read_lines
 from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import Here, slots_of
+from jaxtrain.machines.machine import Here, Slot, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
@@ -277,12 +277,7 @@ def _launched(
     files.mkdir()
     train = [*_train(folder), "--set", f"execution.health.skip_batches={skip}", *arguments]
     command, wall_s = [*train, "--run-dir", str(folder / run)], 0.0
-    slots = slots_of(processes, files, own_command(), environment(folder))
-    if network:
-        slots = [
-            replace(slot, program=[*network.prefix(n), *slot.program], host=network.addresses[n])
-            for n, slot in enumerate(slots)
-        ]
+    slots = _slots(folder, files, processes, network)
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir, often = folder / run, Restarts(most=len(faults))
@@ -294,6 +289,17 @@ def _launched(
         if code != PREEMPTED:
             break
     return code, wall_s
+
+
+def _slots(folder: Path, files: Path, processes: int, network: Network | None) -> list[Slot]:
+    """Where the processes of a run are started: each in its namespace, where they have some."""
+    slots = slots_of(processes, files, own_command(), environment(folder))
+    if network is None:
+        return slots
+    return [
+        replace(slot, program=[*network.prefix(n), *slot.program], host=network.addresses[n])
+        for n, slot in enumerate(slots)
+    ]
 
 
 def _happened(

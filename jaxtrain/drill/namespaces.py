@@ -10,11 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from jaxtrain.fault_tolerance.machine_faults import LINK
+from jaxtrain.fault_tolerance.machine_faults import LINK, ip
 
 BRIDGE, SUBNET = "hub0", "10.213.0"
 
@@ -24,7 +24,7 @@ PROGRAMS = ("unshare", "nsenter", "ip")
 # end of this process the kernel tells by the pipe, and the namespace goes with its last process.
 _HOLD = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 
-MAPPED = "unshare --map-root-user --net --mount"
+MAPPED = "unshare --map-root-user --mount"
 """What gives a user who is not root namespaces of his own, where the kernel lets him."""
 
 
@@ -42,11 +42,11 @@ class Network:
 
     def cut(self, process: int) -> None:
         """From here on nothing reaches `process`, and nothing comes from it."""
-        _ip([*self.prefix(process)], f"link set {LINK} down")
+        ip(self.prefix(process), f"link set {LINK} down")
 
     def mend(self, process: int) -> None:
         """As before it was cut."""
-        _ip([*self.prefix(process)], f"link set {LINK} up")
+        ip(self.prefix(process), f"link set {LINK} up")
 
 
 def why_not() -> str:
@@ -75,11 +75,11 @@ def network(processes: int) -> Iterator[Network]:
         for process, holder in enumerate(holders):
             lines.append(f"link add port{process} type veth peer name {LINK} netns {holder}")
             lines.append(f"link set port{process} master {BRIDGE} up")
-        _ip(["nsenter", f"--net=/proc/{hub}/ns/net", "--"], *lines)
+        ip(["nsenter", f"--net=/proc/{hub}/ns/net", "--"], *lines)
         found = Network(tuple(addresses), tuple(holders))
         for process, address in enumerate(addresses):
             own = ("link set lo up", f"addr add {address}/24 dev {LINK}", f"link set {LINK} up")
-            _ip(found.prefix(process), *own)
+            ip(found.prefix(process), *own)
         yield found
 
 
@@ -93,13 +93,3 @@ def _holder(stack: ExitStack, name: str) -> int:
     if not holder.stdout.readline():
         raise OSError(holder.stderr.read().decode(errors="replace").strip())
     return holder.pid
-
-
-def _ip(prefix: Sequence[str], *lines: str) -> None:
-    """ip(8), given these lines."""
-    ran = subprocess.run(
-        [*prefix, "ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    if ran.returncode:
-        raise OSError(f"ip: {ran.stderr.strip()}")

@@ -6,6 +6,7 @@ import errno
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 LINK = "jaxtrain0"
@@ -63,4 +64,14 @@ def refuse_shared_link() -> list[str]:
 
 def cut_link() -> None:
     """Of this process to the others, until the network is mended."""
-    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+    ip([], f"link set {LINK} down")
+
+
+def ip(prefix: Sequence[str], *lines: str) -> None:
+    """ip(8) of a command's beginning, given these lines. Raises OSError with what it says."""
+    ran = subprocess.run(
+        [*prefix, "ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if ran.returncode:
+        raise OSError(f"ip: {ran.stderr.strip()}")

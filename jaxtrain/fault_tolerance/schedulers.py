@@ -124,7 +124,8 @@ def kubernetes(job: Job) -> str:
         "kind": "JobSet",
         "metadata": {"name": job.name, **({"annotations": pool} if job.tpus else {})},
         "spec": {
-            # Input that was refused would be again; all else begins again.
+            # Input that was refused would be again. All else begins again, also what has saved and
+            # left after a SIGTERM (75), by which Kubernetes takes a node back.
             "failurePolicy": {"maxRestarts": ATTEMPTS, "rules": [never]},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": jobs}}],
         },

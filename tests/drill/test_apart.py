@@ -7,7 +7,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,12 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.drill import apart, namespaces
 from jaxtrain.drill import drill as drilling
 from jaxtrain.drill.apart import Apart, NotHere, cut_network, small_disk
-from jaxtrain.drill.namespaces import network, why_not
+from jaxtrain.drill.namespaces import Network, network, why_not
 from jaxtrain.fault_tolerance import faults, machine_faults
 from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable
 from jaxtrain.fault_tolerance.machine_faults import LINK
+
+ROOT = Path(__file__).parents[2]
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mount wants root")
@@ -56,6 +60,11 @@ def test_processes_in_namespaces_reach_each_other_until_one_is_cut() -> None:
             assert reaches(1) and not reaches(2)
             found.mend(2)
             assert reaches(2)
+            cuts = "import jaxtrain.fault_tolerance.machine_faults as m"
+            cuts += "; assert not m.refuse_shared_link(); m.cut_link()"
+            own = [*found.prefix(1), sys.executable, "-c", cuts]
+            subprocess.run(own, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+            assert reaches(2) and not reaches(1), "a process may cut its own"
         finally:
             listens.kill()
             listens.communicate()
@@ -150,6 +159,33 @@ def test_a_disk_is_full_for_some_steps(full) -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_disk_is_not_left_full(full, ends: bool) -> None:
     assert full(0, 13 if not ends else 6, ends) == ["full", "empty"]
+
+
+def test_a_link_is_cut_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(faults, "refuse_shared_link", lambda: [])
+    monkeypatch.setattr(faults, "cut_link", lambda: done.append(1))
+    for _ in range(2):
+        phases = Phases()
+        given = faults_variable([Fault("cut", 0)], tmp_path)[FAULTS]
+        phases.listen(Injector(given, 0, tmp_path))
+        phases.enter("step")
+        assert done == [1]
+
+
+@dataclass(frozen=True)
+class Played(Network):
+    def prefix(self, process: int) -> list[str]:
+        return ["env", f"THERE={self.holders[process]}"]
+
+
+def test_processes_start_where_their_network_is(tmp_path: Path) -> None:
+    played = Played(("10.0.0.1", "10.0.0.2"), (7, 8))
+    found = drilling._slots(tmp_path, tmp_path, 2, played)
+    for slot, there, address in zip(found, (7, 8), played.addresses, strict=True):
+        assert slot.program[:3] == ["env", f"THERE={there}", sys.executable]
+        assert slot.meeting_point().startswith(f"{address}:")
+    assert drilling._slots(tmp_path, tmp_path, 1, None)[0].program[0] == sys.executable
 
 
 @pytest.fixture
