@@ -391,10 +391,11 @@ def test_what_was_evaluated_or_skipped_before_is_not_what_is_now(train, tmp_path
     """A second spike goes back to the same step, and what both skip is told as one."""
     evaluation = jaxtrain.Evaluation(every=11, batches=1)
     often = jaxtrain.SavePolicy(every=2, keep=4)
-    run, said = train("run", Bad(22, 27), evaluation=evaluation, checkpoints=often, stop_at=24)
+    asked = dict(evaluation=evaluation, checkpoints=often, stop_at=24)
+    run, said = train("run", Bad(22, 27), skip=((30, 2),), **asked)
     assert said.count("back to step 20") == 2
-    assert "without the next 5 batches, as Health(skip_batches=((20, 5),))" in said
-    assert "without the next 10 batches, as Health(skip_batches=((20, 10),))" in said
+    assert "without the next 5 batches, as Health(skip_batches=((20, 5), (30, 2)))" in said
+    assert "without the next 10 batches, as Health(skip_batches=((20, 10), (30, 2)))" in said
     assert run.session.loader.skips.found == ((20, 10),)
     saved = whole_manifest(tmp_path / "run" / "checkpoints", 22).metadata
     assert saved["metrics"] == {}, "step 22 is evaluated after it is saved, each time"
@@ -420,7 +421,7 @@ def test_skipped_steps_are_counted_from_where_the_run_is_again() -> None:
         loader=SimpleNamespace(wait_s=0.0),
         experiment=SimpleNamespace(precision=SimpleNamespace(loss_scale=None)),
     )
-    readings = Readings(*map(cast, [Any] * 3, [session, quiet, quiet]), lambda *_: None)
+    readings = Readings(cast(Any, session), cast(Any, quiet), cast(Any, quiet), lambda *_: None)
 
     def give(step: int, skipped: int) -> None:
         readings.take(step, {"loss": 1.0, "skipped": skipped})
