@@ -110,6 +110,8 @@ class Checkpoints:
         next save is an interval away. Raises CheckpointError."""
         self.wait()
         self.begin_after(step)
+        for newer in [found for found in self._found if found > step]:
+            del self._found[newer]
         self.durable.discard_after(step)
         self.put_off(step)
 

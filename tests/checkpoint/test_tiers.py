@@ -89,6 +89,19 @@ def test_a_run_directory_that_is_there_again_keeps_its_local_tier(tmp_path: Path
     assert len(list((tmp_path / "memory").iterdir())) == 1
 
 
+def test_a_history_that_was_left_is_not_what_a_later_save_is_read_by(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 13))
+    with opened(tmp_path) as tiers:
+        assert tiers.newest_whole() == 12 and tiers.from_local(12)
+        tiers.go_back_to(10)
+        assert not tiers.from_local(12) and tiers.from_local(10)
+        for step in (11, 12):
+            tiers.save(step, state(step, moved=1), {"step": step, "again": True})
+        tiers.wait()
+        assert tiers.manifest(12).metadata["again"]
+        assert equal(tiers.restore(12, state(0))[0], 12, moved=1)
+
+
 def test_a_local_tier_that_is_gone_leaves_the_durable(tmp_path: Path) -> None:
     saved(tmp_path, range(1, 13))
     shutil.rmtree(tmp_path / "memory")

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,17 +17,21 @@ import pytest
 import jaxtrain
 from jaxtrain import Health, LossSpikes
 from jaxtrain.checkpoint import committed_steps
+from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.cluster.phases import LOST
 from jaxtrain.cluster.requests import Requests
 from jaxtrain.data import BatchRamp, rows_of_step
 from jaxtrain.fault_tolerance.state_faults import change_state
 from jaxtrain.run.health import WrongNumbers
-from jaxtrain.run.saves.rollback import good_step
+from jaxtrain.run.hooks import Profiling
+from jaxtrain.run.readings import SKIPPED_AT_MOST, Readings
+from jaxtrain.run.saves.rollback import Rollbacks, good_step
 from jaxtrain.run.saves.saving import Saving
 from jaxtrain.run.saves.skips import Skips, skips_from
 from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.step.batches import row_numbers
 from jaxtrain.telemetry.metrics import read_metrics
+from jaxtrain.telemetry.profiler import Steps
 
 POLICY = LossSpikes(above=6, least=0.05, window=8, patience=2, back=2, skip_more=1, most=2)
 
@@ -94,6 +99,15 @@ def test_what_was_left_as_it_is_does_not_count() -> None:
     assert (watch.since, watch.seen) == (50, 51)
 
 
+def test_a_patience_that_is_lowered_counts_what_was_high_before() -> None:
+    watch = LossWatch(replace(POLICY, patience=4))
+    for step, loss in enumerate([*FLAT, 9.0, 9.0], 1):
+        watch.add(step, loss)
+    watch = LossWatch(POLICY, watch.saved())
+    watch.add(23, 9.0)
+    assert (watch.since, watch.seen) == (21, 23)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_and_of_losses_drawn(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -118,6 +132,9 @@ def test_batches_are_those_that_are_left() -> None:
         left = left[:step] + list(range(after, after + 400))
         same(step)
         ran = step
+        by_hand = Skips(told=skips.pairs)
+        assert skips.pairs == tuple(sorted(dict(skips.pairs).items()))
+        assert [by_hand.batch(n) for n in range(60)] == [skips.batch(n) for n in range(60)]
     stored = json.loads(json.dumps(skips.before(ran + 1)))
     again = skips_from(ran + 1, skips.told, stored)
     assert [again.batch(n) for n in range(60)] == [skips.batch(n) for n in range(60)]
@@ -304,6 +321,15 @@ def test_a_run_that_is_stopped_goes_on_to_the_same(name: str, train, told) -> No
     assert whole(run)[:2] == told[:2]
 
 
+def test_what_was_taken_twice_is_known_to_the_next_start(train, told) -> None:
+    once, often = replace(POLICY, most=1), jaxtrain.SavePolicy(every=2, keep=4)
+    with pytest.raises(WrongNumbers):
+        train("run", Bad(22), Killed(24, 2), replay=7, spikes=once, checkpoints=often)
+    run, said = train("run", Bad(22), replay=7, spikes=once, checkpoints=often)
+    assert run.session.start == 22 and "once more" not in said
+    assert "Health(skip_batches=((20, 5),)) has it" in said and whole(run)[:2] == told[:2]
+
+
 @pytest.mark.slow
 def test_on_another_mesh_the_same_batches_come(train) -> None:
     with pytest.raises(WrongNumbers):
@@ -361,6 +387,76 @@ def test_another_spike_on_the_way_is_one_of_its_own(train) -> None:
     assert [run.session.loader.skips.batch(step) for step in (14, 15)] == [14, 28]
 
 
+def test_what_was_evaluated_or_skipped_before_is_not_what_is_now(train, tmp_path: Path) -> None:
+    """A second spike goes back to the same step, and what both skip is told as one."""
+    evaluation = jaxtrain.Evaluation(every=11, batches=1)
+    often = jaxtrain.SavePolicy(every=2, keep=4)
+    asked = dict(evaluation=evaluation, checkpoints=often, stop_at=24)
+    run, said = train("run", Bad(22, 27), skip=((30, 2),), **asked)
+    assert said.count("back to step 20") == 2
+    assert "without the next 5 batches, as Health(skip_batches=((20, 5), (30, 2)))" in said
+    assert "without the next 10 batches, as Health(skip_batches=((20, 10), (30, 2)))" in said
+    assert run.session.loader.skips.found == ((20, 10),)
+    saved = whole_manifest(tmp_path / "run" / "checkpoints", 22).metadata
+    assert saved["metrics"] == {}, "step 22 is evaluated after it is saved, each time"
+
+
+def test_losses_from_before_a_rollback_are_not_compared(train, monkeypatch) -> None:
+    looks, asked = Saving.whole_steps, list[int]()
+
+    def fails(self: Saving) -> list[int]:
+        asked.append(1)
+        return looks(self) if len(asked) < 4 else [25]
+
+    monkeypatch.setattr(Saving, "whole_steps", fails)
+    _, said = train("run", Bad(22, 26), replay=7, stop_at=25)
+    assert said.count("once more") == 2 and "no save is from before it" in said
+    assert "NOTE step" not in said
+
+
+def test_skipped_steps_are_counted_from_where_the_run_is_again() -> None:
+    quiet = SimpleNamespace(of=lambda *_: {}, metrics=dict)
+    session = SimpleNamespace(
+        state=SimpleNamespace(skipped=0),
+        loader=SimpleNamespace(wait_s=0.0),
+        experiment=SimpleNamespace(precision=SimpleNamespace(loss_scale=None)),
+    )
+    readings = Readings(cast(Any, session), cast(Any, quiet), cast(Any, quiet), lambda *_: None)
+
+    def give(step: int, skipped: int) -> None:
+        readings.take(step, {"loss": 1.0, "skipped": skipped})
+        readings.flush()
+
+    for step in range(1, SKIPPED_AT_MOST):
+        give(step, step)
+    readings.go_back(0)
+    for step in range(1, SKIPPED_AT_MOST):
+        give(step, step)
+        readings.refuse_skipping()
+    readings.go_back(0)
+    give(1, 0)
+    for step in range(2, SKIPPED_AT_MOST + 1):
+        give(step, step - 1)
+        readings.refuse_skipping()
+    give(SKIPPED_AT_MOST + 1, SKIPPED_AT_MOST)
+    with pytest.raises(ValueError, match="20 steps in a row"):
+        readings.refuse_skipping()
+
+
+def test_a_trace_ends_where_the_run_goes_back(tmp_path: Path, monkeypatch) -> None:
+    events: list[str] = []
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *_, name=name: events.append(name))
+    profiling, run = Profiling(Steps(20, 30), tmp_path), cast(Any, SimpleNamespace(state=()))
+    profiling.before_step(run, 24)
+    profiling.after_step(run, 24)
+    profiling.after_rollback(run, 20)
+    assert events == ["start_trace", "stop_trace"]
+    profiling.before_step(run, 21)
+    profiling.end(run)
+    assert events == ["start_trace", "stop_trace"] * 2
+
+
 @pytest.mark.slow
 def test_what_comes_again_when_it_is_taken_again_is_skipped(train, told) -> None:
     run, said = train("run", Bad(22), replay=7)
@@ -400,15 +496,50 @@ def test_where_no_save_is_from_before_it_the_run_goes_on(train, monkeypatch) -> 
     assert "still up at 24: no save is from before it, and the run goes on" in said
 
 
+def damage(saves: Path, *steps: int) -> None:
+    for pack in (pack for step in steps for pack in (saves / str(step)).rglob("*.pack")):
+        data = pack.read_bytes()
+        pack.unlink()  # it may be another save's too
+        pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+DAMAGED = {"the older ones": (19, 20), "all": (19, 20, 21, 22)}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_nothing_is_lost_where_older_saves_are_damaged(
+    name: str, train, tmp_path: Path, monkeypatch
+) -> None:
+    restored, saves = Rollbacks._restored, tmp_path / "run" / "checkpoints"
+
+    def after_damage(self: Rollbacks, step: int, spike: Any) -> Any:
+        damage(saves, *DAMAGED[name])
+        before = jax.device_get(self._session.state)
+        found = restored(self, step, spike)
+        if found is None:
+            assert committed_steps(saves) == [19, 20, 21, 22]
+            now = jax.device_get(self._session.state)
+            assert jax.tree.all(jax.tree.map(np.array_equal, before, now))
+        return found
+
+    monkeypatch.setattr(Rollbacks, "_restored", after_damage)
+    often = jaxtrain.SavePolicy(every=1, keep=4)
+    run, said = train("run", Bad(22), checkpoints=often, stop_at=25)
+    assert list(on_disk(run)) == list(range(1, 26)) and run.saved == 25
+    if name == "all":
+        assert said.count("DAMAGED") == 4 and "back to step" not in said
+        assert "no save from before it is whole, and the run goes on" in said
+    else:
+        assert said.count("DAMAGED") == 2 and "back to step 21, and on without" in said
+
+
 @pytest.mark.slow
 def test_a_save_that_is_damaged_is_passed_over(train, tmp_path: Path, monkeypatch) -> None:
     looks = Saving.whole_steps
 
     def damages(self: Saving) -> list[int]:
         found = looks(self)
-        for pack in (tmp_path / "run" / "checkpoints" / "20").rglob("*.pack"):
-            data = pack.read_bytes()
-            pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        damage(tmp_path / "run" / "checkpoints", 20)
         return found
 
     monkeypatch.setattr(Saving, "whole_steps", damages)

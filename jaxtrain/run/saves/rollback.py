@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.experiment import Experiment, LossSpikes
@@ -71,8 +72,6 @@ class Rollbacks:
         self._recent = deque[tuple[int, float]](maxlen=policy.window + policy.patience)
         self._first_time: dict[int, float] = {}
         """Losses of the steps that are taken once more."""
-        self._taken_twice = 0
-        """The step up to which they are, or were."""
 
     @property
     def _watch(self) -> LossWatch:
@@ -109,28 +108,33 @@ class Rollbacks:
         can be done and the run goes on as it is. Raises CheckpointError."""
         spike = self.due
         assert spike is not None, "a spike is due"
-        known, acted = spike.begins <= self._taken_twice, self._watch.acted
+        known, acted = spike.begins <= self._watch.taken_twice, self._watch.acted
         said = f"SPIKE the loss jumped at step {spike.begins}, and was still up at {spike.seen}"
         step = self._step_for(spike) if known or acted < self._policy.most else None
-        if step is None:
+        restored = None if step is None else self._restored(step, spike)
+        if restored is None:
             spent = not known and acted >= self._policy.most
-            why = f"{acted} were acted on" if spent else "no save is from before it"
+            none = (
+                "no save is from before it" if step is None else "no save from before it is whole"
+            )
+            why = f"{acted} were acted on" if spent else none
             self._tell(f"{said}: {why}, and the run goes on")
             self._watch.begin_again()
             return None
-        step, state = self._restored(step, spike)
+        step, state = restored
         skips = self._session.loader.skips
-        if self._twice and not known:
+        again = self._twice and not known
+        if again:
             self._first_time = {s: loss for s, loss in self._recent if s > step}
-            self._taken_twice = spike.seen
             what = f"to take steps {step + 1} to {spike.seen} once more"
         else:
             skips = skips.back_to(step, spike.seen, self._policy.skip_more)
-            self._first_time, self._taken_twice = {}, 0
+            self._first_time = {}
             what = f"and on without the next {skips.found[-1][1]} batches, as "
-            what += f"Health(skip_batches=({skips.found[-1]},)) has it"
+            what += f"Health(skip_batches={skips.pairs}) has it"
         self._saving.watch = self._saving.watch_at(step)
         self._watch.acted = acted + (not known)
+        self._watch.taken_twice = spike.seen if again else 0
         self._recent.clear()
         self._session.go_back(state, step, skips)
         self._tell(f"{said}: back to step {step}, {what}")
@@ -142,25 +146,58 @@ class Rollbacks:
             return good_step(saved, spike.begins, self._policy.back)
         return None if self._session.start or self._saving.manager.damaged else 0
 
-    def _restored(self, step: int, spike: Spike) -> tuple[int, TrainState]:
-        """The state after `step` steps, or after fewer where that save is damaged; newer saves are
-        gone then. Raises DamagedCheckpoint where all are."""
+    def _restored(self, step: int, spike: Spike) -> tuple[int, TrainState] | None:
+        """The state after `step` steps, or of another save from before the spike where that one is
+        damaged; what is newer is removed once it is read. None where all are: the state is what it
+        was then, and nothing is removed. Raises CheckpointError."""
         session, saves = self._session, self._saving.manager
         with session.phases.within("restore"):
-            for leaf in jax.tree.leaves(session.state):  # not twice on the devices
-                leaf.delete()
-            while True:
-                saves.go_back_to(step)
-                if step == 0:
-                    return 0, session.beginning_state()
+            put_back = _taken_off(session.state)  # not two of them on the devices
+            wanted: int | None = step
+            while wanted is not None:
                 try:
-                    return step, restore_state(session.at_rest, saves.durable, step)
-                except DamagedCheckpoint as error:
-                    older = good_step(saves.durable.whole_steps(), spike.begins, self._policy.back)
-                    if older is None:
-                        raise
+                    state = self._state_after(wanted)
+                except DamagedCheckpoint as error:  # on every process
                     self._tell(f"DAMAGED {error}")
-                    step = older
+                    whole = saves.durable.whole_steps()
+                    wanted = good_step(whole, spike.begins, self._policy.back)
+                else:
+                    saves.go_back_to(wanted)
+                    return wanted, state
+            session.state = put_back()
+        return None
+
+    def _state_after(self, step: int) -> TrainState:
+        """Raises DamagedCheckpoint."""
+        session = self._session
+        if step == 0:
+            return session.beginning_state()
+        return restore_state(session.at_rest, self._saving.manager.durable, step)
+
+
+def _taken_off(state: TrainState) -> Callable[[], TrainState]:
+    """Takes a state off its devices; what it gives puts it back."""
+    leaves, tree = jax.tree.flatten(state)
+    held = []
+    for leaf in leaves:
+        shards = {str(shard.index): shard for shard in leaf.addressable_shards}  # copies once
+        parts = {where: np.array(shard.data) for where, shard in shards.items()}
+        held.append((leaf.shape, leaf.sharding, parts))
+    for leaf in leaves:
+        leaf.delete()
+
+    def put_back() -> TrainState:
+        return jax.tree.unflatten(
+            tree,
+            [
+                jax.make_array_from_callback(
+                    shape, sharding, lambda index, of=parts: of[str(index)]
+                )
+                for shape, sharding, parts in held
+            ],
+        )
+
+    return put_back
 
 
 def rollbacks_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,10 +25,18 @@ class Skips(NamedTuple):
         """Those that the steps before `step` were taken with: what a save after them says."""
         return sorted(each for each in (*self.told, *self.found) if each[0] < step)
 
+    @property
+    def pairs(self) -> tuple[Skip, ...]:
+        """All, as `Health.skip_batches` of another run has them."""
+        after = Counter[int]()
+        for step, batches in (*self.told, *self.found):
+            after[step] += batches
+        return tuple(sorted(after.items()))
+
     def back_to(self, step: int, end: int, more: int) -> Skips:
         """After so many steps the batches come that follow those of the steps before `end`, and
-        `more` after them. What was found later than `step` is among these."""
-        kept = self._replace(found=tuple(each for each in self.found if each[0] <= step))
+        `more` after them. What was found from `step` on is among these."""
+        kept = self._replace(found=tuple(each for each in self.found if each[0] < step))
         batches = self.batch(end - 1) + 1 + more - kept.batch(step)
         return kept._replace(found=(*kept.found, (step, batches)))
 

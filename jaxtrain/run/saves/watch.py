@@ -20,7 +20,8 @@ class LossWatch:
 
     since: the first step of the high losses that came last, None where the last was not high.
     seen: the step whose loss made them a spike; what comes after is not looked at, until the run
-    has gone back, or `begin_again`. acted: spikes that were acted on.
+    has gone back, or `begin_again`. acted: spikes that were acted on. taken_twice: the step up to
+    which steps are, or were, taken once more before any is skipped.
     """
 
     def __init__(self, policy: LossSpikes, saved: Mapping[str, Any] | None = None) -> None:
@@ -30,6 +31,7 @@ class LossWatch:
         self.seen: int | None = known.get("seen")
         self.high: int = known.get("high", 0)
         self.acted: int = known.get("acted", 0)
+        self.taken_twice: int = known.get("taken_twice", 0)
 
     @property
     def bound(self) -> float:
@@ -49,7 +51,7 @@ class LossWatch:
             self.since, self.high = None, 0
             return
         self.since, self.high = self.since or step, self.high + 1
-        if self.high == self.policy.patience:
+        if self.high >= self.policy.patience:  # it may be lower than in the start before
             self.seen = step
 
     def begin_again(self) -> None:
@@ -60,4 +62,4 @@ class LossWatch:
     def saved(self) -> dict[str, Any]:
         """As JSON, for the metadata of a save."""
         known = {"since": self.since, "seen": self.seen, "high": self.high, "acted": self.acted}
-        return {"losses": list(self.losses), **known}
+        return {"losses": list(self.losses), "taken_twice": self.taken_twice, **known}
