@@ -21,8 +21,9 @@ from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines import agents as of_agents
+from jaxtrain.machines import channel as of_channel
 from jaxtrain.machines.agents import Agents, _Remote
-from jaxtrain.machines.channel import KEY, Gone, connect, read_address, read_key
+from jaxtrain.machines.channel import KEY, Channel, Gone, connect, read_address, read_key
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.roster import Roster
 
@@ -120,8 +121,11 @@ WAITS = "if start == 0:\n    phases.advance(5)\n    time.sleep(60)\n"
 
 
 def test_all_done(cluster) -> None:
-    found = cluster("print('flags', *sys.argv[2:])")
+    found = cluster(
+        "print('flags', *sys.argv[2:])\nprint('secret', os.environ.get('JAXTRAIN_KEY'))"
+    )
     assert found.run(TWO) == 0
+    assert "[0] secret None" in found.told, "it is the agent's alone"
     for process in (0, 1):
         (line,) = [each for each in found.told if each.startswith(f"[{process}] flags")]
         assert "--coordinator 127.0.0.1:" in line and line.endswith(f"2 --process {process}")
@@ -259,6 +263,27 @@ def test_who_has_no_key_cannot_have_one_agent_answer_for_a_launch() -> None:
     for thread in threads:
         thread.join()
     assert ends == ["gone", "gone"]
+
+
+def test_a_message_that_does_not_end_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(of_channel, "STALLED_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends: list[Channel] = []
+        address = server.getsockname()
+        joins = threading.Thread(target=lambda: ends.append(connect(address, SECRET.encode())))
+        joins.start()
+        channel = Channel(server.accept()[0], SECRET.encode(), listens=True)
+        joins.join()
+        ends[0].send({"is": "whole"})
+        assert channel.receive(1) == {"is": "whole"}
+        assert channel.receive(0.01) is None
+        os.write(ends[0]._connection.fileno(), b"\0\0\0\7half")
+        began = time.monotonic()
+        with pytest.raises(Gone):
+            channel.receive(1)
+        assert 0.9 < time.monotonic() - began < 5
+        for each in (channel, *ends):
+            each.close()
 
 
 def test_machines_meet_where_all_reach_the_first(cluster) -> None:
