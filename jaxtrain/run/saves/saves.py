@@ -63,9 +63,9 @@ class Saves:
         if self.saving is None:
             return
         with self.session.phases.within("save"):
-            self.readings.flush()
             begun = self.uninterrupted(self._ready, last, durable)
             if begun:
+                self.readings.flush()
                 begun = self.uninterrupted(self._save_now, last, durable)
         if begun:
             self.hooks.tell("after_save", self.result.steps)
@@ -91,10 +91,6 @@ class Saves:
         assert self.saving is not None
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
-            if self.rollbacks and self.rollbacks.suspect and not last:
-                self.run.tell(f"step {self.result.steps} is not saved: its loss is high")
-                self.saving.manager.put_off(self.result.steps, durable=durable)
-                return False
             self.health.before_save(self.result.steps)
             if not self._directory_is_whole(last):
                 self.saving.manager.put_off(self.result.steps, durable=durable)
@@ -102,12 +98,16 @@ class Saves:
         return True
 
     def _save_now(self, last: bool, durable: bool = True) -> bool:
-        """Whether a save of this step has begun, unless it was there. last: nothing comes after it.
-        Then it raises what is told otherwise: CheckpointError, and ValueError where the run
-        directory is gone and cannot be written again."""
+        """Whether a save of this step has begun, unless it was there, or its loss is high. last:
+        nothing comes after it. Then it raises what is told otherwise: CheckpointError, and
+        ValueError where the run directory is gone and cannot be written again."""
         assert self.saving is not None
         with self.rates.paused():
             step, metrics = self.result.steps, self._evaluation_at(self.result.steps)
+            if self.rollbacks and self.rollbacks.suspect and not last:
+                self.run.tell(f"step {step} is not saved: its loss is high")
+                self.saving.manager.put_off(step, durable=durable)
+                return False
             if not last:
                 return self.saving.save(step, metrics, durable=durable)
             begun = self.saving.save_last(step, metrics)
@@ -159,8 +159,8 @@ class Saves:
             return
         self.result.steps = int(self.session.state.step)
         self.run.end_at(self.result.steps)
-        self.readings.flush()
         if self._ready(last=True):
+            self.readings.flush()
             self._save_now(last=True)
         tell(f"{word}; saved step {self.result.steps}")
         self.files.write_held(self.run)
