@@ -122,6 +122,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         made = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
         code = FAILED
         try:
+            _refuse_absent(train.experiment)
             code = _run(made)
         finally:
             machines.close(code)
@@ -213,6 +214,8 @@ def _idle(options: argparse.Namespace) -> list[str]:
 
 def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
     """Give a scheduler what starts the processes; with --dry-run print it."""
+    if options.scheduler != "k8s":  # whose image has it
+        _refuse_absent(train.experiment)
     given = {name: getattr(options, name) for name in CONTAINER}
     job = Job(
         job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
@@ -232,6 +235,12 @@ def _submit(options: argparse.Namespace, train: argparse.Namespace, command: lis
             raise ValueError(
                 f"there is no {program[0]} here; --dry-run prints what it would be given"
             ) from error
+
+
+def _refuse_absent(experiment: str) -> None:
+    """At once, and not by each process after its imports."""
+    if not Path(experiment).is_file():
+        raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
 
 
 def _run(supervisor: Supervisor) -> int:

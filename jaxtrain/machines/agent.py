@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -14,7 +15,6 @@ from jaxtrain.cluster.exit_codes import EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import free_port
 from jaxtrain.machines.agents import GONE_S, TOLD_S
 from jaxtrain.machines.channel import KEY, Channel, Gone, connect
-from jaxtrain.machines.machine import own_environment
 from jaxtrain.machines.workers import Tell, Worker
 
 TICK_S = 0.1
@@ -150,7 +150,7 @@ class Agent:
             with suppress(Gone):
                 channel.send({"is": "line", "start": start, "text": text[:LONGEST_LINE]})
 
-        environ = {k: v for k, v in own_environment().items() if k != KEY} | message["environ"]
+        environ = {k: v for k, v in os.environ.items() if k != KEY} | message["environ"]
         command, folder = [*self._program, *message["command"]], Path(message["folder"])
         try:
             made = Worker(message["process"], command, environ, self._file, folder=folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +143,3 @@ def slots_of(
         Slot(f"slot {number}", folder / f"{number}.sample", program, environ)
         for number in range(processes)
     ]
-
-
-def own_environment() -> dict[str, str]:
-    """Of this process, for those it starts."""
-    return dict(os.environ)

@@ -267,6 +267,13 @@ def test_a_launch_over_machines_wants_a_key_and_an_address(capsys, monkeypatch) 
     assert "--elastic is for --processes and --machines" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", [["--processes=2"], ["--slurm", "--dry-run"]])
+def test_an_experiment_that_is_not_there_is_refused_at_once(how: list[str], capsys) -> None:
+    train = ["--", "train", "e.py", "--mesh", "h100_64" if "--slurm" in how else "cpu_8"]
+    assert cli.main(["launch", *how, *train]) == cli.REFUSED
+    assert "there is no experiment file e.py" in capsys.readouterr().err
+
+
 def test_a_supervisor_needs_no_jax() -> None:
     """It is there before the processes are, and takes no device or memory from them."""
     script = "import sys, jaxtrain.cli; sys.exit('jax' in sys.modules)"
