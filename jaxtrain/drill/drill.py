@@ -327,9 +327,9 @@ def _happened(
             found.append(Happened(str(fault), None, "all left together", lost, resumed, wrong))
             continue
         noticed = failure["time"] - marker.stat().st_mtime
-        name, wrong = _judged(fault, failure, noticed, lost, processes)
+        who, wrong = _judged(fault, failure, noticed, lost, processes)
         resumed = resumed_s(failure["time"], following)
-        found.append(Happened(str(fault), noticed, name, lost, resumed, wrong))
+        found.append(Happened(str(fault), noticed, who, lost, resumed, wrong))
     return found
 
 

@@ -100,6 +100,25 @@ def test_what_happened_is_told(written) -> None:
     )
 
 
+def test_each_of_several_is_told(tmp_path: Path) -> None:
+    run, files = tmp_path / "apart", tmp_path / "apart files"
+    files.mkdir()
+    faults = [Fault("kill", 10 * n, "step", 1) for n in (1, 2, 3)]
+    failures = []
+    for n, fault in enumerate(faults, 1):
+        (files / str(fault)).touch()
+        os.utime(files / str(fault), (100.0 * n, 100.0 * n))
+        add_entry(run, Entry(100.0 * n - 100, 100.0 * n, {"step": 100.0}, 10 * n - 10, 10 * n + 1))
+        line = {"process": 1, "kind": "killed", "what": "", "phase": "step", "step": 10 * n}
+        failures.append(json.dumps({"time": 100.0 * n + n, **line}))
+    add_entry(run, Entry(300.0, 400.0, {"step": 100.0}, 30, 40))
+    (run / FAILURES).write_text("\n".join(failures) + "\n")
+    found = drilling._happened(tmp_path, faults, 2, "apart")
+    assert [(each.noticed_s, each.lost, each.violations) for each in found] == [
+        (1.0, 1, ()), (2.0, 1, ()), (3.0, 1, ()),
+    ]  # fmt: skip
+
+
 def test_of_two_that_are_cut_apart_each_may_be_named(written) -> None:
     cut = Fault("cut", 10, "step", 1)
     assert written(cut, process=0, kind="hangs").violations == ()
