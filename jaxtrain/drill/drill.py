@@ -13,7 +13,7 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
 from jaxtrain.drill.apart import Apart, NotHere, apart
-from jaxtrain.drill.happened import Happened, environment, named, resumed_s
+from jaxtrain.drill.happened import SOON, Happened, environment, named, resumed_s
 from jaxtrain.drill.machine_drill import drill_machines
 from jaxtrain.drill.namespaces import Network
 from jaxtrain.experiment import (
@@ -26,7 +26,6 @@ from jaxtrain.experiment import (
 )
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Ledger, read_entries, read_ledger
-from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import (
     FAILURES,
     Supervisor,
@@ -280,11 +279,9 @@ def _launched(
     slots = _slots(folder, files, processes, network)
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
-        run_dir, often = folder / run, Restarts(most=len(faults))
+        run_dir = folder / run
         roster = Roster(Here(slots), {processes: Layout(processes)}, 0, tell)
-        code = Supervisor(
-            command, roster, tell, run_dir, files, restarts=often, faults=faults
-        ).run()
+        code = Supervisor(command, roster, tell, run_dir, files, restarts=SOON, faults=faults).run()
         wall_s += time.monotonic() - began
         if code != PREEMPTED:
             break

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.fault_tolerance.ledger import Entry
+from jaxtrain.fault_tolerance.restarts import Restarts
+
+SOON = Restarts(most=100, first_wait_s=0.1)
+"""One start follows another at once."""
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.certificate.certify import BOUNDS
 from jaxtrain.cluster.exit_codes import DONE
-from jaxtrain.drill.happened import Happened, environment, named, resumed_s
+from jaxtrain.drill.happened import SOON, Happened, environment, named, resumed_s
 from jaxtrain.experiment import load_experiment
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Entry, read_entries
@@ -29,13 +29,14 @@ from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import KEY
 from jaxtrain.machines.elastic import standings
 from jaxtrain.machines.layouts import read_layouts
-from jaxtrain.machines.roster import REJOIN_S, Roster
+from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Tell
 from jaxtrain.mesh.mesh import load_mesh
 from jaxtrain.telemetry.metrics import read_metrics
 
-BACK_S = REJOIN_S + 2
-"""After its end an agent is started again: the run has gone on without it by then."""
+REJOIN_S, BACK_S = 3.0, 5.0
+"""How long a lost machine is waited for; and when its agent is started again: the run has gone on
+without it by then."""
 
 RUN = "machines"
 
@@ -56,9 +57,10 @@ def drill_machines(
     files.mkdir()
     key = secrets.token_hex()
     agents = Agents(("127.0.0.1", 0), key.encode(), tell)
-    roster = Roster(agents, layouts, 60, tell)
+    roster = Roster(agents, layouts, 60, tell, REJOIN_S)
     command = [*command, "--run-dir", str(run)]
-    made = Supervisor(command, roster, tell, run, files, faults=[*also, lose, wrong])
+    faults = [*also, lose, wrong]
+    made = Supervisor(command, roster, tell, run, files, restarts=SOON, faults=faults)
     with _kept(agents, key, machines, files):
         code = made.run()
         agents.close(code)

@@ -21,11 +21,18 @@ that is there again must stay before the run grows onto it."""
 class Roster:
     """The machines of a run. layouts: number of machines that are there -> how the run stands on
     them; the largest is wanted. wait_s: how long those that are missing are waited for, before the
-    first start, and where nothing stands on those that are there. tell: takes a line."""
+    first start, and where nothing stands on those that are there. tell: takes a line. rejoin_s: as
+    `REJOIN_S`."""
 
     def __init__(
-        self, machines: Machines, layouts: Mapping[int, Layout], wait_s: float, tell: Tell
+        self,
+        machines: Machines,
+        layouts: Mapping[int, Layout],
+        wait_s: float,
+        tell: Tell,
+        rejoin_s: float = REJOIN_S,
     ) -> None:
+        self._rejoin_s = rejoin_s
         self._machines, self._layouts, self._wait_s, self._tell = machines, layouts, wait_s, tell
         self._aside: set[str] = set()
         self._more_since: float | None = None
@@ -41,7 +48,9 @@ class Roster:
         while not stopped():
             here, now = self._usable(), time.monotonic()
             found = self._layouts.get(min(len(here), wanted))
-            patience = self._wait_s if first or found is None else REJOIN_S * self._some_lost(here)
+            patience = (
+                self._wait_s if first or found is None else self._rejoin_s * self._some_lost(here)
+            )
             waited = now - began >= patience or not self._machines.come_and_go
             if found is not None and (waited or len(here) >= wanted):
                 self._take(here, found)
@@ -64,7 +73,7 @@ class Roster:
             return False
         now = time.monotonic()
         self._more_since = self._more_since or now
-        return now - self._more_since > REJOIN_S
+        return now - self._more_since > self._rejoin_s
 
     def leaving(self) -> list[str]:
         """Names of machines that take part and are to go."""

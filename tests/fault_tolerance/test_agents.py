@@ -67,7 +67,7 @@ class Cluster:
         return found
 
     def run(self, layouts: dict[int, Layout], *, wait_s: float = 20) -> int:
-        roster = Roster(self.agents, layouts, wait_s, self.told.append)
+        roster = Roster(self.agents, layouts, wait_s, self.told.append, 0.5)
         self.made = Supervisor(
             [str(self.folder)],
             roster,
@@ -97,7 +97,6 @@ def alive(pid: int) -> bool:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(of_agents, "GONE_S", GONE_S)
-    monkeypatch.setattr("jaxtrain.machines.roster.REJOIN_S", 0.5)
     made: list[Cluster] = []
 
     def make(script: str, names: str = "ab") -> Cluster:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxtrain.machines import roster as rosters
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.roster import Roster
 
@@ -35,14 +34,11 @@ FEWER = {1: Layout(1, told="one"), 2: Layout(2, told="two"), 3: Layout(2, told="
          4: Layout(4, told="four")}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rosters, "REJOIN_S", 0.2)
-
-
-def made(machines: Changing, layouts: dict[int, Layout], wait_s: float = 0.3):
+def made(
+    machines: Changing, layouts: dict[int, Layout], wait_s: float = 0.3, rejoin_s: float = 0.2
+):
     told: list[str] = []
-    return Roster(machines, layouts, wait_s, told.append), told  # type: ignore[arg-type]
+    return Roster(machines, layouts, wait_s, told.append, rejoin_s), told  # type: ignore[arg-type]
 
 
 def names(roster: Roster) -> str:
@@ -106,9 +102,9 @@ def test_a_lost_one_is_waited_for_a_moment_where_the_run_can_go_on_without() -> 
     assert roster.could_grow()
 
 
-def test_one_that_was_left_out_or_has_left_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(rosters, "REJOIN_S", 30)
-    roster, _ = made(machines := Changing("ab"), {1: Layout(1), 2: Layout(2)})
+def test_one_that_was_left_out_or_has_left_is_not_waited_for() -> None:
+    machines = Changing("ab")
+    roster, _ = made(machines, {1: Layout(1), 2: Layout(2)}, rejoin_s=30)
     assert roster.choose(lambda: False)
     roster.set_aside([1])
     assert roster.choose(lambda: False) and names(roster) == "a"
