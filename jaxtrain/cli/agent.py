@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 
-from jaxtrain.cli.shared import say
+from jaxtrain.cli.shared import say, signals_to
 from jaxtrain.fault_tolerance.supervisor import own_command
 from jaxtrain.machines.agent import Agent
 from jaxtrain.machines.channel import read_address, read_key
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_options(agent: argparse.ArgumentParser) -> None:
@@ -32,13 +29,5 @@ def agent_command(options: argparse.Namespace) -> int:
         wait_s=options.wait,
         tell=say,
     )
-    before = {
-        number: signal.signal(number, lambda *_: agent.leave())
-        for number in SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
+    with signals_to(agent.leave):
         return agent.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.shared import mesh_of, run_dir_of
+from jaxtrain.cli.shared import mesh_of, run_dir_of, signals_to
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
@@ -32,8 +31,6 @@ from jaxtrain.machines.workers import Tell
 from jaxtrain.violations import raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 CONTAINER = {
     "image": "the containers' --image, which has jaxtrain in it",
@@ -123,7 +120,8 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         code = FAILED
         try:
             _refuse_absent(train.experiment)
-            code = _run(made)
+            with signals_to(made.stop):
+                code = made.run()
         finally:
             machines.close(code)
         return code
@@ -172,24 +170,22 @@ def _layouts(
 
 def _idle(options: argparse.Namespace) -> list[str]:
     """Options that nothing would come of."""
+    several = {
+        "--listen": options.listen,
+        "--elastic": options.elastic,
+        "--wait": options.wait != WAIT_S,
+    }
     if not options.scheduler:
         given = {f"--{name}": getattr(options, name) for name in CONTAINER}
         given["--dry-run"] = options.dry_run
         found = [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
-        several = {
-            "--listen": options.listen,
-            "--elastic": options.elastic,
-            "--wait": options.wait != WAIT_S,
-        }
         if options.machines is None:
             found += [
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
             ]
         return found
     watched = {
-        "--listen": options.listen,
-        "--elastic": options.elastic,
-        "--wait": options.wait != WAIT_S,
+        **several,
         "--restarts": options.restarts != Restarts.most,
         "--within": options.within != Restarts.within_s,
         "--fault": options.faults,
@@ -241,20 +237,6 @@ def _refuse_absent(experiment: str) -> None:
     """At once, and not by each process after its imports."""
     if not Path(experiment).is_file():
         raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
-
-
-def _run(supervisor: Supervisor) -> int:
-    """With the signals that come here passed on."""
-    before = {
-        number: signal.signal(number, lambda *_: supervisor.stop())
-        for number in SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        return supervisor.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _refuse(train: argparse.Namespace, processes: int) -> None:

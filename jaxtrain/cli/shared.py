@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,6 +52,22 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
     if options.own_process and late and not os.environ.get(STARTED_AGAIN):
         os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextmanager
+def signals_to(act: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C, a scheduler's SIGTERM and a terminal that closes call `act` within the block, but for
+    those that are ignored, as nohup has it."""
+    before = {
+        number: signal.signal(number, lambda *_: act())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def say(text: str) -> None:
