@@ -54,10 +54,10 @@ def experiment() -> Experiment:
         ),
         steps=240_000,
         batch=512,
-        microbatches=8,
+        microbatches=2,
         precision=bf16,
-        # Only attention's output is kept beside each block's input: of two rows of 8192 tokens
-        # about 4 GB on each H100 of h100_64.toml.
+        # Only attention's output is kept beside each block's input: of four rows of 8192 tokens
+        # about 17 GB on each H100 of h100_64.toml.
         execution=Execution(loop=LayerLoop(unroll=False, remat="attention")),
         evaluation=Evaluation(every=1000, batches=8, final_batches=8),
         checkpoints=SavePolicy(every=1000),

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import pytest
 import typecheck
-from compiler import without_optimisation
 
 DEVICES = 8
 
@@ -28,8 +27,16 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compile time is what tests cost: programs are kept between runs, by each of pytest's processes for
-# itself, since one may read what another has half written.
+# Compile time is what tests cost. What a program sends and multiplies is settled before its code is
+# made, so code is made the cheap way; emitting it by MLIR is half of a compilation (JAX 0.11 has no
+# other way). In children too: what they train is held to the bit against what this process does.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+flags = os.environ.get("XLA_FLAGS", "")
+if jax.__version_info__ < (0, 11) and "fusion_emitters" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+# Programs are kept between runs, by each of pytest's processes for itself, since one may read what
+# another has half written.
 process = os.environ.get("PYTEST_XDIST_WORKER", "")
 default = str(Path(tempfile.gettempdir()) / f"jaxtrain-xla{process}")
 cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
@@ -48,12 +55,13 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="module")
-def cheap_compiler() -> Iterator[None]:
-    """For programs that are read, not timed: what they send and multiply is settled before their
-    code is made."""
-    with without_optimisation():
-        yield
+@pytest.fixture
+def optimising_compiler() -> Iterator[None]:
+    """For programs that run for longer than they compile, for what it alone drops, and for two
+    programs of one arithmetic that are held to the bit: made cheaply, they differ in the last."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

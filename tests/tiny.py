@@ -1,4 +1,4 @@
-"""Tiny experiments for the tests of training, and a cheap compiler: compile time is their cost."""
+"""Tiny experiments for the tests of training: compile time is their cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiler import without_optimisation
 from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
@@ -87,13 +86,6 @@ class Table(nnx.Module):
 
 def table(rngs: nnx.Rngs) -> Table:
     return Table(rngs)
-
-
-@pytest.fixture(autouse=True)
-def cheap_compiler() -> Iterator[None]:
-    """Programs this small gain nothing from optimisation, and compile in half the time."""
-    with without_optimisation():
-        yield
 
 
 @pytest.fixture

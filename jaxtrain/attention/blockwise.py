@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Shaped
 
+from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
 from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
-from jaxtrain.collectives.vary import Index, vary, varying_axes
+from jaxtrain.collectives.vary import Index
 
 ArrayTuple = tuple[jax.Array, ...]
-Segments = Int[Array, "rows seq"]
-Heads = Float[Array, "rows seq heads head_dim"]
-Keys = Float[Array, "rows seq kv_heads head_dim"]
-Residuals = tuple[Heads, Keys, Keys, jax.Array | None, Heads, Float32[Array, "rows seq heads 1"]]
-"""q, k, v, segments, the output, and the log-sum-exp of each query's logits."""
 
 
 @dataclass(frozen=True)
@@ -51,80 +46,53 @@ class Blockwise:
             raise ValueError(f"Blockwise takes sizes of 1 or more; raise {', '.join(low)}")
 
     def __call__(
-        self,
-        q: Float[Array, "batch seq heads head_dim"],
-        k: Float[Array, "batch seq kv_heads head_dim"],
-        v: Float[Array, "batch seq kv_heads head_dim"],
-        segments: Int[Array, "batch seq"] | None,
-        scoring: Scoring,
-    ) -> Float[Array, "batch seq heads head_dim"]:
-        # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint
-        # sums its cotangent, so that inside the types of primals and cotangents are equal.
-        inputs = [x for x in (q, k, v, segments) if x is not None]
-        axes = varying_axes(*inputs)
-        q, k, v = (vary(x, axes) for x in (q, k, v))
-        segments = None if segments is None else vary(segments, axes)
-        return _attend(self, scoring, q, k, v, segments)
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    ) -> Attended:
+        return attend(self, q, k, v, starts, scoring)
+
+    def forward(
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    ) -> Attended:
+        """The output and the log-sum-exp of each query's logits, chunk by chunk."""
+
+        def chunk(starts: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
+            tiling = _tiling(self, scoring, q.shape[1], starts)
+            rows = _fold_queries(q, k.shape[2])
+            o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
+            return _unfold(o, q.shape).astype(q.dtype), _unfold(lse, (*q.shape[:3], 1))
+
+        # The output is written over a copy of q: a buffer made of constants would be made, and
+        # held, from the start of the program on, for all layers at once.
+        written = (q, full((*q.shape[:3], 1), 0.0, q))
+        ahead = () if starts is None else (starts,)
+        o, lse = _over_chunks(self, chunk, written=written, read=(k, v), ahead=ahead)
+        return o, lse[..., 0]
+
+    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+        """Gradients of q, k and v, chunk by chunk: each tile's weights are made again
+        (`online_softmax.backward_tile` has the equations)."""
+        q, k, v, starts, o, lse = saved
+
+        def chunk(ahead: ArrayTuple, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> ArrayTuple:
+            lse, *starts = ahead
+            tiling = _tiling(self, scoring, q.shape[1], tuple(starts))
+            delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
+            rows = Queries(*(_fold_queries(x, k.shape[2]) for x in (q, do, lse, delta)))
+            dq, dk, dv = backward(tiling, rows, _fold_keys(k), _fold_keys(v))
+            dk, dv = (_unfold(dx.swapaxes(1, 2), k.shape).astype(k.dtype) for dx in (dk, dv))
+            return _unfold(dq, q.shape).astype(q.dtype), dk, dv
+
+        # Each chunk's gradients are written over its own inputs: no further buffers. dk goes over
+        # v, which it depends on: dv does not, and written there would make XLA copy v each turn.
+        ahead = (lse[..., None],) if starts is None else (lse[..., None], starts)
+        written, read = (q, v, k), (o, do)
+        dq, dk, dv = _over_chunks(self, chunk, written=written, read=read, ahead=ahead)
+        return dq, dk, dv
 
 
-def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, segments: ArrayTuple) -> Tiling:
+def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, starts: ArrayTuple) -> Tiling:
     sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
-    return Tiling(*sizes, seq, scoring, segments[0] if segments else None)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    blocks: Blockwise, scoring: Scoring, q: Heads, k: Keys, v: Keys, segments: Segments | None
-) -> Heads:
-    return _attend_forward(blocks, scoring, q, k, v, segments)[0]
-
-
-def _attend_forward(
-    blocks: Blockwise, scoring: Scoring, q: Heads, k: Keys, v: Keys, segments: Segments | None
-) -> tuple[Heads, Residuals]:
-    """The output, chunk by chunk, and what the backward pass needs: no scores, but the log-sum-exp
-    of each query, from which any tile of weights is exp(scores - lse)."""
-
-    def chunk(segments: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
-        tiling = _tiling(blocks, scoring, q.shape[1], segments)
-        rows = _fold_queries(q, k.shape[2])
-        o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
-        return _unfold(o, q.shape).astype(q.dtype), _unfold(lse, (*q.shape[:3], 1))
-
-    # The output is written over a copy of q: a buffer made of constants would be made, and held,
-    # from the start of the program on, for all layers at once.
-    written = (q, full((*q.shape[:3], 1), 0.0, q))
-    ahead = () if segments is None else (segments,)
-    o, lse = _over_chunks(blocks, chunk, written=written, read=(k, v), ahead=ahead)
-    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return o, (q, k, v, segments, o, lse)
-
-
-def _attend_backward(
-    blocks: Blockwise, scoring: Scoring, saved: Residuals, do: Heads
-) -> tuple[Heads, Keys, Keys, None]:
-    """Gradients of q, k and v, chunk by chunk, from q, k, v, o, lse and do alone: each tile's
-    weights are made again (`online_softmax.backward_tile` has the equations)."""
-    q, k, v, segments, o, lse = saved
-
-    def chunk(ahead: ArrayTuple, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> ArrayTuple:
-        lse, *segments = ahead
-        tiling = _tiling(blocks, scoring, q.shape[1], tuple(segments))
-        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
-        rows = Queries(*(_fold_queries(x, k.shape[2]) for x in (q, do, lse, delta)))
-        dq, dk, dv = backward(tiling, rows, _fold_keys(k), _fold_keys(v))
-        dk, dv = (_unfold(dx.swapaxes(1, 2), k.shape).astype(k.dtype) for dx in (dk, dv))
-        return _unfold(dq, q.shape).astype(q.dtype), dk, dv
-
-    # Each chunk's gradients are written over its own inputs: no further buffers. dk goes over v,
-    # which it depends on: dv does not, and written there would make XLA copy v in every turn.
-    ahead = (lse,) if segments is None else (lse, segments)
-    written, read = (q, v, k), (o, do)
-    dq, dk, dv = _over_chunks(blocks, chunk, written=written, read=read, ahead=ahead)
-    return dq, dk, dv, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return Tiling(*sizes, seq, scoring, starts[0] if starts else None)
 
 
 def chunk_shape(

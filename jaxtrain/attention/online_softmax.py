@@ -70,7 +70,7 @@ class AttentionMask:
 @dataclass(frozen=True)
 class Scoring:
     """All that is static between q.k and its logit: softcap * tanh(scale * q.k / softcap), or
-    scale * q.k without a softcap, hidden where the mask or the segments say so."""
+    scale * q.k without a softcap, hidden where the mask or the documents say so."""
 
     mask: AttentionMask
     scale: float

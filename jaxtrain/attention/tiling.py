@@ -40,14 +40,14 @@ Fetched = TypeVar("Fetched")
 
 
 class Tiling(NamedTuple):
-    """Tiles of query_block x key_block over the seq x seq scores; `segments`: of which document
-    each position is, None where a row is one."""
+    """Tiles of query_block x key_block over the seq x seq scores; `starts`: the
+    first position of each position's document, None where a row is one."""
 
     query_block: int
     key_block: int
     seq: int
     scoring: Scoring
-    segments: Int[Array, "rows seq"] | None
+    starts: Int[Array, "rows seq"] | None
 
     def trimmed(self) -> list[tuple[range, list[range]]]:
         """Blocks of queries, each with the runs of keys it sees: tiles cut to the mask, of unequal
@@ -80,44 +80,44 @@ class Tiling(NamedTuple):
             return sum(len(queries) * len(run) for queries, run in tiles)
         return len(self.equal()) * self.query_block * self.key_block
 
-    def segments_of(
+    def starts_of(
         self, a: Index, queries: int, b: Index, keys: int
     ) -> tuple[Int[Array, "rows _"], ...]:
-        """Segments of the queries and of the keys of a tile, which begin at `a` and `b`; () where
+        """Starts of the queries and of the keys of a tile, which begin at `a` and `b`; () where
         there are none."""
-        if self.segments is None:
+        if self.starts is None:
             return ()
-        return _take(self.segments, a, queries), _take(self.segments, b, keys)
+        return _take(self.starts, a, queries), _take(self.starts, b, keys)
 
     def visible(
         self,
         at_q: Int[Array, " queries"],
         at_k: Int[Array, " keys"],
-        segments: tuple[Int[Array, "rows _"], ...],
+        starts: tuple[Int[Array, "rows _"], ...],
     ) -> Visible:
-        """Which keys each query sees, from their positions and segments."""
+        """Which keys each query sees, from their positions and starts."""
         # Padded keys lie behind all real queries; only a causal mask hides them by itself.
         seen = self.scoring.mask.visible(at_q[:, None], at_k[None]) & (at_k < self.seq)[None]
-        if not segments:
+        if not starts:
             return seen[None]
-        of_q, of_k = segments
+        of_q, of_k = starts
         return seen[None] & (of_q[:, :, None] == of_k[:, None, :])
 
     def visible_in(self, queries: range, keys: range) -> Visible | None:
         """`visible` of a tile that is written out; None where the mask hides nothing of it."""
-        if self.segments is None and self.scoring.mask.tile(queries, keys)[1]:
+        if self.starts is None and self.scoring.mask.tile(queries, keys)[1]:
             return None
-        segments = self.segments_of(queries.start, len(queries), keys.start, len(keys))
+        starts = self.starts_of(queries.start, len(queries), keys.start, len(keys))
         # Compared where it is used: on CPU a stored mask of bytes is slower to read than to make.
         at_q, at_k = (x.start + jnp.arange(len(x)) for x in (queries, keys))
-        return self.visible(at_q, at_k, segments)
+        return self.visible(at_q, at_k, starts)
 
     def padded(self) -> Tiling:
-        """The same with `segments` lengthened to whole blocks of queries and of keys."""
-        if self.segments is None:
+        """The same with `starts` lengthened to whole blocks of queries and of keys."""
+        if self.starts is None:
             return self
         longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
-        return self._replace(segments=_pad(self.segments, longest, 1))
+        return self._replace(starts=_pad(self.starts, longest, 1))
 
 
 def forward(
@@ -188,15 +188,15 @@ def _forward_scan(
     )
 
     def fetch(at: Int32[Array, " 3"]) -> ArrayTuple:
-        return tiling.segments_of(at[0], size_q, at[1], size_k)
+        return tiling.starts_of(at[0], size_q, at[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], segments: ArrayTuple
+        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], starts: ArrayTuple
     ) -> tuple[jax.Array, jax.Array, Partial]:
         o, lse, found = carry
         a, b, first = at
         found = Partial(*(jnp.where(first == 1, x, y) for x, y in zip(empty, found, strict=True)))
-        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), segments)
+        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
         tile = _take(k, b, size_k), _take(v, b, size_k)
         new = forward_tile(_rows(q, a, size_q), *tile, visible, tiling.scoring)
         found = merge(found, new)
@@ -224,14 +224,14 @@ def _backward_scan(
 
     def fetch(at: Int32[Array, " 3"]) -> tuple[ArrayTuple, ArrayTuple]:
         mine = tuple(_rows(x, at[0], size_q) for x in (rows.lse, rows.delta))
-        return mine, tiling.segments_of(at[0], size_q, at[1], size_k)
+        return mine, tiling.starts_of(at[0], size_q, at[1], size_k)
 
     def body(
         carry: tuple[jax.Array, ...], at: Int32[Array, " 3"], ahead: tuple[ArrayTuple, ArrayTuple]
     ) -> tuple[jax.Array, ...]:
         dq, dk, dv, found = carry
-        (a, b, first), ((lse, delta), segments) = at, ahead
-        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), segments)
+        (a, b, first), ((lse, delta), starts) = at, ahead
+        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
         mine = Queries(_rows(rows.q, a, size_q), _rows(rows.do, a, size_q), lse, delta)
         tile = _take(k, b, size_k), _take(v, b, size_k)
         new, *parts = backward_tile(mine, *tile, visible, tiling.scoring)

@@ -91,7 +91,8 @@ def _explicit(by: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
 
 MODES: dict[str, Mode] = {
     "explicit": _explicit(Lax(), Lax()),
-    "explicit, ring": _explicit(Ring(), Ring()),
+    # Weights' gradients, too, are scattered by the products that make them.
+    "explicit, ring": Mode("explicit", Collectives(Ring(), Ring(), Ring()), Ring()),
     "explicit, ring looped, layer by layer": _explicit(
         Ring(1, unroll=False), Ring(1, unroll=False)
     )._replace(reduce_layers=True),

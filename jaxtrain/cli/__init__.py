@@ -171,15 +171,21 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from jaxtrain.planner.overhead import overhead
+    from jaxtrain.planner.seconds import step_seconds
     from jaxtrain.run.check import check
 
     here = not options.data_elsewhere
     report = check(experiment_of(options), options.mesh, data_here=here)
-    work = overhead(report.assembly)
-    if work is None:
-        return answer(options, report, report.table(), report.summary())
-    texts = (report.table(), report.summary(), work.summary())
-    return answer(options, report, *texts, pipeline_work=work.as_json())
+    work, least = overhead(report.assembly), step_seconds(report.assembly)
+    texts = [report.table(), report.summary()]
+    more = {}
+    if work is not None:
+        texts.append(work.summary())
+        more["pipeline_work"] = work.as_json()
+    if least is not None:
+        texts.append(least.summary())
+        more["step_at_least"] = least.as_json()
+    return answer(options, report, *texts, **more)
 
 
 def _certify(options: argparse.Namespace) -> int:

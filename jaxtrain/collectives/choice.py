@@ -17,21 +17,33 @@ Exact = Lax | Ring | Recursive
 class Collectives:
     """Algorithms of the explicit step, by what they move; they change no result beyond rounding.
 
-    fsdp: weights gathered for use, their gradients scattered back to the shards that rest; and
-      parameters that were updated in parts, gathered to be whole again (ZeRO-1 and 2).
+    fsdp: weights gathered for use; and parameters that were updated in parts, gathered to be whole
+      again (ZeRO-1 and 2).
     tensor: activations between sequence-split and column-split. A `Ring` here
       is a collective matmul (`matmul.py`), whose sums of 16-bit activations travel in fp32; `Lax`'s
       travel in the compute dtype. What the embedding and the head of a
       pipeline do over (tensor, stage) is `Lax`'s always.
+    weight_gradients: gradients of gathered weights, scattered back to the shards that rest. None:
+      by `fsdp`, a layer's together once all are made. A `Ring` here is a collective matmul where a
+      product makes the gradient, each hop behind a tile of it; the others go by it together.
 
     Raises ValueError for a field that holds no algorithm.
     """
 
     fsdp: Exact = Lax()  # noqa: RUF009 (frozen)
     tensor: Exact = Lax()  # noqa: RUF009 (frozen)
+    weight_gradients: Exact | None = None
+
+    @property
+    def scatters(self) -> Exact:
+        """What scatters gradients of gathered weights."""
+        return self.fsdp if self.weight_gradients is None else self.weight_gradients
 
     def __post_init__(self) -> None:
-        raise_violations(algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor))
+        found = algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor)
+        if self.weight_gradients is not None:
+            found += algorithm("weight_gradients", self.weight_gradients)
+        raise_violations(found)
 
 
 def algorithm(name: str, value: object) -> list[str]:

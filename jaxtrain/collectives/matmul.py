@@ -2,19 +2,22 @@
 "Overlap communication with dependent computation via decomposition").
 
 Tokens are gathered for a column-split weight, and the product of a row-split one is summed and
-scattered back. Neither waits for a whole collective: while a tile travels, the one that came
-before it is multiplied. Inside `jax.shard_map` only.
+scattered back; so is the product that makes a weight's gradient, where FSDP wants a tile of it.
+None waits for a whole collective: while a tile travels, the one that came before it, or that is
+added to it, is multiplied. Inside `jax.shard_map` only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.algorithm import accumulator, check_divides
 from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
@@ -24,12 +27,51 @@ Matrices = tuple[Float[Array, "_ _"], ...]
 Whole = Float[Array, "all_tokens k"]
 """The tokens of all devices, gathered."""
 Gathered = tuple[Matrices, Whole]
-"""Products with the gathered tokens, and these tokens: what has come so far."""
+"""Products with the gathered tokens, and these: what has come."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("whole", "tile"),
+    meta_fields=("dim", "axes", "ring", "dtype"),
+)
+@dataclass(frozen=True)
+class Tiled:
+    """A weight that is multiplied by as it is, `whole` [k, columns], and whose gradient is summed
+    over the devices of the mesh axes `axes` while it is made: each gets its tile of dim `dim`, as
+    the gradient of `tile`, by `ring`. The gradient of `whole` is nothing.
+
+    tile: of that shape and `dtype`; its numbers are not read. Sums travel in `accumulator` of the
+    product's dtype, and are cast to `dtype` at their end.
+    """
+
+    whole: PyTree  # arrays, or what JAX puts in their place
+    tile: PyTree
+    dim: int
+    axes: MeshAxes
+    ring: Ring
+    dtype: DTypeLike
+
+    def gradient(self, x: Float[Array, "tokens k"], dy: Float[Array, "tokens columns"]) -> Tiled:
+        """Of x @ w, from x and the cotangent dy of the product; of dim 1 its transpose is made."""
+        left, right = (x, dy) if self.dim == 0 else (dy, x)
+        scatter = PRODUCT_SCATTERS["weight gradients matmul"]
+        tile = scatter((left.T,), (right,), self.axes, self.ring).astype(self.dtype)
+        return replace(self, whole=None, tile=tile if self.dim == 0 else tile.T)
+
+
+Weight = Float[Array, "_ _"] | Tiled
+Weights = tuple[Weight, ...]
+
+
+def multiply(x: Float[Array, "tokens k"], weight: Weight) -> Float[Array, "tokens columns"]:
+    """x @ w of what lies on the device."""
+    return _tiled_product(x, weight) if isinstance(weight, Tiled) else x @ weight
 
 
 def gather_matmul(
     x: Float[Array, "tokens k"],
-    weights: tuple[Float[Array, "k _"], ...],
+    weights: tuple[Float[Array, "k _"] | Tiled, ...],
     axes: MeshAxes,
     ring: Ring,
 ) -> tuple[Float[Array, "all_tokens _"], ...]:
@@ -40,13 +82,13 @@ def gather_matmul(
     the weights' gradients.
     """
     if not axes:
-        return tuple(x @ w for w in weights)
-    return _gather_matmul(vary(x, axes), tuple(vary(w, axes) for w in weights), axes, ring)
+        return tuple(multiply(x, w) for w in weights)
+    return _gather_matmul(vary(x, axes), _varied(weights, axes), axes, ring)
 
 
 def matmul_scatter(
     xs: tuple[Float[Array, "all_tokens _"], ...],
-    weights: tuple[Float[Array, "_ columns"], ...],
+    weights: tuple[Float[Array, "_ columns"] | Tiled, ...],
     axes: MeshAxes,
     ring: Ring,
 ) -> Float[Array, "tokens columns"]:
@@ -58,11 +100,26 @@ def matmul_scatter(
     serves the weights too. Raises ValueError where n does not divide the tokens.
     """
     if not axes:
-        first, *others = (x @ w for x, w in zip(xs, weights, strict=True))
+        first, *others = (multiply(x, w) for x, w in zip(xs, weights, strict=True))
         return sum(others, start=first)
     check_divides(xs[0], axes, 0)
-    varied = (tuple(vary(each, axes) for each in held) for held in (xs, weights))
-    return _matmul_scatter(*varied, axes, ring)
+    return _matmul_scatter(_varied(xs, axes), _varied(weights, axes), axes, ring)
+
+
+def _varied(weights: Weights, axes: MeshAxes) -> Weights:
+    return jax.tree.map(lambda each: vary(each, axes), weights)
+
+
+def _wholes(weights: Weights) -> Matrices:
+    return tuple(w.whole if isinstance(w, Tiled) else w for w in weights)
+
+
+def _kept(weights: Weights) -> Weights:
+    return tuple(replace(w, tile=None) if isinstance(w, Tiled) else w for w in weights)
+
+
+def _gradient(weight: Weight, x: jax.Array, dy: jax.Array) -> Weight:
+    return weight.gradient(x, dy) if isinstance(weight, Tiled) else x.T @ dy
 
 
 def gather_products(
@@ -107,86 +164,118 @@ def scattered_products(
     axes: MeshAxes,
     ring: Ring,
 ) -> Float[Array, "tokens columns"]:
-    """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is."""
+    """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is, in
+    the `accumulator` of its dtype."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
     length = dict(chains)
     wide = accumulator(xs[0].dtype)
 
-    def product(at: Index) -> Float[Array, "tokens columns"]:
+    def product(xs: Matrices, at: Index) -> Float[Array, "tokens columns"]:
         """Tile `at` of this device's own partial product."""
         first, *others = (
-            jnp.matmul(take(x, at, n, 0), w, preferred_element_type=wide)
-            for x, w in zip(xs, weights, strict=True)
+            _wide_product(take(x, at, n, 0), w, wide) for x, w in zip(xs, weights, strict=True)
         )
         return sum(others, start=first)
 
     def hop(sums: Moving, way: int, h: Index) -> Moving:
-        arrived = shift(sums[way], axes, way)
-        own = product(me + way * (length[way] - h))
+        # No product before its hop: left free, a scheduler puts those of several rings behind the
+        # first hops of each, and keeps all their tiles.
+        leaving, ready = lax.optimization_barrier((sums[way], xs))
+        arrived = shift(leaving, axes, way)
+        own = product(ready, me + way * (length[way] - h))
         arrived, own = lax.optimization_barrier((arrived, own))
         return sums | {way: arrived + own}
 
-    started = {way: product(me + way * hops) for way, hops in chains}
+    started = {way: product(xs, me + way * hops) for way, hops in chains}
     sums = ring.travel([(way, hops - 1) for way, hops in chains], hop, started)
+    sums, ready = lax.optimization_barrier((sums, xs))
     arrived = [shift(sums[way], axes, way) for way, _ in chains]
-    arrived, own = lax.optimization_barrier((arrived, product(me)))
-    return sum(arrived, start=own).astype(xs[0].dtype)
+    arrived, own = lax.optimization_barrier((arrived, product(ready, me)))
+    return sum(arrived, start=own)
+
+
+def _wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
+    """x @ w summed in `wide`. XLA:CPU multiplies 16-bit matrices in fp32 anyway, and of JAX 0.11's
+    some such products do not run unless they are written so."""
+    if x.dtype == wide:
+        return x @ w
+    return lax.platform_dependent(
+        x,
+        w,
+        cpu=lambda x, w: x.astype(wide) @ w.astype(wide),
+        default=lambda x, w: jnp.matmul(x, w, preferred_element_type=wide),
+    )
 
 
 PRODUCT_SCATTERS: dict[str, Callable[[Matrices, Matrices, MeshAxes, Ring], jax.Array]] = {
     "row matmul": scattered_products,
     "column gradients matmul": scattered_products,
+    "weight gradients matmul": scattered_products,
 }
-"""Reductions by name, as `named.SUM_SCATTERS`: outputs of row-split matmuls, and the input
-gradient of column-split ones."""
+"""Reductions by name, as `named.SUM_SCATTERS`: outputs of row-split matmuls; the input gradient of
+column-split ones; gradients of weights that FSDP has gathered."""
+
+
+@jax.custom_vjp
+def _tiled_product(x: Float[Array, "tokens k"], weight: Tiled) -> Float[Array, "tokens columns"]:
+    return x @ weight.whole
+
+
+_tiled_product.defvjp(
+    lambda x, weight: (x @ weight.whole, (x, replace(weight, tile=None))),
+    lambda saved, dy: (dy @ saved[1].whole.T, saved[1].gradient(saved[0], dy)),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gather_matmul(
-    x: Float[Array, "tokens k"], weights: Matrices, axes: MeshAxes, ring: Ring
+    x: Float[Array, "tokens k"], weights: Weights, axes: MeshAxes, ring: Ring
 ) -> Matrices:
-    return gather_products(x, weights, axes, ring)[0]
+    return gather_products(x, _wholes(weights), axes, ring)[0]
 
 
 def _gather_matmul_forward(
-    x: Float[Array, "tokens k"], weights: Matrices, axes: MeshAxes, ring: Ring
-) -> tuple[Matrices, tuple[Whole, Matrices]]:
-    outs, whole = gather_products(x, weights, axes, ring)
-    return outs, (whole, weights)
+    x: Float[Array, "tokens k"], weights: Weights, axes: MeshAxes, ring: Ring
+) -> tuple[Matrices, tuple[Whole, Weights]]:
+    outs, whole = gather_products(x, _wholes(weights), axes, ring)
+    return outs, (whole, _kept(weights))
 
 
 def _gather_matmul_backward(
-    axes: MeshAxes, ring: Ring, saved: tuple[Whole, Matrices], dys: Matrices
-) -> tuple[Float[Array, "tokens k"], Matrices]:
+    axes: MeshAxes, ring: Ring, saved: tuple[Whole, Weights], dys: Matrices
+) -> tuple[Float[Array, "tokens k"], Weights]:
     whole, weights = saved
-    dx = PRODUCT_SCATTERS["column gradients matmul"](dys, tuple(w.T for w in weights), axes, ring)
-    return dx, tuple(whole.T @ dy for dy in dys)
+    transposed = tuple(w.T for w in _wholes(weights))
+    dx = PRODUCT_SCATTERS["column gradients matmul"](dys, transposed, axes, ring)
+    dws = tuple(_gradient(w, whole, dy) for w, dy in zip(weights, dys, strict=True))
+    return dx.astype(whole.dtype), dws
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_scatter(
-    xs: Matrices, weights: Matrices, axes: MeshAxes, ring: Ring
+    xs: Matrices, weights: Weights, axes: MeshAxes, ring: Ring
 ) -> Float[Array, "tokens columns"]:
-    return PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring)
+    y = PRODUCT_SCATTERS["row matmul"](xs, _wholes(weights), axes, ring)
+    return y.astype(xs[0].dtype)
 
 
 def _matmul_scatter_backward(
     axes: MeshAxes,
     ring: Ring,
-    saved: tuple[Matrices, Matrices],
+    saved: tuple[Matrices, Weights],
     dy: Float[Array, "tokens columns"],
-) -> tuple[Matrices, Matrices]:
+) -> tuple[Matrices, Weights]:
     xs, weights = saved
-    dxs, whole = gather_products(dy, tuple(w.T for w in weights), axes, ring)
-    return dxs, tuple(x.T @ whole for x in xs)
+    dxs, whole = gather_products(dy, tuple(w.T for w in _wholes(weights)), axes, ring)
+    return dxs, tuple(_gradient(w, x, whole) for w, x in zip(weights, xs, strict=True))
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
 _matmul_scatter.defvjp(
     lambda xs, weights, axes, ring: (
-        PRODUCT_SCATTERS["row matmul"](xs, weights, axes, ring),
-        (xs, weights),
+        _matmul_scatter(xs, weights, axes, ring),
+        (xs, _kept(weights)),
     ),
     _matmul_scatter_backward,
 )

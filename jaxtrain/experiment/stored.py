@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.attention.splash import Splash, SplashBlocks
 from jaxtrain.checkpoint.run_config import NAME, read_config
 from jaxtrain.checkpoint.storage import json_text
 from jaxtrain.experiment.fields import Experiment
@@ -36,10 +37,15 @@ about spikes of the loss: which batches were skipped is in each save. A reducer 
 do, and `small_leaf` says which leaves they are of."""
 
 MOVED = {
-    "jaxtrain.nn.attention": "jaxtrain.attention.kernels",
-    "jaxtrain.nn.blockwise": "jaxtrain.attention.blockwise",
+    "jaxtrain.nn.attention:Cudnn": "jaxtrain.attention.cudnn:Cudnn",
+    "jaxtrain.nn.attention:Splash": "jaxtrain.attention.splash:Splash",
+    "jaxtrain.attention.kernels:Cudnn": "jaxtrain.attention.cudnn:Cudnn",
+    "jaxtrain.attention.kernels:Splash": "jaxtrain.attention.splash:Splash",
+    "jaxtrain.nn.attention:PlatformKernel": "jaxtrain.attention.kernels:PlatformKernel",
+    "jaxtrain.nn.attention:Reference": "jaxtrain.attention.kernels:Reference",
+    "jaxtrain.nn.blockwise:Blockwise": "jaxtrain.attention.blockwise:Blockwise",
 }
-"""Modules that older runs name classes of -> where those are now."""
+"""Classes as older runs name them -> where those are now."""
 
 
 class ForeignField(ValueError):
@@ -128,8 +134,11 @@ def _completed(stored: Any, known: dict[str, type]) -> Any:
         return stored
     found = {name: _completed(each, known) for name, each in stored.items()}
     name = stored.get("class")
-    if isinstance(name, str) and (module := name.partition(":")[0]) in MOVED:
-        name = found["class"] = MOVED[module] + name.removeprefix(module)
+    if isinstance(name, str) and name in MOVED:
+        name = found["class"] = MOVED[name]
+    if name == stored_name(Splash) and isinstance(size := found.pop("block", None), int):
+        # Once one size for all tiles.
+        found["blocks"] = config_of(SplashBlocks()) | dict.fromkeys(SplashBlocks().sizes(), size)
     if name == stored_name(BlockConfig) and found.get("adapters", ...) is None:
         del found["adapters"]  # once a field, which was None in every run
     for field in dataclasses.fields(known[name]) if isinstance(name, str) and name in known else ():

@@ -20,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.kernels import Cudnn, PlatformKernel, Reference, Splash
+from jaxtrain.attention.cudnn import Cudnn
+from jaxtrain.attention.kernels import PlatformKernel, Reference
+from jaxtrain.attention.splash import Splash, SplashBlocks
+from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.compression import Codec, Fp8, Int8, RandomK, Sign, TopK
 from jaxtrain.collectives.lax_form import Lax
@@ -67,7 +70,7 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "data"): (TextData, BigramChain),
     (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
     (Execution, "attention"): (
-        *(PlatformKernel, Reference, Blockwise, Cudnn, Splash),
+        *(PlatformKernel, Reference, Blockwise, Cudnn, Triton, Splash, SplashBlocks),
         types.NoneType,
     ),
     (Mixture, "parts"): (Source, TokenFiles),

@@ -35,7 +35,6 @@ class _Gpu:
     """What XLA's GPU compiler asks of a device (`GpuTargetConfigProto`). Memory in bytes."""
 
     name: str
-    capability: int
     cores: int
     fpus_per_core: int
     shared_per_core: int
@@ -44,9 +43,9 @@ class _Gpu:
     memory: int
     bandwidth: int
 
-    def target(self) -> str:
+    def target(self, capability: int) -> str:
         """The text proto. CUDA's versions are those of the wheels that jax 0.10 asks for."""
-        features = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
+        features = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
         limits = "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
         limits += " block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535"
         return f"""gpu_device_info {{ {limits} threads_per_block_limit: 1024 threads_per_warp: 32
@@ -57,7 +56,7 @@ class _Gpu:
             core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
             l2_cache_size: {self.l2} clock_rate_ghz: {self.clock_ghz}
             device_memory_size: {self.memory} memory_bandwidth: {self.bandwidth}
-            cuda_compute_capability {{ major: {self.capability} feature_extension: {features} }}
+            cuda_compute_capability {{ major: {capability} feature_extension: {features} }}
             device_address_bits: 64 name: "{self.name}" driver_version: "13.0.0"
             runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
             dnn_version: "9.10.0" }}
@@ -65,11 +64,11 @@ class _Gpu:
             device_description_str: "{self.name}" """
 
 
-_HOPPER = dict(capability=9, cores=132, fpus_per_core=128, shared_per_core=233472, l2=52428800)
+_HOPPER = dict(cores=132, fpus_per_core=128, shared_per_core=233472, l2=52428800)
 
 _GPUS = {
     "a100_80g": _Gpu(
-        "NVIDIA A100-SXM4-80GB", 8, 108, 64, 167936, 41943040, 1.41, 85100068864, 2039040000000
+        "NVIDIA A100-SXM4-80GB", 108, 64, 167936, 41943040, 1.41, 85100068864, 2039040000000
     ),
     "h100_sxm": _Gpu(
         "NVIDIA H100 80GB HBM3",
@@ -81,9 +80,7 @@ _GPUS = {
     "h200": _Gpu(
         "NVIDIA H200", **_HOPPER, clock_ghz=1.98, memory=151397597184, bandwidth=4800000000000
     ),
-    "b200": _Gpu(
-        "NVIDIA B200", 10, 148, 128, 233472, 132644864, 1.965, 191514411008, 7672320000000
-    ),
+    "b200": _Gpu("NVIDIA B200", 148, 128, 233472, 132644864, 1.965, 191514411008, 7672320000000),
 }
 """By the name of the chip. Source: openxla/xla, xla/backends/gpu/target_config/specs."""
 
@@ -115,7 +112,8 @@ def absent_devices(spec: MeshSpec) -> Sequence[Any]:
     if spec.chip.name in _GPUS:
         hosts = spec.devices // spec.devices_per_host
         shape = f"1x{hosts}x{spec.devices_per_host}"
-        target = _GPUS[spec.chip.name].target()
+        assert spec.chip.capability is not None, "a GPU of the table has one"
+        target = _GPUS[spec.chip.name].target(spec.chip.capability)
         return _described(
             spec, "cuda", topology_name=spec.chip.name, topology=shape, target_config=target
         )

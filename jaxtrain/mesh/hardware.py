@@ -29,11 +29,13 @@ class Chip:
     device) where the vendor publishes none. `hbm_gbytes` is what the driver reports, before what
     the runtime keeps for itself, `usable_gbytes` what it leaves to a program, where that is known:
     a GPU's pool, what a TPU's compiler has. `device_kinds` are JAX's names for this device.
+    `capability`: of a GPU, its major compute capability: 9 is Hopper.
     """
 
     name: str
     platform: str
     device_kinds: tuple[str, ...] = ()
+    capability: int | None = None
     devices_per_chip: int = 1
     bf16_flops: float
     fp8_flops: float | None = None
@@ -116,6 +118,7 @@ CHIPS: dict[str, Chip] = _by_name(
         Chip(
             name="a100_80g",
             platform="gpu",
+            capability=8,
             device_kinds=("NVIDIA A100-SXM4-80GB",),
             bf16_flops=312e12,
             fp32_flops=19.5e12,
@@ -128,6 +131,7 @@ CHIPS: dict[str, Chip] = _by_name(
         Chip(
             name="h100_sxm",
             platform="gpu",
+            capability=9,
             device_kinds=("NVIDIA H100 80GB HBM3",),
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
@@ -141,6 +145,7 @@ CHIPS: dict[str, Chip] = _by_name(
         Chip(
             name="h200",
             platform="gpu",
+            capability=9,
             device_kinds=("NVIDIA H200",),
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
@@ -154,6 +159,7 @@ CHIPS: dict[str, Chip] = _by_name(
         Chip(
             name="b200",
             platform="gpu",
+            capability=10,
             device_kinds=("NVIDIA B200",),
             bf16_flops=2250e12,
             fp8_flops=4500e12,

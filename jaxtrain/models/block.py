@@ -141,12 +141,13 @@ class Cache(NamedTuple):
 class Context(NamedTuple):
     """What all blocks of a forward pass share; arrays only, none differentiated.
 
-    positions [rows, seq]; segments [rows, seq] or None; ropes: (cos, sin) of each of `Place.ropes`;
-    keys: dropout's, None in evaluation; index: tokens already in the caches (generation).
+    positions [rows, seq]; starts [rows, seq], of each position the first of its document, or None;
+    ropes: (cos, sin) of each of `Place.ropes`; keys: dropout's, None in evaluation; index: tokens
+    already in the caches (generation).
     """
 
     positions: jax.Array
-    segments: jax.Array | None
+    starts: jax.Array | None
     ropes: tuple[tuple[jax.Array, jax.Array], ...]
     keys: DropoutKeys | None
     index: jax.Array | None = None
@@ -202,9 +203,7 @@ class Attention(nnx.Module):
             kernel=self.place.kernel,
         )
         if cache is None:
-            o = comm.attend(
-                lambda q, k, v, s: kernel(q, k, v, segments=s), q, k, v, context.segments
-            )
+            o = comm.attend(lambda q, k, v, s: kernel(q, k, v, starts=s), q, k, v, context.starts)
         else:
             assert context.index is not None, "a cache is read at an index"
             cache = _extend(cache, k, v, context.index)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from jaxtrain.attention.documents import document_starts
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.models.block import (
@@ -217,7 +218,8 @@ class Decoder(LayeredModel):
                 key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(at.reshape(-1))
             )
         ropes = tuple(tables(rope, positions, size) for rope, size in self.config.ropes)
-        return Context(positions, batch.get("segments"), ropes, keys)
+        starts = document_starts(batch["segments"]) if "segments" in batch else None
+        return Context(positions, starts, ropes, keys)
 
     def _embed(
         self, table: jax.Array, ids: jax.Array, context: Context, comm: Communicator

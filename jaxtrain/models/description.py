@@ -205,6 +205,12 @@ class ModelDescription:
         return {f"{STACK}{i}.": block for i, block in enumerate(self.period)}
 
     @property
+    def stacked_products(self) -> list[str]:
+        """The leaves of the stack that are multiplied by, by `column` or `row`."""
+        every = ((path, weight) for path, b in self.stacked.items() for weight in products(b))
+        return [path + weight.leaf for path, weight in every]
+
+    @property
     def blocks(self) -> dict[str, Block]:
         """All blocks by their paths, those of the period once."""
         return {**self.before, **self.stacked, **self.after}

@@ -175,6 +175,7 @@ class LayeredModel(nnx.Module):
             scatter=lambda g: comm.scatter(g, STACK),
             loop=loop,
             frozen=comm.frozen_of(stacked, STACK),
+            tiled=comm.tiled_products(STACK, lambda other: self.stack(other)[1]),
         )
         return layers(stacked, x, context)
 

@@ -105,6 +105,7 @@ class ModelStage:
             frozen=frozenset(
                 k.removeprefix(STACK) for k in self.inner.frozen if k.startswith(STACK)
             ),
+            tiled=self.inner.tiled_products(STACK, self._body),
         )
 
     def _reduce_chunk(self, grads: Arrays, at: At) -> Arrays:

@@ -11,7 +11,7 @@ share under sequence parallelism (Korthikanti et al. 2022) is a contiguous slice
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
+from jaxtrain.nn.tiles import TiledProducts
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
-Segments = Int[Array, "rows seq"] | None
+Starts = Int[Array, "rows seq"] | None
 Arrays = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
@@ -57,6 +59,13 @@ class Communicator(Protocol):
         """Those of the leaves named below `prefix` that are frozen: nobody asks for gradients."""
         ...
 
+    def tiled_products(
+        self, prefix: str, body_of: Callable[[Any], Callable[..., jax.Array]]
+    ) -> TiledProducts | None:
+        """How a layer's weights below `prefix` get gradients that are scattered while they are
+        made; None where all are scattered by `scatter`. body_of: as of `TiledProducts`."""
+        ...
+
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """x @ w for weights split by column: [tokens, embed] -> [tokens, part of the columns]."""
         ...
@@ -70,11 +79,16 @@ class Communicator(Protocol):
         """x @ w of what lies on the device."""
         ...
 
-    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
-        """Gradients of the weights of `column` from its x and its outputs' cotangents."""
+    def column_gradients(
+        self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
+        """Gradients of the weights of `column` from its x and its outputs' cotangents; in tiles
+        where `tiled` says of one how."""
         ...
 
-    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    def row_gradients(
+        self, x: jax.Array, dy: jax.Array, *, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
         """Gradient of the weight of `row` from its x and its output's cotangent."""
         ...
 
@@ -82,8 +96,8 @@ class Communicator(Protocol):
         """Rows `ids` [tokens] of the table [vocab, embed]."""
         ...
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-        """kernel(q, k, v, segments), each device with its rows and heads."""
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+        """kernel(q, k, v, starts), each device with its rows and heads."""
         ...
 
     def experts(
@@ -156,6 +170,11 @@ class Local:
     def frozen_of(self, params: Arrays, prefix: str) -> frozenset[str]:
         return frozenset(name for name in params if prefix + name in self.frozen)
 
+    def tiled_products(
+        self, prefix: str, body_of: Callable[[Any], Callable[..., jax.Array]]
+    ) -> TiledProducts | None:
+        return None
+
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x @ w for w in weights)
 
@@ -165,17 +184,21 @@ class Local:
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
 
-    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x.T @ dy for dy in dys)
+    def column_gradients(
+        self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
+        return _gradients(x, dys, tiled)
 
-    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-        return (x.T @ dy,)
+    def row_gradients(
+        self, x: jax.Array, dy: jax.Array, *, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
+        return _gradients(x, (dy,), tiled)
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return vectors[ids]
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-        return kernel(q, k, v, segments)
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+        return kernel(q, k, v, starts)
 
     def experts(
         self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
@@ -211,3 +234,12 @@ class Local:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         return x
+
+
+def _gradients(
+    x: jax.Array, dys: Sequence[jax.Array], tiled: Sequence[Tiled | None]
+) -> tuple[jax.Array, ...]:
+    return tuple(
+        x.T @ dy if each is None else each.gradient(x, dy).tile
+        for dy, each in zip(dys, tiled or (None,) * len(dys), strict=True)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.choice import Collectives
-from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
+from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import Index, vary
@@ -21,6 +21,7 @@ from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import LeafSplits, gather_bundle, rounds, scatter_bundle
 from jaxtrain.nn.communicator import Arrays, Experts, Local, Pair
+from jaxtrain.nn.tiles import Body, TiledProducts
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,10 @@ class Explicit(Local):
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
+    products: frozenset[str] = frozenset()
+    """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
+    tiled: Mapping[int, Tiled] = field(default_factory=dict)
+    """What is multiplied by in the place of an array, by its identity."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -65,14 +70,15 @@ class Explicit(Local):
             whole = gather_bundle(whole, split, self.collectives.fsdp)
         return whole
 
-    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
+    def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
+        """tiles: gradients of other leaves, that were scattered when they were made."""
         grads = super().scatter(grads, prefix)
         if not self.gather_weights:
             return grads
         grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
         for split in reversed(self._bundles(grads, prefix)):
-            grads = scatter_bundle(grads, split, self.collectives.fsdp)
-        return grads
+            grads = scatter_bundle(grads, split, self.collectives.scatters)
+        return {**grads, **(tiles or {})}
 
     def _bundles(self, params: Arrays, prefix: str) -> list[LeafSplits]:
         """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
@@ -84,25 +90,49 @@ class Explicit(Local):
             splits[name] = (place.in_use[lead:], place.params[lead:])
         return rounds(splits)
 
+    def tiled_products(self, prefix: str, body_of: Callable[[Any], Body]) -> TiledProducts | None:
+        by_product = isinstance(self.collectives.weight_gradients, Ring) and self.gather_weights
+        return TiledProducts(self, prefix, body_of) if by_product else None
+
+    def tiles(self, params: Arrays, prefix: str) -> dict[str, Tiled]:
+        """Those of `products` that are trained, and rest split along one dim of what they are in
+        use; none with its arrays."""
+        ring = self.collectives.weight_gradients
+        assert isinstance(ring, Ring), "asked for without a ring"
+        own = {k: p for k, p in params.items() if prefix + k in self.products - self.frozen}
+        first, *others = self._bundles(own, prefix) or [{}]
+        return {
+            name: Tiled(None, None, dim, axes, ring, jnp.dtype(self.reduce_dtype))
+            for name, (dim, axes) in first.items()
+            if not any(name in split for split in others)
+        }
+
+    def tiling(self, tiled: Mapping[int, Tiled]) -> Explicit:
+        return replace(self, tiled=tiled)
+
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        by = self.collectives.tensor
+        by, used = self.collectives.tensor, tuple(self.tiled.get(id(w), w) for w in weights)
         if isinstance(by, Ring):
-            return gather_matmul(x, weights, self.tensor, by)
+            return gather_matmul(x, used, self.tensor, by)
         x = gather_tokens("column gradients", self.tensor, by, x)
-        return tuple(x @ w for w in weights)
+        return tuple(multiply(x, w) for w in used)
 
     def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
         by = self.collectives.tensor
+        xs, weights = zip((x, self.tiled.get(id(weight), weight)), *beside, strict=True)
         if isinstance(by, Ring):
-            xs, weights = zip((x, weight), *beside, strict=True)
             return matmul_scatter(xs, weights, self.tensor, by)
-        return scatter_tokens("row", self.tensor, by, super().row(x, weight, *beside))
+        return scatter_tokens("row", self.tensor, by, matmul_scatter(xs, weights, (), Ring()))
 
-    def column_gradients(self, x: jax.Array, *dys: jax.Array) -> tuple[jax.Array, ...]:
-        return super().column_gradients(self.all_tokens(x), *dys)
+    def column_gradients(
+        self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
+        return super().column_gradients(self.all_tokens(x), *dys, tiled=tiled)
 
-    def row_gradients(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-        return super().row_gradients(x, self.all_tokens(dy))
+    def row_gradients(
+        self, x: jax.Array, dy: jax.Array, *, tiled: Sequence[Tiled | None] = ()
+    ) -> tuple[jax.Array, ...]:
+        return super().row_gradients(x, self.all_tokens(dy), tiled=tiled)
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         local = ids - self.vocab_offset(vectors.shape[0])

@@ -29,7 +29,7 @@ from jaxtrain.nn.communicator import (
     Local,
     Pair,
     Queries,
-    Segments,
+    Starts,
 )
 
 
@@ -72,7 +72,7 @@ class Gspmd(Local):
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return _embed(self.reduce_dtype, vectors, ids)
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
         """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
         sizes = dict(self.mesh.shape)
         table = self.rules.activations
@@ -86,7 +86,7 @@ class Gspmd(Local):
             out_specs=queries,
             check_vma=False,
         )
-        return run(q, k, v, segments)
+        return run(q, k, v, starts)
 
     def experts(
         self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]

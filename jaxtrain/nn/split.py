@@ -21,10 +21,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator, Pair
 from jaxtrain.nn.remat import remat
-from jaxtrain.nn.stack import Body, Layers, Saved, Stream, depth, like, pack_residuals, pinned_slice
+from jaxtrain.nn.stack import (
+    Body,
+    Layers,
+    Saved,
+    Stream,
+    depth,
+    like,
+    pack_residuals,
+    pinned_slice,
+    scattered,
+)
 
 Arrays = dict[str, jax.Array]
 Carry = TypeVar("Carry")
@@ -131,14 +142,21 @@ class SplitLayers:
         """W: gradients of the matrices, stacked."""
 
         def step(carry: tuple[()], layer: Index, one: Stash) -> tuple[tuple[()], Arrays]:
-            grads: Arrays = {}
+            ways, grads = self._tiled(params), {}
             for (way, names), (x, dys) in one.items():
-                made = getattr(self.comm, f"{way}_gradients")(x, *dys)
+                tiled = [ways.get(name) for name in names]
+                made = getattr(self.comm, f"{way}_gradients")(x, *dys, tiled=tiled)
                 grads |= dict(zip(names, made, strict=True))
-            return carry, like(self.layers.scatter(grads), params)
+            tiles = {k: grads.pop(k) for k in ways if k in grads}
+            return carry, scattered(self.layers, (grads, tiles), params)
 
         grads = self._over_layers(step, (), depth(params), stash)[1]
         return _stack(grads) if self.layers.loop.unroll else grads
+
+    def _tiled(self, params: Arrays) -> dict[str, Tiled]:
+        """How matrices get gradients that need no scatter. params: stacked."""
+        tiled = self.layers.tiled
+        return {} if tiled is None else tiled.ways({k: p[0] for k, p in params.items()})
 
     def _forward_with_residuals(
         self, weights: Arrays, x: Stream, extras: PyTree, layer: Index

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.remat import remat
+from jaxtrain.nn.tiles import TiledProducts
 
 Arrays = dict[str, jax.Array]
 Stream = Float[Array, "tokens embed"]
@@ -53,7 +54,8 @@ class Layers:
     """A stack of layers: x [tokens, embed] -> x.
 
     body: what a layer does. fetch turns one layer's parameters into what `body` uses, and scatter
-    is its adjoint. frozen: names of parameters that are not differentiated.
+    is its adjoint. frozen: names of parameters that are not differentiated. tiled: how some get
+    gradients that need no scatter; None where there are none.
 
     Leaves of `params` are stacked on dim 0, as they rest; `extras` (positions, segment ids, keys)
     are not differentiated.
@@ -64,6 +66,7 @@ class Layers:
     scatter: Callable[[Arrays], Arrays]
     loop: LayerLoop
     frozen: frozenset[str] = frozenset()
+    tiled: TiledProducts | None = None
 
     def __call__(self, params: Arrays, x: Stream, extras: PyTree) -> Stream:
         """x after all layers."""
@@ -121,13 +124,15 @@ def _forward_with_residuals(
 ) -> tuple[Stream, Saved]:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
-    held = {k: weights[k] for k in stack.frozen}
+    tiles = {} if stack.tiled is None else stack.tiled.zeros(weights, x, extras)
+    held = {k: weights[k] for k in (*stack.frozen, *tiles)}
     moved = {k: w for k, w in weights.items() if k not in held}
 
-    def run(moved: Arrays, x: Stream, extras: PyTree) -> Stream:
-        return stack.body({**moved, **held}, x, extras, layer)
+    def run(moved: Arrays, tiles: Arrays, x: Stream, extras: PyTree) -> Stream:
+        body = stack.body if stack.tiled is None else stack.tiled.body(weights, tiles)
+        return body({**moved, **held}, x, extras, layer)
 
-    y, vjp = jax.vjp(remat(run, stack.loop.remat), moved, x, extras)
+    y, vjp = jax.vjp(remat(run, stack.loop.remat), moved, tiles, x, extras)
     return y, pack_residuals(vjp, (weights, extras))
 
 
@@ -164,11 +169,14 @@ class Saved:
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def pull_back(self, weights: Arrays, extras: PyTree, dy: Stream) -> tuple[Arrays, Stream]:
+    def pull_back(self, weights: Arrays, extras: PyTree, dy: Stream) -> tuple[Made, Stream]:
         """Gradients of the weights and of x."""
-        dw, dx, _ = self.unpack((weights, extras))(dy)
-        return dw, dx
+        dw, tiles, dx, _ = self.unpack((weights, extras))(dy)
+        return (dw, tiles), dx
 
+
+Made = tuple[Arrays, Arrays]
+"""Gradients of weights: whole ones, to be scattered, and those that were when they were made."""
 
 Kept = tuple[Saved, Arrays | None]
 """Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
@@ -236,7 +244,7 @@ def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Arrays, 
             shards, dx = pinned_slice(params, layer, dx)
             weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        return dx, like(stack.scatter(dw), params)
+        return dx, scattered(stack, dw, params)
 
     dx, grads = lax.scan(step, dy, (jnp.arange(depth(params)), out), reverse=True)
     return grads, dx, None
@@ -253,7 +261,7 @@ def _backward_unrolled(
             shards, dx = pinned_slice(params, layer, dx)
             weights = stack.fetch(shards)
         dw, dx = saved.pull_back(weights, extras, dx)
-        grads.append(like(stack.scatter(dw), params))
+        grads.append(scattered(stack, dw, params))
     return jax.tree.map(lambda *g: jnp.stack(g), *reversed(grads)), dx, None
 
 
@@ -272,11 +280,11 @@ def _backward_prefetched(
         return stack.fetch(shards), dx
 
     def step(
-        carry: tuple[Stream, PyTree, Arrays], at: tuple[Index, Kept]
-    ) -> tuple[tuple[Stream, PyTree, Arrays], Arrays]:
+        carry: tuple[Stream, PyTree, Made], at: tuple[Index, Kept]
+    ) -> tuple[tuple[Stream, PyTree, Made], Arrays]:
         dx, weights, pending = carry
         layer, (saved, kept) = at
-        done = like(stack.scatter(pending), params)
+        done = scattered(stack, pending, params)
         if kept is None:
             following, dx = fetched(jnp.maximum(layer - 1, 0), dx)
         else:
@@ -286,16 +294,23 @@ def _backward_prefetched(
 
     if layers == 1:
         dw, dx = saved.pull_back(weights, extras, dy)
-        return jax.tree.map(lambda g: g[None], like(stack.scatter(dw), params)), dx, None
+        return jax.tree.map(lambda g: g[None], scattered(stack, dw, params)), dx, None
     following: PyTree = ()
     if out[1] is None:
         following, dy = fetched(layers - 2, dy)
     pending, dx = saved.pull_back(weights, extras, dy)
     carry = (dx, following, pending)
     (dx, _, pending), grads = lax.scan(step, carry, (jnp.arange(layers - 1), out), reverse=True)
-    first = like(stack.scatter(pending), params)
+    first = scattered(stack, pending, params)
     grads = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grads)
     return grads, dx, None
+
+
+def scattered(stack: Layers, made: Made, params: Arrays) -> Arrays:
+    """Gradients as parameters rest, in their dtypes."""
+    whole, tiles = made
+    grads = stack.scatter(whole) if stack.tiled is None else stack.tiled.scatter(whole, tiles)
+    return like(grads, params)
 
 
 def like(grads: Arrays, params: Arrays) -> Arrays:

@@ -12,9 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.kernels import Cudnn, PlatformKernel, Reference, Splash, choose
+from jaxtrain.attention.cudnn import Cudnn
+from jaxtrain.attention.kernels import PlatformKernel, Reference, choose
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
+from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.mesh.sharding import ways
@@ -31,7 +34,7 @@ from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
 from jaxtrain.step.assembly import Assembly
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
-OPAQUE = (Cudnn, Splash)
+OPAQUE = (Cudnn, Triton, Splash)
 """Kernels whose products no program shows."""
 
 
@@ -63,6 +66,30 @@ def asked_flops(assembly: Assembly) -> float | None:
             return None
         total += asked / tensor
     return micro * total
+
+
+def attention_kernels(assembly: Assembly) -> tuple[str, ...] | None:
+    """The distinct attention kernels of the model's layers; None where it says nothing of them."""
+    if assembly.description is None or assembly.description.tokens is None:
+        return None
+    seq = assembly.abstract_batch()[assembly.description.tokens].shape[2]
+    calls = (each for block in assembly.described.layers for each in operations(block))
+    found = (_kernel(assembly, call, seq) for call in calls if isinstance(call, AttentionCall))
+    return tuple(dict.fromkeys(map(str, found)))
+
+
+def opaque_flops(assembly: Assembly) -> float:
+    """FLOPs of one device's step in attention kernels that no program shows, of the (query, key)
+    pairs the mask leaves of whole rows: two products forward, and once more where remat keeps no
+    output; five backward (Dao et al. 2022)."""
+    if not attention_kernels(assembly):
+        return 0.0
+    again = 1 if assembly.loop.remat in ("full", "dots") else 0
+    seq, total = assembly.abstract_batch()[assembly.described.tokens].shape[2], 0.0
+    for call in (each for block in assembly.described.layers for each in operations(block)):
+        if isinstance(call, AttentionCall) and isinstance(_kernel(assembly, call, seq), OPAQUE):
+            total += call.flops.flops(call.flops.pairs(seq)) * (1 + again + 2.5)
+    return total * assembly.largest_batch / assembly.spec.devices
 
 
 def _operation_flops(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | None:
@@ -107,7 +134,9 @@ def _kernel(assembly: Assembly, a: AttentionCall, seq: int) -> Any:
         dtype=jnp.dtype(e.precision.compute),
         seq=seq,
         head_dim=a.head_dim,
-        segments="segments" in assembly.fields,
-        softcap=a.softcap is not None,
+        documents="segments" in assembly.fields,
+        window=a.window,
+        softcap=a.softcap,
         checked=assembly.explicit and assembly.check_vma,
+        capability=kernel.capability,
     )

@@ -26,6 +26,7 @@ from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars
 from jaxtrain.pipeline.analysis import Span
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.planner.facts import (
+    Algorithms,
     LeafFacts,
     LeafSumFacts,
     LoopFacts,
@@ -100,9 +101,18 @@ def facts_of(assembly: Assembly) -> StepFacts:
         optimizer=_optimizer_facts(
             e.optimizer, {k: p for k, p in assembly.places.items() if p.trained}
         ),
-        fsdp_by=algorithm_name(assembly.collectives.fsdp),
-        tensor_by=algorithm_name(assembly.collectives.tensor),
+        by=_algorithms(assembly),
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
+    )
+
+
+def _algorithms(assembly: Assembly) -> Algorithms:
+    chosen = assembly.collectives
+    return Algorithms(
+        algorithm_name(chosen.fsdp),
+        algorithm_name(chosen.tensor),
+        algorithm_name(chosen.scatters),
+        tiled=isinstance(chosen.weight_gradients, Ring),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +18,11 @@ from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
-from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.planner.arithmetic import asked_flops, attention_kernels, opaque_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
-from jaxtrain.planner.contract import Contract, Key, collective_totals, contract
+from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
 from jaxtrain.planner.overhead import Overhead, overhead
+from jaxtrain.planner.seconds import matmul_seconds
 from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
@@ -31,6 +32,7 @@ from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_
 from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
 from jaxtrain.telemetry.overlap import Tally, overlaps, tally
+from jaxtrain.telemetry.roofline import Roofline, roofline
 from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.violations import raise_violations
 
@@ -54,9 +56,13 @@ class CompileReport:
     memory: bytes, as `telemetry.hlo.peak_memory` has them. fits: whether the peak is within what a
     program may take of the chip, and XLA has not said otherwise; None where it is unknown. sent:
     what the program sends, by (kind, mesh axes, dtype): count and bytes. contract: None where XLA
-    chose the collectives. overlap: by kind, empty where the program has no schedule. flops: of
-    matmuls XLA sees; asked_flops: of those the source asks for, at the most, None where that is not
-    known; `opaque`: kernels XLA does not see.
+    chose the collectives. overlap: of the same keys what stands between start and done, empty where
+    the program has no schedule. flops: of matmuls XLA sees; asked_flops: of those the source asks
+    for, at the most, None where that is not known; `opaque`: kernels XLA does not see. attention:
+    the kernels that layers run, None of a model that says nothing of itself. roofline: seconds at
+    the chip's peaks, opaque kernels by their bytes alone. mfu_bound: the model's FLOPs, causal,
+    over what the chip could do in that time, with the arithmetic of opaque kernels added to it;
+    None where the model says nothing of itself.
     """
 
     checked: CheckReport
@@ -68,13 +74,23 @@ class CompileReport:
     opaque: dict[str, int]
     sent: dict[Key, tuple[int, float]]
     contract: Contract | None
-    overlap: dict[str, Tally]
+    overlap: dict[Key, Tally]
     violations: tuple[str, ...]
+    attention: tuple[str, ...] | None = None
+    roofline: Roofline = Roofline()  # noqa: RUF009 (frozen)
+    mfu_bound: float | None = None
 
     @cached_property
     def work(self) -> Overhead | None:
         """What a pipeline does over what it needs to; None without one."""
         return overhead(self.checked.assembly)
+
+    def _hidden(self, key: Key) -> dict[str, float | None]:
+        """Bytes sent while a matmul runs, and the others; None of a program without a schedule."""
+        of = self.overlap.get(key)
+        if of is None:
+            return {"hidden_bytes": None, "exposed_bytes": None}
+        return {"hidden_bytes": of.hidden_bytes, "exposed_bytes": of.exposed_bytes}
 
     def table(self) -> str:
         """What the program sends, each line with the prediction beside it where there is one."""
@@ -110,14 +126,23 @@ class CompileReport:
             f"matmul FLOPs of a device's step: {self.flops:,.0f}"
             + ("" if self.asked_flops is None else f"; asked for: {self.asked_flops:,.0f}"),
         ]
+        if not self.checked.assembly.spec.simulated:
+            lines.append(
+                f"{self.roofline.kernels:,} kernels, {self.roofline.seconds:.3g} s at the chip's "
+                f"peaks, {self.roofline.memory_bound_s:.3g} s of it at its memory's"
+                + ("" if self.mfu_bound is None else f": at most {self.mfu_bound:.0%} causal MFU")
+            )
         lines += [] if self.work is None else [self.work.summary()]
+        if self.attention:
+            lines.append(f"attention: {', '.join(self.attention)}")
         if self.opaque:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
         lines += [
-            f"{kind}: {each.asynchronous:,} of {each.count:,} asynchronous, {each.hidden:,} hidden "
-            f"behind a matmul"
-            for kind, each in sorted(self.overlap.items())
+            f"{' '.join(_spelt(key))}: {each.asynchronous:,} of {each.count:,} asynchronous, "
+            f"{each.hidden:,} hidden behind a matmul; {each.exposed_bytes:,.0f} of "
+            f"{each.wire_bytes:,.0f} bytes are not"
+            for key, each in sorted(self.overlap.items())
             if each.asynchronous
         ]
         if why := why_not_predicted(self.checked.assembly):
@@ -133,6 +158,7 @@ class CompileReport:
         sizes |= {"temp": self.memory["temp_bytes"], "peak": self.memory["peak_bytes"]}
         found: list[dict[str, Any]] = [
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
+            | self._hidden(k)
             for k, (n, b) in sorted(self.sent.items())
         ]
         return {
@@ -141,9 +167,13 @@ class CompileReport:
             "usable_bytes": self.checked.assembly.spec.usable_bytes,
             "collectives": found,
             "contract": None if self.contract is None else not self.contract.broken,
+            "attention": None if self.attention is None else list(self.attention),
             "flops": self.flops,
             "asked_flops": self.asked_flops,
             "compile_s": self.compile_s,
+            "kernels": self.roofline.kernels,
+            "roofline_s": self.roofline.seconds,
+            "mfu_bound": self.mfu_bound,
             "violations": list(self.violations),
             **({} if self.work is None else {"pipeline_work": self.work.as_json()}),
         }
@@ -178,18 +208,16 @@ def compile_experiment(
     violations: a broken contract, collectives in branches that devices take differently, on
     simulated devices collectives that do not wait for a loop of others, weights that XLA gathers
     whole because it finds no better way, memory that it cannot save, products that it makes again
-    to save it. Raises ValueError with every violation of experiment and mesh, where
-    the mesh can neither be made nor compiled for, and where the compiler refuses so much memory.
+    to save it. Raises ValueError with every violation of experiment and mesh, where the mesh can
+    neither be made nor compiled for, and where the compiler refuses so much memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     checked = check_anywhere(experiment, mesh)
-    assembly = checked.assembly
-    spec = assembly.spec
+    assembly, spec = checked.assembly, checked.assembly.spec
     active = active_mesh(_mesh(spec), assembly.sizes)
-    raise_violations(
-        option_violations(dict(spec.compiler_options), active.devices.flat[0]), spec.where
-    )
+    refused = option_violations(dict(spec.compiler_options), active.devices.flat[0])
+    raise_violations(refused, spec.where)
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
@@ -203,7 +231,6 @@ def compile_experiment(
     held = contract(assembly, lowered_collectives(lowered), found) if stated else None
     peak, squeezed = memory["peak_bytes"], _memory_warnings(log())
     flops, asked = dot_flops(text), asked_flops(assembly)
-    scheduled = "is_scheduled=true" in text.partition("\n")[0]
     return CompileReport(
         checked=checked,
         memory=memory,
@@ -214,7 +241,7 @@ def compile_experiment(
         opaque=opaque_kernels(text),
         sent=collective_totals(found, assembly.sizes),
         contract=held,
-        overlap=tally(overlaps(text)) if scheduled else {},
+        overlap=_overlap(text, assembly.sizes),
         violations=(
             *law,
             *(side_by_side(text) if spec.simulated else ()),
@@ -223,7 +250,31 @@ def compile_experiment(
             *_made_again(flops, asked),
             *_broken(held),
         ),
+        attention=attention_kernels(assembly),
+        roofline=(least := _roofline(text, assembly)),
+        mfu_bound=_mfu_bound(assembly, least),
     )
+
+
+def _roofline(text: str, assembly: Assembly) -> Roofline:
+    bandwidth = assembly.spec.chip.hbm_bandwidth_gbytes
+    return roofline(text, peak_flops=assembly.peak_flops, bandwidth_gbytes=bandwidth)
+
+
+def _mfu_bound(assembly: Assembly, least: Roofline) -> float | None:
+    if assembly.description is None or assembly.tokens is None:
+        return None
+    step_s = least.seconds + opaque_flops(assembly) / assembly.peak_flops
+    return matmul_seconds(assembly) / step_s
+
+
+def _overlap(text: str, sizes: Mapping[str, int]) -> dict[Key, Tally]:
+    """Of each key of `sent`, what mixes dtypes with each; nothing of an unscheduled program."""
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        return {}
+    parts = (replace(each, parts=(part,)) for each in overlaps(text) for part in each.parts)
+    several = [part for part in parts if part.parts[0].group_size > 1]
+    return tally(several, lambda each: key_of(each.parts[0], sizes))
 
 
 def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:

@@ -179,11 +179,16 @@ def collective_totals(
     for each in compiled:
         if each.group_size == 1:
             continue
-        key = Key(each.kind, axes_of(each.groups, sizes), each.dtype)
+        key = key_of(each, sizes)
         count, size = found.get(key, (0, 0.0))
         arrays = each.count * each.arrays
         found[key] = (count + arrays, size + each.total_wire_bytes)
     return found
+
+
+def key_of(each: Collective, sizes: Mapping[str, int]) -> Key:
+    """What a program's collective is told apart by; `sizes` are its mesh axes, in order."""
+    return Key(each.kind, axes_of(each.groups, sizes), each.dtype)
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -67,6 +67,17 @@ class SumFacts:
     factors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
+class Algorithms(NamedTuple):
+    """Named as in `collectives.steps.SCHEDULES`: of `Collectives`' fields, weights' gradients by
+    that of `fsdp` where they have none of their own. tiled: gradients of the stack's products are
+    scattered while they are made."""
+
+    fsdp: str
+    tensor: str
+    weight_gradients: str
+    tiled: bool
+
+
 class LeafSumFacts(NamedTuple):
     """A sum over dims of a leaf, in which those `gone` have size 1 already."""
 
@@ -130,7 +141,7 @@ class StepFacts:
       the loss takes them in. leaves: parameters by path.
     compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
       once a step. pipeline: None without one; then all microbatches take the same way.
-    fsdp_by, tensor_by: algorithms, named as in `collectives.steps.SCHEDULES`.
+    by: algorithms.
     """
 
     sizes: Mapping[str, int]
@@ -146,8 +157,7 @@ class StepFacts:
     sharded: bool
     sums: SumFacts
     optimizer: OptimizerFacts
-    fsdp_by: str
-    tensor_by: str
+    by: Algorithms
     pipeline: PipelineFacts | None = None
 
     def trains(self, *prefixes: str) -> bool:

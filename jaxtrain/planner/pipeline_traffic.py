@@ -80,7 +80,7 @@ def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> l
     """A stage's tokens, gathered from the shares of all stages or scattered to them."""
     size = facts.tokens // ways(facts, facts.tensor) * facts.model.embed
     return collective_traffic(
-        facts, why, collective, facts.tensor_by, (p.axis,), facts.compute, size
+        facts, why, collective, facts.by.tensor, (p.axis,), facts.compute, size
     )
 
 

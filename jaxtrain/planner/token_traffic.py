@@ -30,7 +30,7 @@ def _token_collectives(
     facts: StepFacts, why: str, collective: str, axes: MeshAxes, count: int
 ) -> Iterator[Sent]:
     size = facts.tokens * facts.model.embed
-    by = facts.tensor_by if axes == facts.tensor else "lax"
+    by = facts.by.tensor if axes == facts.tensor else "lax"
     one = collective_traffic(facts, why, collective, by, axes, facts.compute, size)
     return times(one, count)
 

@@ -21,18 +21,36 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
     found = []
     for axes, name, elements in _group(facts, leaves, dtype):
         found += collective_traffic(
-            facts, why, "all_gather", facts.fsdp_by, axes, name, elements // layers
+            facts, why, "all_gather", facts.by.fsdp, axes, name, elements // layers
         )
     return found
 
 
 def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
-    """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
-    found = []
-    for axes, name, elements in _group(facts, _trained_leaves(leaves), lambda leaf: facts.reduce):
+    """Gradients of those that are trained summed and scattered back: in the dtype of sums, but
+    those in tiles in the one that a product of the compute dtype is summed in."""
+    leaves, by, found = _trained_leaves(leaves), facts.by.weight_gradients, []
+    tiled = _tiled(facts, leaves)
+    for axes, name, elements in _group(
+        facts, {k: v for k, v in leaves.items() if k not in tiled}, lambda leaf: facts.reduce
+    ):
         size = elements // layers
-        found += collective_traffic(facts, why, "reduce_scatter", facts.fsdp_by, axes, name, size)
+        found += collective_traffic(facts, why, "reduce_scatter", by, axes, name, size)
+    for leaf, axes in tiled.items():
+        size = local_elements(facts, leaves[leaf], leaves[leaf].in_use) // layers
+        line = f"{why}, in tiles"
+        found += collective_traffic(facts, line, "reduce_scatter", by, axes, facts.compute, size)
     return found
+
+
+def _tiled(facts: StepFacts, leaves: Leaves) -> dict[str, MeshAxes]:
+    """Leaves whose gradients are scattered while they are made, and over which mesh axes: products'
+    that are split along one dim more at rest than in use."""
+    if not facts.by.tiled:
+        return {}
+    those = {k: leaves[k] for k in facts.model.stacked_products if k in leaves}
+    first, *others = _rounds({k: (v.in_use, v.params) for k, v in those.items()}) or [{}]
+    return {k: axes for k, axes in first.items() if not any(k in turn for turn in others)}
 
 
 def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
@@ -98,7 +116,7 @@ def _together(
             small[axes, dtype] += elements
             continue
         line = f"{why}: {name}"
-        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.by.fsdp, axes, dtype, elements)
     for (axes, dtype), elements in small.items():
         line = f"{why}: small leaves"
-        yield from collective_traffic(facts, line, collective, facts.fsdp_by, axes, dtype, elements)
+        yield from collective_traffic(facts, line, collective, facts.by.fsdp, axes, dtype, elements)

@@ -14,6 +14,8 @@ import numpy as np
 import optax
 
 from jaxtrain.attention.kernels import PlatformKernel
+from jaxtrain.attention.splash import Splash
+from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
@@ -58,6 +60,12 @@ KEEP_BARRIERS = "cse_barrier_expander"
 """XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
 time: with it nothing is rematerialised there, and gathers leave their places. Other platforms keep
 their barriers that long by themselves."""
+
+
+MOST_TILES = 32
+"""Into how many tiles the product of a weight's gradient is cut by default: those of 4,096 rows are
+then 128 or more, below which a TPU's matrix unit is not filled, and all of them are written out in
+the program."""
 
 
 class OnStages(NamedTuple):
@@ -153,9 +161,17 @@ class Assembly:
 
     @property
     def check_vma(self) -> bool:
-        """Off on TPU unless asked for: Pallas kernels, splash attention among them, refuse it."""
-        asked = self.experiment.execution.check_vma
-        return platform_of(self.spec) != "tpu" if asked is None else asked
+        """Off, unless asked for, where attention is a Pallas kernel, which refuses it: on TPUs, and
+        for documents on GPUs before Hopper."""
+        execution = self.experiment.execution
+        kernel = execution.attention
+        if execution.check_vma is not None:
+            return execution.check_vma
+        if not isinstance(kernel, PlatformKernel):
+            return not isinstance(kernel, Splash | Triton)
+        before_hopper = kernel.capability is not None and kernel.capability < 9
+        packed = kernel.platform == "gpu" and before_hopper and "segments" in self.fields
+        return kernel.platform != "tpu" and not packed
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
@@ -247,7 +263,8 @@ def try_assemble(
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
     if experiment.execution.attention is None and describes(experiment.model):
-        chosen = replace(experiment.execution, attention=PlatformKernel(platform_of(spec)))
+        kernel = PlatformKernel(platform_of(spec), spec.chip.capability)
+        chosen = replace(experiment.execution, attention=kernel)
         experiment = replace(experiment, execution=chosen)
     violations = field_violations(experiment)
     mode = chosen_mode(experiment, violations)
@@ -355,10 +372,14 @@ def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
 
 
 def default_collectives(spec: MeshSpec) -> Collectives:
-    """On TPU collective matmuls for tensor parallelism: there the compiler hides each hop
-    behind a product, and leaves the plain gather synchronous (experiments/LOG.md). Elsewhere the
-    compiler's own: on simulated devices nothing is hidden, on GPUs nothing is measured yet."""
-    return Collectives(tensor=Ring()) if platform_of(spec) == "tpu" else Collectives()
+    """On TPU collective matmuls, for tensor parallelism and for weights' gradients: there the
+    compiler hides each hop behind a product, and leaves the plain gather, and the reduce-scatter as
+    a whole all-reduce, synchronous (experiments/LOG.md). Elsewhere the compiler's own: on simulated
+    devices nothing is hidden, on GPUs nothing is measured yet."""
+    if platform_of(spec) != "tpu":
+        return Collectives()
+    tiles = math.prod(spec.shape[axis] for axis in ("fsdp", "expert"))
+    return Collectives(tensor=Ring(), weight_gradients=Ring(1) if 1 < tiles <= MOST_TILES else None)
 
 
 def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:

@@ -278,8 +278,8 @@ class _SummedByLayer(Explicit):
 
     reduction: Reduction = field(kw_only=True)
 
-    def scatter(self, grads: Arrays, prefix: str) -> Arrays:
-        return self.reduction.all_reduce_layer(super().scatter(grads, prefix), prefix)
+    def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
+        return self.reduction.all_reduce_layer(super().scatter(grads, prefix, tiles), prefix)
 
 
 def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
@@ -292,6 +292,7 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
         reduce_dtype=precision.reduce,
         collectives=assembly.collectives,
         frozen=assembly.frozen,
+        products=frozenset(assembly.described.stacked_products),
     )
     if reduction is not None and reduction.layers:
         return _SummedByLayer(precision.compute, **fields, reduction=reduction)

@@ -1,7 +1,8 @@
 """Totals over a compiled program: every call followed, every loop multiplied by its trip count.
 
 Of a `conditional` each branch counts as often as it is taken, where the program itself settles that
-(`hlo_values.py`): a pipeline's head stands in a branch that a constant table of its loop opens.
+(`hlo_values.py`): a pipeline's head stands in a branch that a constant table of its loop opens. Of
+others, those traced under the name scope FALLBACK, for inputs that hardly occur, do not count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls
 from jaxtrain.telemetry.hlo_values import Scope, Turn
 
 _T = TypeVar("_T")
+
+FALLBACK = "fallback"
+"""Name scope of what a program holds for inputs that are not expected, in a branch of its own."""
 
 
 def fold(
@@ -92,13 +96,18 @@ class _Fold(Generic[_T]):
         branches = [scope.branch(each, i, name) for i, name in enumerate(group)]
         chosen = [scope.chosen(each, turn) for turn in turns]
         if None in chosen:
-            some = self._choose([self._total(branch, [None]) for branch in branches])
+            usual = [branch for branch in branches if not _is_fallback(branch.body)]
+            some = self._choose([self._total(branch, [None]) for branch in usual or branches])
             return [self._times(some, len(turns))]
         parts = []
         for number, branch in enumerate(branches):
             taken = [turn for turn, i in zip(turns, chosen, strict=True) if i == number]
             parts += [self._total(branch, taken)] if taken else []
         return parts
+
+
+def _is_fallback(branch: Computation) -> bool:
+    return any(FALLBACK in each.op_name.split("/") for each in branch.instructions.values())
 
 
 def _below(each: Instruction) -> list[str]:

@@ -84,6 +84,11 @@ class Tally:
     asynchronous_bytes: float
     hidden_bytes: float
 
+    @property
+    def exposed_bytes(self) -> float:
+        """What is sent while no matmul runs."""
+        return self.wire_bytes - self.hidden_bytes
+
 
 def overlaps(text: str) -> list[Overlap]:
     """Every collective of a scheduled program, in printed order.

@@ -167,7 +167,7 @@ def field_violations(experiment: Experiment) -> list[str]:
 def _kernel_like(given: Any) -> str:
     """What was probably meant by the name of a kernel, or by its class."""
     name = str(getattr(given, "__name__", given)).lower()
-    known = ("Reference()", "Blockwise()", "Cudnn()", "Splash()")
+    known = ("Reference()", "Blockwise()", "Cudnn()", "Triton()", "Splash()")
     return next((each for each in known if each[:-2].lower() in name), known[1])
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -155,20 +154,13 @@ def test_ticks_with_one_kind_of_work_are_the_schedules_own(pipeline: Any) -> Non
 
 
 @pytest.fixture
-def optimised() -> Iterator[None]:
-    """What a compiler drops it drops when it optimises."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-
-
-@pytest.fixture
 def small(decoder: Experiment) -> Experiment:
     return replace(decoder, model=replace(decoder.model, layers=2, tied=False), batch=2)
 
 
 @pytest.mark.slow
 def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
-    optimised: None, small: Experiment
+    optimising_compiler: None, small: Experiment
 ) -> None:
     """In multiplications, as compiled: the step costs what its table says, of costs counted in the
     programs that are timed."""
@@ -206,7 +198,7 @@ def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
 
 @pytest.mark.slow
 def test_a_step_without_ticks_makes_its_buffers_and_updates(
-    optimised: None, small: Experiment
+    optimising_compiler: None, small: Experiment
 ) -> None:
     machine = bench._Machine(small, 2)
     for number, pipeline in enumerate((ONE, SPLIT)):

@@ -50,8 +50,9 @@ clipping undoes its relative rate."""
 DEFAULT = {
     ("small gradients", "doubled"),
     ("weight gradients", "removed"),
+    ("weight gradients matmul", "removed"),
 }
-"""One all-reduce too many, one reduce-scatter gone."""
+"""One all-reduce too many, one reduce-scatter gone, and one within a product."""
 
 
 def ordered(name: str) -> tuple[list[Layout], int]:
@@ -68,6 +69,9 @@ def ordered(name: str) -> tuple[list[Layout], int]:
             "column gradients": tensor and layout.mode == "explicit",
             "row matmul": tensor and layout.mode == "explicit, ring",
             "column gradients matmul": tensor and layout.mode == "explicit, ring",
+            "weight gradients matmul": layout.mode == "explicit, ring"
+            and layout.sharding == "fsdp"
+            and "fsdp" in dict(layout.axes),
         }
         for ends in ("pipeline output", "pipeline input gradients"):
             uses[ends] = layout.pipeline == "1F1B" and layout.precision == "fp32"

@@ -136,8 +136,8 @@ def test_one_level_is_the_slow_algorithm_itself():
     [("ring", r"=Ring\(\)"), (Recursive, r"=Recursive\(\)"), (2, r"=Lax\(\), Ring\(\) or")],
 )
 def test_a_choice_is_an_algorithms_value(kind, value, fix):
-    first, second = kind.__dataclass_fields__
-    for name in (first, second):
+    first, second, *others = kind.__dataclass_fields__
+    for name in (first, second, *others):
         with pytest.raises(
             ValueError, match=f"{name}=.* must be an algorithm's value; use {name}{fix}"
         ):

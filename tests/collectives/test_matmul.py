@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.matmul import gather_matmul, matmul_scatter
+from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.vary import vary
 
 RINGS = (Ring(1), Ring(2), Ring(1, unroll=False), Ring(2, unroll=False))
 K, COLUMNS = 6, (4, 5)
@@ -108,6 +109,33 @@ def test_matmul_scatter(ring, n, check_vma, dtype, make):
     close((dx, dw), (dy64 @ w.T, x.T @ dy64), make, dtype)
     close((dz, db), (dy64 @ b.T, z.T @ dy64), make, dtype)
     close((y,), (x @ w + z @ b,), make, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "result"), [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("ring", "n"), [(Ring(1), 3), (Ring(2), 4), (Ring(1, unroll=False), 2)])
+def test_a_gradient_is_scattered_while_it_is_made(ring, n, dim, dtype, result):
+    """x and dy split by tokens, the weight whole; a tile of its gradient comes from each device, in
+    the dtype it is asked for: 16-bit products are summed, and stay, in fp32."""
+    shape = (2 * n, 3 * n)
+    x, w, dy = (
+        jnp.asarray(a, dtype) for a in draw("normal", (4 * n, shape[0]), shape, (4 * n, shape[1]))
+    )
+    part = tuple(size // n if i == dim else size for i, size in enumerate(shape))
+
+    def local(x, w, dy):
+        tile = vary(jnp.zeros(part, result), ("tensor",))
+        weight = Tiled(vary(w, ("tensor",)), tile, dim, ("tensor",), ring, jnp.dtype(result))
+        y, pull = jax.vjp(multiply, x, weight)
+        dx, of_weight = pull(dy + (0 * y).astype(dy.dtype))
+        return y, dx, of_weight.tile
+
+    rows, tiles = P("tensor"), P("tensor") if dim == 0 else P(None, "tensor")
+    y, dx, dw = on_devices(local, n, (rows, P(), rows), (rows, rows, tiles), True)(x, w, dy)
+    assert dw.dtype == result
+    x, w, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
+    close((y, dx), (x @ w, dy64 @ w.T), "normal", dtype)
+    close((dw,), (x.T @ dy64,), "normal", result)
 
 
 def test_without_axes_it_is_the_product():

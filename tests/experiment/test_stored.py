@@ -20,7 +20,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.attention import Blockwise, Cudnn, Splash
+from jaxtrain.attention import Blockwise, Cudnn, Reference, Splash, SplashBlocks
 from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.checkpoint.run_config import write_config
 from jaxtrain.experiment import completed, config_of
@@ -89,15 +89,26 @@ def test_a_run_from_before_adapters_left_the_block_is_read() -> None:
     assert completed(old) != new and unreadable(completed(old))
 
 
-@pytest.mark.parametrize("kernel", [Splash(block=256), Blockwise(64, 128), Cudnn()])
-def test_a_run_names_kernels_where_they_once_were(kernel: Any) -> None:
-    """`nn/` held them: such a run is the same experiment, and is read."""
+ONCE = [
+    ({"class": "nn.attention:Splash", "block": 256}, Splash(SplashBlocks(*[256] * 8))),
+    ({"class": "attention.kernels:Splash", "block": 512, "interpret": True},
+     Splash(SplashBlocks(), interpret=True)),
+    ({"class": "nn.attention:Cudnn"}, Cudnn()),
+    ({"class": "attention.kernels:Cudnn"}, Cudnn()),
+    ({"class": "nn.attention:Reference"}, Reference()),
+    ({"class": "nn.attention:PlatformKernel", "platform": "tpu"}, PlatformKernel("tpu")),
+    ({"class": "nn.blockwise:Blockwise", "query_block": 64, "key_block": 128}, Blockwise(64, 128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("was", "kernel"), ONCE, ids=str)
+def test_a_run_names_kernels_where_they_once_were(was: dict[str, Any], kernel: Any) -> None:
+    """`nn/` held them, and then one file: such a run is the same experiment, and is read."""
     experiment = replace(EXPERIMENT, execution=jaxtrain.Execution(attention=kernel))
-    new = {"experiment": config_of(experiment)}
-    stored = json.dumps(new).replace("jaxtrain.attention.kernels:", "jaxtrain.nn.attention:")
-    old = json.loads(stored.replace("jaxtrain.attention.blockwise:", "jaxtrain.nn.blockwise:"))
-    assert "jaxtrain.nn." in str(old["experiment"]["execution"]) and old != new
-    assert completed(old) == json.loads(json.dumps(new))
+    new = json.loads(json.dumps({"experiment": config_of(experiment)}))
+    old = json.loads(json.dumps(new))
+    old["experiment"]["execution"]["attention"] = was | {"class": f"jaxtrain.{was['class']}"}
+    assert completed(old) == new
     assert not unreadable(completed(old))
 
 

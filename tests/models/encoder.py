@@ -111,7 +111,7 @@ class Layer(nnx.Module):
         shape = (*places.shape, -1, x.shape[-1] // self.heads)
         q, k, v = (y.reshape(shape) for y in column(comm, self, ("query", "key", "value"), x))
         kernel = partial(attention, causal=False, kernel=self.kernel)
-        o = comm.attend(lambda q, k, v, s: kernel(q, k, v, segments=s), q, k, v, None)
+        o = comm.attend(lambda q, k, v, s: kernel(q, k, v, starts=s), q, k, v, None)
         return row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
 
     def multiply(self, x: jax.Array, comm: Any) -> jax.Array:

@@ -40,8 +40,6 @@ TESTS = Path(__file__).parents[1]
 sys.path.append(str(TESTS / "planner"))
 from programs import held, lowered  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
 EXPERIMENT = jaxtrain.Experiment(
     EncoderConfig(),
     Cloze(),

@@ -29,8 +29,6 @@ from jaxtrain.nn.moe import (
 EMBED, HIDDEN = 6, 10
 Weights = tuple[jax.Array, ...]
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
 
 def problem(
     tokens: int, experts: int, *, gated: bool = True, seed: int = 0

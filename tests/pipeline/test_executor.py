@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from compiler import without_optimisation
 from jax import lax
 from layered import EMBED, STAGE, Problem, far, round_trip
 
@@ -22,12 +20,6 @@ from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo import collectives
 from jaxtrain.telemetry.hlo_order import side_by_side
 from jaxtrain.telemetry.hlo_text import program_text
-
-
-@pytest.fixture
-def cheap_compiler() -> Iterator[None]:
-    with without_optimisation():
-        yield
 
 
 def agrees(problem: Problem, **how: Any) -> None:
@@ -112,18 +104,15 @@ W2,
 
 
 @EACH
-@pytest.mark.usefixtures("cheap_compiler")
 def test_a_pipeline_is_one_device(kind, stages, microbatches, chunks, depth, save) -> None:
     agrees(Problem(make_schedule(kind, stages, microbatches, chunks), depth), save=save)
 
 
-@pytest.mark.usefixtures("cheap_compiler")
 @pytest.mark.parametrize(("size", "save"), [(("zero_bubble", 2, 3, 2), True)])
 def test_without_the_types_too(size, save) -> None:
     agrees(Problem(make_schedule(*size)), save=save, check_vma=False)
 
 
-@pytest.mark.usefixtures("cheap_compiler")
 @pytest.mark.parametrize("size", [("interleaved", 2, 3, 2)])
 def test_an_evaluation_is_one_device(size) -> None:
     problem = Problem(make_schedule(*size))
@@ -148,7 +137,6 @@ def counted(problem: Problem, **how: Any) -> Counter[str]:
     return found
 
 
-@pytest.mark.usefixtures("cheap_compiler")
 @pytest.mark.parametrize(
     ("size", "save"),
     [
@@ -172,7 +160,6 @@ def test_embedding_and_head_run_once_for_a_microbatch(size, save) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
-@pytest.mark.usefixtures("cheap_compiler")
 def test_a_users_own_table_is_one_device(name, tmp_path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(TEXTS[name])
@@ -217,7 +204,6 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.usefixtures("cheap_compiler")
 @pytest.mark.parametrize(("size", "how"), IN_TURN)
 def test_a_tick_sends_one_thing_at_a_time(size, how) -> None:
     """XLA:CPU would run collectives beside a loop or a branch of others."""

@@ -25,8 +25,6 @@ from jaxtrain.telemetry.hlo import dot_flops
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
 
 def assembled(
     axes: dict[str, int],

@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import jaxtrain
+from jaxtrain.attention.kernels import CPU_BLOCKS
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
@@ -41,6 +42,10 @@ def test_an_explicit_step_is_held_to_its_contract(small):
     assert found["contract"] is True and not report.violations
     assert report.memory["argument_bytes"] == report.checked.bytes_per_device["total"]
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter"}
+    assert found["attention"] == [str(CPU_BLOCKS)]
+    assert all(
+        row["hidden_bytes"] + row["exposed_bytes"] == row["bytes"] for row in found["collectives"]
+    )
     assert 0.9 * report.asked_flops < report.flops <= report.asked_flops and not report.opaque
     assert "kept" in report.table() and "BROKEN" not in report.table()
     assert "bytes per device" in report.summary()

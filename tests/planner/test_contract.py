@@ -34,6 +34,7 @@ SHOWN = [
     Layout(CUBE, "explicit, recursive", "data parallel", precision="bf16"),
     Layout((("fsdp", 8),), loop="scanned, prefetch, kept weights", microbatches=1),
 ]
+TILED = Layout((("fsdp", 4), ("tensor", 2)), "explicit, ring", loop="scanned, prefetch, remat full")
 
 
 def assembled(layout: Layout, experiment=None):
@@ -56,6 +57,26 @@ def test_the_contract_is_kept(layout):
     assembly = assembled(layout)
     found = held(assembly)
     assert found.lines and not found.broken, told(found.broken)
+
+
+def test_weight_gradients_in_tiles_are_predicted():
+    """Each matrix of a layer by permutes of its own, in fp32 in a step of bf16 too: as many bytes
+    as the bundle's, and the bundle is gone."""
+    found = {
+        precision: held(assembled(TILED._replace(precision=precision)))
+        for precision in ("fp32", "bf16")
+    }
+    assert not any(each.broken for each in found.values()), told(found["bf16"].broken)
+    facts = facts_of(assembled(TILED._replace(precision="bf16")))
+    tiles = [each for each in step_traffic(facts) if "in tiles" in each.why]
+    matrices = [k for k in facts.model.stacked_products if any(facts.leaves[k].params)]
+    assert {(e.kind, e.axes, e.dtype) for e in tiles} == {
+        ("collective-permute", ("fsdp",), "float32")
+    }
+    steps = facts.model.periods * facts.microbatches
+    assert sum(each.count for each in tiles) == 3 * steps * len(matrices)
+    elements = sum(int(np.prod(facts.leaves[k].shape[1:])) // 2 for k in matrices)
+    assert sum(e.count * e.buffer_bytes for e in tiles) == 4 * elements * steps * 3 // 4
 
 
 MODELS = {
@@ -334,7 +355,6 @@ FOLLOWED = [  # the head's gradient, the loss; what a pipeline's last ticks do n
 
 
 @pytest.mark.parametrize("layout", FOLLOWED, ids=str)
-@pytest.mark.usefixtures("cheap_compiler")
 def test_what_follows_a_loop_waits_for_it(layout):
     compiled = lowered(assembled(layout)).compile()
     assert side_by_side(program_text(compiled), scheduled=False) == []

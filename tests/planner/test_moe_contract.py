@@ -22,8 +22,6 @@ STAGED = (("fsdp", 2), ("stage", 2), ("tensor", 2))
 DOTS, FULL = "scanned, remat dots_and_attention", "scanned, prefetch, remat full"
 ALL = "unrolled, remat none"
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
 
 def routed(**fields: Any) -> jaxtrain.Experiment:
     """The small experiment with experts in every block, and those fields of the model, in which 1

@@ -38,9 +38,6 @@ def keeping(pipeline):
     return replace(pipeline, save="residuals")
 
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
-
 @pytest.fixture(scope="module")
 def small():
     return shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)

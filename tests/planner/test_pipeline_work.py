@@ -34,8 +34,6 @@ CUBE = (("fsdp", 2), ("stage", 2), ("tensor", 2))
 NOTHING, ALL = LayerLoop(True, "none"), LayerLoop(True, "full")
 LOOPED, DOTS = LayerLoop(False, "full"), LayerLoop(True, "dots")
 
-pytestmark = pytest.mark.usefixtures("cheap_compiler")
-
 
 @pytest.fixture(scope="module")
 def small():

@@ -39,8 +39,11 @@ class OffBy:
 
     share: float
 
-    def __call__(self, q: Any, k: Any, v: Any, segments: Any, scoring: Any) -> jax.Array:
-        return Reference()(q, k, v, segments, scoring) * (1 + self.share)
+    def __call__(
+        self, q: Any, k: Any, v: Any, starts: Any, scoring: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        o, lse = Reference()(q, k, v, starts, scoring)
+        return o * (1 + self.share), lse
 
 
 @pytest.fixture

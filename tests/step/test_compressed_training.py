@@ -24,9 +24,7 @@ EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 STEPS, WARMUP = 300, 45
 
 
-@pytest.fixture(autouse=True)
-def cheap_compiler() -> None:
-    """These run for longer than they compile."""
+pytestmark = pytest.mark.usefixtures("optimising_compiler")  # they run for longer than they compile
 
 
 def small(optimizer: Any, clip_norm: float | None) -> jaxtrain.Experiment:

@@ -131,6 +131,7 @@ def test_a_table_of_ones_own_trains_as_on_one_device(
         pytest.param("residuals", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.usefixtures("optimising_compiler")
 def test_what_idle_buffers_hold_is_read_by_nobody(
     save: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.collectives.matmul import gather_matmul
+from jaxtrain.collectives.matmul import Tiled, gather_matmul
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.absent import ENVIRONMENT, absent_mesh
 from jaxtrain.mesh.mesh import load_mesh
@@ -245,6 +245,26 @@ def test_every_hop_of_a_collective_matmul_hides_behind_a_product(monkeypatch, ri
     assert hops.count == hops.asynchronous == hops.hidden == 3
     assert hops.wire_bytes == 3 * 512 * 1024 * 2
     assert dot_flops(text) == 2 * 2048 * 1024 * 1024
+
+
+@tpu
+@no_cache
+def test_every_hop_of_weight_gradients_hides_behind_products(monkeypatch) -> None:
+    """Of two matrices at once, one cut along each dim, in fp32."""
+
+    def gradients(x, dy):
+        tiles = [Tiled(None, None, dim, (F,), Ring(1), jnp.dtype(jnp.float32)) for dim in (0, 1)]
+        return tuple(each.gradient(x, dy).tile for each in tiles)
+
+    x, dy = ((4096, 1024), P(F)), ((4096, 2048), P(F))
+    lowered, options = for_tpu(monkeypatch, *V5P, F, gradients, x, dy, out=(P(F), P(None, F)))
+    text = lowered.compile(compiler_options=options).as_text()
+    found = tally(overlaps(text))
+    assert set(found) == {"collective-permute"}
+    hops = found["collective-permute"]
+    assert hops.count == hops.asynchronous == hops.hidden == 6
+    assert hops.wire_bytes == 6 * 1024 * 2048 * 4 / 4
+    assert dot_flops(text) == 2 * 2 * 1024 * 1024 * 2048
 
 
 @tpu

@@ -124,6 +124,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.usefixtures("optimising_compiler")
 @pytest.mark.parametrize("meshes", MESHES, ids=["few", "more"])
 def test_a_start_from_a_run_is_that_run_to_the_bit_on_every_mesh(
     meshes: Any, source: TrainState, decoder: jaxtrain.Experiment, tmp_path: Path
@@ -401,11 +402,11 @@ OFTEN = {("lora", "chunks"), ("mlp", "ring"), ("ends", "full"), ("biases", "dots
         for case in [(name, path)]
     ],
 )
+@pytest.mark.usefixtures("optimising_compiler")
 def test_what_a_step_with_frozen_leaves_sends_is_predicted(
     name: str, path: str, decoder: jaxtrain.Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte; gradients of frozen leaves are sent nowhere."""
-    jax.config.update("jax_disable_most_optimizations", False)
     layout, ends = PATHS[path], () if "stage" in dict(PATHS[path].axes) else (BLOCK,)
     model = jaxtrain.DecoderConfig(
         vocab=16, embed=16, layers=6, period=(BLOCK,), prefix=ends, suffix=ends, vocab_multiple=32

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.kernels import AttentionKernel, Reference, Segments
+from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.fused import Attended
+from jaxtrain.attention.kernels import AttentionKernel, Reference
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.cluster.agreement import all_gather_union
 from jaxtrain.collectives.choice import Collectives
@@ -71,11 +73,11 @@ def plain_kernel(devices: int) -> AttentionKernel:
     """The dense definition of attention where a device's scores are few, else `Blockwise`."""
 
     def kernel(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, scoring: Scoring
-    ) -> jax.Array:
+        q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts | None, scoring: Scoring
+    ) -> Attended:
         batch, seq, heads, _ = q.shape
         few = 4 * batch * heads * seq**2 <= DENSE_BYTES * devices
-        return (Reference() if few else Blockwise())(q, k, v, segments, scoring)
+        return (Reference() if few else Blockwise())(q, k, v, starts, scoring)
 
     return kernel
 

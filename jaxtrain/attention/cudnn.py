@@ -1,0 +1,170 @@
+"""cuDNN's fused attention on GPUs, packed documents included.
+
+`jax.nn.dot_product_attention` turns documents into a dense seq x seq mask; cuDNN itself takes a
+table of where each begins and how long it is, and does not compute what lies between two of them.
+JAX has that form below its public names: the two primitives that are called here, below also the
+code that makes that table, which in JAX 0.10 counts a packed key's place in query heads: with
+grouped queries that is another document's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.documents import Documents, Starts, table
+from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
+from jaxtrain.attention.online_softmax import Scoring
+from jaxtrain.attention.refusal import refuse
+from jaxtrain.telemetry.hlo_totals import FALLBACK
+
+GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
+"""Not measured: larger tiles than elsewhere, for fewer kernels."""
+
+Statistics = Float32[Array, "sequences heads seq"]
+"""cuDNN's log-sum-exp: of packed rows each document has a sequence of its own, from its first
+token on; of others each row."""
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """cuDNN's fused attention (GPU, 16-bit): causal or not, windows, grouped queries, documents.
+
+    documents: for how many there is room, in the mean of a device's rows; it costs memory while a
+      layer is computed, documents * batch * heads * seq * 4 bytes. Where a device has more it takes
+      `Blockwise`, far slower. Packed documents need a Hopper or later (compute capability 9).
+    Raises ValueError for what it cannot compute: a softcap, 32-bit inputs, a head_dim that is not a
+    multiple of 8 or above 128, a q of 2**31 elements or more.
+    """
+
+    documents: int = 64
+
+    def __post_init__(self) -> None:
+        if self.documents < 2:
+            raise ValueError(f"Cudnn has documents={self.documents}; use 2 or more, as 64")
+
+    def violations(self, head_dim: int, *, softcap: float | None, dtype: Any) -> list[str]:
+        """Why it cannot compute this."""
+        found = []
+        if head_dim % 8 or head_dim > 128:
+            found.append(f"head_dim={head_dim} is not a multiple of 8 up to 128")
+        if softcap is not None:
+            found.append(f"softcap={softcap} is not supported")
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            found.append(f"dtype={jnp.dtype(dtype)} is not bfloat16 or float16")
+        return found
+
+    def __call__(
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    ) -> Attended:
+        problems = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
+        if q.size >= 2**31:
+            problems.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
+        refuse("Cudnn", problems)
+        return attend(self, q, k, v, starts, scoring)
+
+    def forward(
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    ) -> Attended:
+        if starts is None:
+            o, statistics = _forward(q, k, v, None, scoring)
+            return o, statistics.swapaxes(1, 2)
+        room = len(q) * self.documents
+        packed = table(starts, room)
+
+        def fused() -> Attended:
+            o, statistics = _forward(q, k, v, packed, scoring)
+            at = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - starts
+            return o, statistics[packed.number, :, at]
+
+        def portable() -> Attended:
+            with jax.named_scope(FALLBACK):
+                return GPU_BLOCKS.forward(q, k, v, starts, scoring)
+
+        return lax.cond(packed.count <= room, fused, portable)
+
+    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+        q, k, v, starts, o, lse = saved
+        if starts is None:
+            return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
+        room = len(q) * self.documents
+        packed = table(starts, room)
+
+        def fused() -> tuple[Heads, Keys, Keys]:
+            _, seq, heads = lse.shape
+            at = jnp.arange(seq, dtype=jnp.int32)[None] - starts
+            empty = jnp.zeros_like(lse, shape=(room, heads, seq))
+            statistics = empty.at[packed.number, :, at].set(lse, mode="drop")
+            return _backward(q, k, v, packed, statistics, do, o, scoring)
+
+        def portable() -> tuple[Heads, Keys, Keys]:
+            with jax.named_scope(FALLBACK):
+                return GPU_BLOCKS.backward(saved, do, scoring)
+
+        return lax.cond(packed.count <= room, fused, portable)
+
+
+def _options(packed: Documents | None, scoring: Scoring) -> dict[str, Any]:
+    """The static arguments of both primitives."""
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    plain = MaskType.CAUSAL if scoring.mask.causal else MaskType.NO_MASK
+    padded = MaskType.PADDING_CAUSAL if scoring.mask.causal else MaskType.PADDING
+    return dict(
+        scale=scoring.scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias, and no gradient of one
+        mask_type=plain if packed is None else padded,
+        layout=AttentionLayout.BTNH.value,
+        sliding_window_length=scoring.mask.window,
+    )
+
+
+def _operands(q: Heads, k: Keys, v: Keys, packed: Documents | None) -> tuple[jax.Array, ...]:
+    """Arrays of both primitives: bias and page tables, which are empty, and of documents the
+    lengths and the first elements in memory, of queries and of keys."""
+    none = jnp.zeros(0, q.dtype)
+    if packed is None:
+        return (q, k, v, *(none,) * 7)
+    # As if each row had its own share of the table: JAX reads the sizes of cuDNN's from the shape.
+    # What is one too many of the places lies behind them all, and says where the last one ends.
+    batch = len(q)
+    ends = jnp.full(batch - 1, q.shape[0] * q.shape[1], jnp.int32)
+    places = jnp.concatenate([packed.firsts, ends]).reshape(batch, -1)
+    lengths = packed.lengths.reshape(batch, -1)
+    of_q, of_k = (places * (x.shape[2] * x.shape[3]) for x in (q, k))
+    return (q, k, v, none, lengths, lengths, of_q, of_k, none, none)
+
+
+def _forward(
+    q: Heads, k: Keys, v: Keys, packed: Documents | None, scoring: Scoring
+) -> tuple[Heads, Statistics]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    operands, options = _operands(q, k, v, packed), _options(packed, scoring)
+    o, statistics = cudnn._dot_product_attention_fwd_p.bind(*operands, **options, is_training=True)
+    return o, statistics
+
+
+def _backward(
+    q: Heads,
+    k: Keys,
+    v: Keys,
+    packed: Documents | None,
+    statistics: Statistics,
+    do: Heads,
+    o: Heads,
+    scoring: Scoring,
+) -> tuple[Heads, Keys, Keys]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    operands = (*_operands(q, k, v, packed), statistics, o, do)
+    dq, dk, dv = cudnn._dot_product_attention_bwd_p.bind(*operands, **_options(packed, scoring))
+    return dq, dk, dv

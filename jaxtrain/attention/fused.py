@@ -1,0 +1,89 @@
+"""What all fused kernels share: a forward and a backward pass, made one differentiable function.
+
+A fused kernel's backward pass reads q, k, v, its output o and the log-sum-exp of each query's
+logits, from which it makes the weights of a tile again (Dao et al. 2022). Both results are named,
+so that a remat policy that keeps them spares the forward kernel in the backward pass, whichever
+kernel it is. The two passes are open to whoever merges partial attention: softmax over two sets of
+keys is known from o and log-sum-exp of each.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32
+
+from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.online_softmax import Scoring
+from jaxtrain.collectives.vary import vary, varying_axes
+
+Heads = Float[Array, "batch seq heads head_dim"]
+Keys = Float[Array, "batch seq kv_heads head_dim"]
+LogSumExp = Float32[Array, "batch seq heads"]
+Attended = tuple[Heads, LogSumExp]
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads beside the cotangent of o."""
+
+    q: Heads
+    k: Keys
+    v: Keys
+    starts: Starts | None
+    o: Heads
+    lse: LogSumExp
+
+
+@runtime_checkable
+class FusedKernel(Protocol):
+    """Values, hashable: they are static in a traced program."""
+
+    def forward(
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    ) -> Attended: ...
+
+    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+        """Gradients of q, k and v."""
+        ...
+
+
+def attend(
+    kernel: FusedKernel, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+) -> Attended:
+    """(o, log-sum-exp) of `kernel.forward`, its derivative `kernel.backward`. The log-sum-exp is a
+    constant to derivatives: whoever merges by it writes their own."""
+    # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint sums
+    # its cotangent, so that inside the types of primals and cotangents are equal.
+    axes = varying_axes(*(x for x in (q, k, v, starts) if x is not None))
+    q, k, v = (vary(x, axes) for x in (q, k, v))
+    starts = None if starts is None else vary(starts, axes)
+    o, lse = _attend(kernel, scoring, q, k, v, starts)
+    return o, lax.stop_gradient(lse)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Starts | None
+) -> Attended:
+    return kernel.forward(q, k, v, starts, scoring)
+
+
+def _attend_forward(
+    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Starts | None
+) -> tuple[Attended, Saved]:
+    o, lse = kernel.forward(q, k, v, starts, scoring)
+    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (o, lse), Saved(q, k, v, starts, o, lse)
+
+
+def _attend_backward(
+    kernel: FusedKernel, scoring: Scoring, saved: Saved, cotangents: Attended
+) -> tuple[Heads, Keys, Keys, None]:
+    return *kernel.backward(saved, cotangents[0], scoring), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

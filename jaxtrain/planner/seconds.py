@@ -1,0 +1,111 @@
+"""What a step takes at the least: its arithmetic at the chip's peak, its bytes at the links' pace.
+
+Both are bounds, of which a run reaches a part: MFU is the one's. Where communication comes near
+arithmetic it cannot all hide behind it, and another layout or fewer microbatches is the cure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.mesh.mesh import SCOPES, MeshSpec
+from jaxtrain.planner.assembled import facts_of, why_not_predicted
+from jaxtrain.planner.sent import MeshAxes
+from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.telemetry.hlo import SENT
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """compute_s: of the model's matmuls, causal attention counted half, at the dense peak of the
+    compute dtype. communication: (mesh axes, link) -> bytes a device sends and seconds at the
+    link's full bandwidth; None where XLA chooses the collectives."""
+
+    compute_s: float
+    communication: dict[tuple[MeshAxes, str], tuple[float, float]] | None
+
+    @property
+    def communication_s(self) -> float | None:
+        """All of it, one after another."""
+        if self.communication is None:
+            return None
+        return math.fsum(seconds for _, seconds in self.communication.values())
+
+    def summary(self) -> str:
+        """One line, and one for each set of mesh axes."""
+        head = f"a step at the least: {self.compute_s:.3g} s of matmuls"
+        if self.communication is None:
+            return f"{head}; what it sends is XLA's to choose: `compile` tells"
+        lines = [f"{head}, {self.communication_s:.3g} s of communication"]
+        for (axes, link), (sent, seconds) in self.communication.items():
+            lines.append(
+                f"  over {' x '.join(axes)} by {link}: {sent / 1e9:.3g} GB, {seconds:.3g} s"
+            )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Keys that scripts may rely on."""
+        rows = (
+            None
+            if self.communication is None
+            else [
+                {"axes": list(axes), "link": link, "bytes": sent, "seconds": seconds}
+                for (axes, link), (sent, seconds) in self.communication.items()
+            ]
+        )
+        return {"compute_s": self.compute_s, "communication": rows}
+
+
+def step_seconds(assembly: Assembly) -> StepSeconds | None:
+    """Of the experiment on its mesh; None of a model that does not describe itself, on simulated
+    devices, whose links are this machine's memory, and on several of which no link is known."""
+    if assembly.description is None or assembly.spec.simulated or assembly.tokens is None:
+        return None
+    if assembly.sizes and not assembly.spec.links:
+        return None
+    spec, compute_s = assembly.spec, matmul_seconds(assembly)
+    if not assembly.sizes:
+        return StepSeconds(compute_s, {})
+    if why_not_predicted(assembly) is not None:
+        return StepSeconds(compute_s, None)
+    found: dict[tuple[MeshAxes, str], float] = defaultdict(float)
+    links = dict(spec.links)
+    for each in step_traffic(facts_of(assembly)):
+        n = math.prod(assembly.sizes[axis] for axis in each.axes)
+        scope = scope_of(each.axes, spec)
+        found[each.axes, scope] += each.buffer_bytes * SENT[each.kind](n) * each.count
+    named = {
+        (axes, links[scope].name): (sent, sent / (links[scope].bandwidth_gbytes * 1e9))
+        for (axes, scope), sent in sorted(found.items(), key=lambda item: -item[1])
+    }
+    return StepSeconds(compute_s, named)
+
+
+def matmul_seconds(assembly: Assembly) -> float:
+    """`StepSeconds.compute_s`, of a model that says where its tokens are."""
+    assert assembly.tokens is not None, "asked for of a model without tokens"
+    seq = assembly.fields[assembly.tokens][0][0]
+    flops = assembly.described.flops(seq=seq, sequences=assembly.largest_batch).train_causal
+    return flops / (assembly.peak_flops * assembly.spec.devices)
+
+
+def scope_of(axes: MeshAxes, spec: MeshSpec) -> str:
+    """The slowest kind of link that groups along mesh axes cross: devices are numbered by the mesh
+    axes in their order, the last one's side by side."""
+    names = [axis for axis, _ in spec.axes]
+    outermost = min((names.index(axis) for axis in axes), default=len(names))
+    span = math.prod(size for _, size in spec.axes[outermost:])
+    slice_ = math.prod(map(int, spec.topology.split("x"))) if spec.topology else None
+    if slice_ is not None:
+        slice_ *= spec.chip.devices_per_chip
+    reach = {"host": spec.devices_per_host, "slice": slice_, "cluster": None, "wan": None}
+    scopes = [scope for scope in SCOPES if scope in dict(spec.links)]
+    for scope in scopes:
+        within = reach[scope]
+        if within is None or span <= within:
+            return scope
+    return scopes[-1]

@@ -1,0 +1,153 @@
+"""How fast a compiled program could be: each kernel at the chip's peak or its memory's pace.
+
+A kernel is what the program starts as one: a fusion, a library's matmul, a copy. It takes the
+longer of its matmul FLOPs over the peak and its bytes over the bandwidth (Williams et al. 2009,
+"Roofline"). Nothing is hidden behind another, collectives take no time, and kernels that XLA cannot
+see into have bytes but no FLOPs: a bound for a program's arithmetic, from above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxtrain.telemetry.hlo import SENT
+from jaxtrain.telemetry.hlo_matmul import matmul_flops
+from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls, parse
+from jaxtrain.telemetry.hlo_totals import fold
+
+FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+        *("while", "conditional", "call", "after-all", "add-dependency", "domain"),
+        *("partition-id", "replica-id", "async-start", "async-update", "async-done"),
+        *("copy-start", "copy-done", "send", "recv", "send-done", "recv-done"),
+    )
+)
+"""Instructions that start no kernel, or one that runs beside the others."""
+
+WINDOWS = ("dynamic-slice", "slice", "gather")
+"""Instructions that read a part of their first operand."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Of one run of a program, on one device: kernels started, seconds at the least, and how many
+    of these the memory's pace sets."""
+
+    kernels: int = 0
+    seconds: float = 0.0
+    memory_bound_s: float = 0.0
+
+    def __add__(self, other: Roofline) -> Roofline:
+        return Roofline(
+            self.kernels + other.kernels,
+            self.seconds + other.seconds,
+            self.memory_bound_s + other.memory_bound_s,
+        )
+
+    def __mul__(self, times: int) -> Roofline:
+        return Roofline(self.kernels * times, self.seconds * times, self.memory_bound_s * times)
+
+    def __bool__(self) -> bool:
+        return self.kernels > 0
+
+
+def roofline(text: str, *, peak_flops: float, bandwidth_gbytes: float) -> Roofline:
+    """Of a compiled program's text, loops multiplied. peak_flops: FLOP/s, dense, of all matmuls
+    alike. Raises ValueError where a loop has no static trip count."""
+    module = parse(text)
+    inside = {
+        name
+        for body in module.computations.values()
+        for each in body.instructions.values()
+        if each.opcode == "fusion"
+        for name in each.names("calls")
+    }
+
+    def own(body: Computation, each: Instruction) -> Roofline:
+        if body.name in inside or each.opcode in FREE or _collective(each):
+            return Roofline()
+        compute = _flops(module, body, each) / peak_flops
+        memory = _bytes(module, body, each) / (bandwidth_gbytes * 1e9)
+        return Roofline(1, max(compute, memory), memory if memory > compute else 0.0)
+
+    def add(parts: list[Roofline]) -> Roofline:
+        return sum(parts, Roofline())
+
+    def longest(parts: list[Roofline]) -> Roofline:
+        return max(parts, key=lambda part: part.seconds)
+
+    return fold(module, own, add, Roofline.__mul__, longest)
+
+
+def _collective(each: Instruction) -> bool:
+    return each.opcode.removesuffix("-start").removesuffix("-done") in SENT
+
+
+def _flops(module: Module, body: Computation, each: Instruction) -> float:
+    """Of an instruction and all that is fused into it."""
+    if each.opcode != "fusion":
+        return matmul_flops(body, each)
+    inner = (module.computations[name] for group in calls(each) for name in group)
+    return math.fsum(_flops(module, part, one) for part in inner for one in _each(part))
+
+
+def _each(body: Computation) -> Iterator[Instruction]:
+    return iter(body.instructions.values())
+
+
+def _bytes(module: Module, body: Computation, each: Instruction) -> float:
+    """What a kernel reads and writes: of an operand of which it reads a window, the window; of a
+    result that is written into an operand, what is written."""
+    shapes = body.operand_shapes(each)
+    operands = [sum(shape.bytes for shape in leaves) for leaves in shapes]
+    result = sum(shape.bytes for shape in each.shapes)
+    if each.opcode in WINDOWS:
+        return 2.0 * result
+    if each.opcode == "dynamic-update-slice":
+        return 2.0 * operands[1]
+    if each.opcode != "fusion":
+        return float(sum(operands) + result)
+    (name,) = each.names("calls")
+    return _fused_bytes(module.computations[name])
+
+
+def _fused_bytes(inner: Computation) -> float:
+    users: dict[str, list[Instruction]] = {}
+    for one in _each(inner):
+        for operand in one.operands:
+            users.setdefault(operand, []).append(one)
+    total = 0.0
+    written = _written(inner)
+    for one in _each(inner):
+        if one.opcode != "parameter":
+            continue
+        # What is written in place is not read.
+        into = {user.name for user in users.get(one.name, []) if user.operands[0] == one.name}
+        reads = [user for user in users.get(one.name, []) if user.name not in written & into]
+        if all(user.opcode in WINDOWS and user.name in into for user in reads):
+            total += sum(shape.bytes for user in reads for shape in user.shapes)
+        else:
+            total += sum(shape.bytes for shape in one.shapes)
+    root = inner.instructions[inner.root]
+    ends = (
+        [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    )
+    for end in ends:
+        if end.name in written:
+            total += sum(shape.bytes for shape in inner.operand_shapes(end)[1])
+        else:
+            total += sum(shape.bytes for shape in end.shapes)
+    return total
+
+
+def _written(inner: Computation) -> set[str]:
+    """Results of a fusion that are a parameter with a window written anew."""
+    return {
+        one.name
+        for one in _each(inner)
+        if one.opcode == "dynamic-update-slice"
+        and inner.instructions[one.operands[0]].opcode == "parameter"
+    }

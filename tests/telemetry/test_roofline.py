@@ -1,0 +1,115 @@
+"""The roofline of programs whose kernels, FLOPs and bytes are known by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxtrain.telemetry.hlo_totals import FALLBACK
+from jaxtrain.telemetry.roofline import Roofline, roofline
+
+LAYERS = """HloModule layers, is_scheduled=true
+
+window (stack: f32[10,64,64], at: s32[]) -> f32[64,64] {
+  stack = f32[10,64,64]{2,1,0} parameter(0)
+  at = s32[] parameter(1)
+  zero = s32[] constant(0)
+  one = f32[1,64,64]{2,1,0} dynamic-slice(stack, at, zero, zero), dynamic_slice_sizes={1,64,64}
+  ROOT flat = f32[64,64]{1,0} bitcast(one)
+}
+
+keep (out: f32[10,64,64], x: f32[64,64], at: s32[]) -> f32[10,64,64] {
+  out = f32[10,64,64]{2,1,0} parameter(0)
+  x = f32[64,64]{1,0} parameter(1)
+  at = s32[] parameter(2)
+  zero = s32[] constant(0)
+  wide = f32[1,64,64]{2,1,0} bitcast(x)
+  ROOT done = f32[10,64,64]{2,1,0} dynamic-update-slice(out, wide, at, zero, zero)
+}
+
+product (x: f32[64,64], w: f32[64,64]) -> f32[64,64] {
+  x = f32[64,64]{1,0} parameter(0)
+  w = f32[64,64]{1,0} parameter(1)
+  made = f32[64,64]{1,0} dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT out = f32[64,64]{1,0} tanh(made)
+}
+
+body (state: (s32[], f32[64,64], f32[10,64,64], f32[10,64,64])) -> (s32[], f32[64,64], f32[10,64,64], f32[10,64,64]) {
+  state = (s32[], f32[64,64]{1,0}, f32[10,64,64]{2,1,0}, f32[10,64,64]{2,1,0}) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  x = f32[64,64]{1,0} get-tuple-element(state), index=1
+  ws = f32[10,64,64]{2,1,0} get-tuple-element(state), index=2
+  outs = f32[10,64,64]{2,1,0} get-tuple-element(state), index=3
+  w = f32[64,64]{1,0} fusion(ws, i), kind=kLoop, calls=window
+  y = f32[64,64]{1,0} fusion(x, w), kind=kOutput, calls=product
+  kept = f32[10,64,64]{2,1,0} fusion(outs, y, i), kind=kLoop, calls=keep
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  ROOT turned = (s32[], f32[64,64]{1,0}, f32[10,64,64]{2,1,0}, f32[10,64,64]{2,1,0}) tuple(next, y, ws, kept)
+}
+
+condition (state: (s32[], f32[64,64], f32[10,64,64], f32[10,64,64])) -> pred[] {
+  state = (s32[], f32[64,64]{1,0}, f32[10,64,64]{2,1,0}, f32[10,64,64]{2,1,0}) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  ten = s32[] constant(10)
+  ROOT less = pred[] compare(i, ten), direction=LT
+}
+
+ENTRY main (x: f32[64,64], ws: f32[10,64,64], outs: f32[10,64,64]) -> f32[64,64] {
+  x = f32[64,64]{1,0} parameter(0)
+  ws = f32[10,64,64]{2,1,0} parameter(1)
+  outs = f32[10,64,64]{2,1,0} parameter(2)
+  zero = s32[] constant(0)
+  start = (s32[], f32[64,64]{1,0}, f32[10,64,64]{2,1,0}, f32[10,64,64]{2,1,0}) tuple(zero, x, ws, outs)
+  ended = (s32[], f32[64,64]{1,0}, f32[10,64,64]{2,1,0}, f32[10,64,64]{2,1,0}) while(start), condition=condition, body=body, backend_config={"known_trip_count":{"n":"10"}}
+  ROOT y = f32[64,64]{1,0} get-tuple-element(ended), index=1
+}
+"""  # noqa: E501
+TILE = 64 * 64 * 4
+INDEX = 4
+
+
+def test_a_loop_over_layers_reads_a_window_of_the_stack_and_writes_one():
+    """Four kernels a turn, and the comparison. By memory alone: a slice read and written, x and w
+    read and y written, y read and its window written, i and the counter."""
+    found = roofline(LAYERS, peak_flops=1e30, bandwidth_gbytes=1.0)
+    turn = (2 * TILE + INDEX) + 3 * TILE + (2 * TILE + INDEX) + 3 * INDEX
+    condition = 2 * INDEX + 1
+    assert found.kernels == 10 * 5
+    assert found.seconds == pytest.approx(10 * (turn + condition) / 1e9)
+    assert found.memory_bound_s == pytest.approx(found.seconds)
+
+
+def test_a_product_that_takes_longer_than_its_bytes_is_bound_by_the_peak():
+    slow = roofline(LAYERS, peak_flops=1e3, bandwidth_gbytes=1e12)
+    assert slow.seconds == pytest.approx(10 * 2 * 64**3 / 1e3)
+    assert slow.memory_bound_s < 1e-6 * slow.seconds
+
+
+def text_of(function, *shapes):
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(function).lower(*given).compile().as_text()
+
+
+def test_a_branch_for_what_hardly_occurs_does_not_count():
+    def product(x):
+        return x @ x
+
+    def many(x):
+        with jax.named_scope(FALLBACK):
+            return x @ x @ x @ x
+
+    def either(x):
+        return lax.cond(jnp.sum(x) > 0, product, many, x)
+
+    with_branch = roofline(text_of(either, (64, 64)), peak_flops=1.0, bandwidth_gbytes=1e12)
+    alone = roofline(text_of(product, (64, 64)), peak_flops=1.0, bandwidth_gbytes=1e12)
+    assert with_branch.seconds == pytest.approx(alone.seconds) == pytest.approx(2 * 64**3)
+
+
+def test_totals_add_and_multiply():
+    one = Roofline(2, 3.0, 1.0)
+    assert one + one == one * 2 == Roofline(4, 6.0, 2.0)
+    assert not Roofline() and one
