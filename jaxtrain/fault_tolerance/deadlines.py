@@ -60,14 +60,15 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
 
     Those whose sampler is behind come first: the others wait for them. Those in a step wait in its
     collectives for all that are not, and are beyond nothing while one of those is within its own
-    deadline. Else those that are not in a step are to blame; else those that are the fewest steps
-    on. now: of the clock that the samples are of.
+    deadline. Else those that are not in a step are to blame; else all that are the fewest steps on,
+    of whom the last to come may have `EVERY_S` left: before that, the others waited for it. now:
+    of the clock that the samples are of.
     """
     beyond = [
         process
         for process, sample in samples.items()
         if _quiet(sample, now) > deadlines.silence
-        or now - sample.now.since > deadlines.of(sample.now.phase, sample.now.median_s)
+        or now - sample.now.since > _deadline(sample, deadlines)
     ]
     others = [p for p, sample in samples.items() if sample.now.phase not in COLLECTIVE]
     if any(p not in beyond for p in others):
@@ -78,14 +79,16 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
     silent = [p for p, sample in samples.items() if _quiet(sample, now) > behind]
     if silent:
         return [Late(p, "silent", _quiet(samples[p], now), samples[p]) for p in silent]
-    elsewhere = [p for p in beyond if p in others]
-    blamed = elsewhere or beyond
+    blamed = [p for p in beyond if p in others] or list(samples)
     least = min(samples[p].now.step for p in blamed)
-    return [
-        Late(p, "hangs", now - samples[p].now.since, samples[p])
-        for p in blamed
-        if samples[p].now.step == least
-    ]
+    last = [p for p in blamed if samples[p].now.step == least]
+    if any(now - samples[p].now.since < _deadline(samples[p], deadlines) - EVERY_S for p in last):
+        return []
+    return [Late(p, "hangs", now - samples[p].now.since, samples[p]) for p in last]
+
+
+def _deadline(sample: Sample, deadlines: Deadlines) -> float:
+    return deadlines.of(sample.now.phase, sample.now.median_s)
 
 
 def _quiet(sample: Sample, now: float) -> float:

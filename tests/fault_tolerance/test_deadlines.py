@@ -40,6 +40,15 @@ CASES = {
     "a stuck collective": (
         [sample("step", for_s=16), sample("step", for_s=16)], [(0, "hangs"), (1, "hangs")],
     ),
+    "a stuck collective that one came to a little later": (
+        [sample("step", for_s=15.1), sample("step", for_s=13.1)], [(0, "hangs"), (1, "hangs")],
+    ),
+    "a collective for which the others waited long": (
+        [sample("step", for_s=90), sample("step", for_s=12.9)], [],
+    ),
+    "a step for which one that is further on waited long": (
+        [sample("step", for_s=90, step=10), sample("step", for_s=3)], [],
+    ),
     "a stuck collective that one has not reached": (
         [sample("step", for_s=16, step=8), sample("step", for_s=16)], [(0, "hangs")],
     ),
