@@ -58,7 +58,7 @@ TRACER_FREE = (
     *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline_traffic.py"),
     *("planner/token_traffic.py", "planner/weight_traffic.py", "planner/backward_work.py"),
     "planner/pipeline_work.py",
-    *("collectives/__init__.py", "collectives/cost.py", "collectives/steps.py"),
+    *("collectives/__init__.py", "collectives/cost/__init__.py", "collectives/cost/steps.py"),
 )
 """Files that must not import JAX when they are imported (the start of a process waits for it)."""
 

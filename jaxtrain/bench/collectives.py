@@ -27,7 +27,7 @@ from jaxtrain.bench.processes import answers
 from jaxtrain.bench.step import environment
 from jaxtrain.cluster.join import free_port
 from jaxtrain.collectives.cost import cost, traffic
-from jaxtrain.collectives.steps import COLLECTIVES
+from jaxtrain.collectives.cost.steps import COLLECTIVES
 from jaxtrain.mesh.mesh import DEVICE_COUNT_FLAG, MeshSpec, mesh_from_axes
 from jaxtrain.violations import did_you_mean, raise_violations
 
@@ -57,7 +57,7 @@ class Row:
 
     bytes: of the whole buffer on one device. seconds, lax_seconds: median of the calls, of each
     that of the process that took longest; a call's dispatch is in it. sent_bytes: by the device
-    that sends most. predicted_ratio: `cost.py`'s for the mesh file's outermost link; None without
+    that sends most. predicted_ratio: `cost`'s for the mesh file's outermost link; None without
     a link, across processes (gloo is no link of the file), and for matmuls, which also multiply.
     """
 
@@ -170,7 +170,7 @@ def bench_collectives(
 
     collectives: of `MEASURED`; None: all, across processes the `UNROOTED`. algorithms: of `OURS`;
     None: all, across processes no looped rings, and beyond `LARGE` unrolled rings alone. sizes:
-    bytes of the whole buffer on one device, as `cost.py` counts; for `gather_matmul` of the
+    bytes of the whole buffer on one device, as `cost` counts; for `gather_matmul` of the
     gathered x, for `matmul_scatter` of the product that is scattered; None: `SIZES`, or the next
     that split over the devices. processes: how many share the devices, each number in turn; None:
     `PROCESSES` where they divide the devices and these are simulated, else one. progress: told

@@ -72,7 +72,7 @@ def calls(nbytes: int) -> int:
 
 def local_shapes(name: str, n: int, nbytes: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the operands on one of n devices. `nbytes` is the whole buffer on one device, as
-    `cost.py` counts: the operand, or what is gathered; of matmuls the gathered x [tokens, width],
+    `cost` counts: the operand, or what is gathered; of matmuls the gathered x [tokens, width],
     or the product before it is scattered."""
     elements = nbytes // ITEMSIZE
     if name not in MATMULS:

@@ -13,5 +13,6 @@ from .lax_form import Lax as Lax
 from .powersgd import PowerSGD as PowerSGD
 from .recursive import Recursive as Recursive
 from .ring import Ring as Ring
+from .rounded import Rounded as Rounded
 
 __all__: list[str]

@@ -22,8 +22,8 @@ from jaxtrain.collectives.vary import MeshAxes, vary
 @runtime_checkable
 class Algorithm(Protocol):
     """How bytes move over n devices. Values are typed as varying over `axes` going in and coming
-    out. Sums of 16-bit and narrower floats are accumulated in fp32 and rounded once, except
-    `Lax`'s, which are as the compiler makes them."""
+    out. Sums travel in the dtype of what is summed, and are rounded to it wherever a device has
+    added its own, as NCCL's are: cast what should be summed more exactly before."""
 
     def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         """The devices' arrays joined along `dim` in order of their numbers: the dim grows n times
@@ -150,12 +150,6 @@ def check_root(axes: MeshAxes, root: int) -> None:
     n = lax.axis_size(axes)
     if not 0 <= root < n:
         raise ValueError(f"root={root} is no device of {' x '.join(axes)}; use 0 to {n - 1}")
-
-
-def accumulator(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which a sum of `dtype` is carried: fp32 for narrower floats, else its own."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return jnp.dtype(jnp.float32 if narrow else dtype)
 
 
 def only_on(root: int, x: jax.Array, axes: MeshAxes) -> jax.Array:

@@ -19,10 +19,9 @@ class Collectives:
 
     fsdp: weights gathered for use; and parameters that were updated in parts, gathered to be whole
       again (ZeRO-1 and 2).
-    tensor: activations between sequence-split and column-split. A `Ring` here
-      is a collective matmul (`matmul.py`), whose sums of 16-bit activations travel in fp32; `Lax`'s
-      travel in the compute dtype. What the embedding and the head of a
-      pipeline do over (tensor, stage) is `Lax`'s always.
+    tensor: activations between sequence-split and column-split. Sums
+      travel in the compute dtype. A `Ring` here is a collective matmul (`matmul.py`). What the
+      embedding and the head of a pipeline do over (tensor, stage) is `Lax`'s always.
     weight_gradients: gradients of gathered weights, scattered back to the shards that rest. None:
       by `fsdp`, a layer's together once all are made. A `Ring` here is a collective matmul where a
       product makes the gradient, each hop behind a tile of it; the others go by it together.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import jax
 from jax import lax
 
-from jaxtrain.collectives.algorithm import accumulator
 from jaxtrain.collectives.choice import Exact, algorithm
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, link_sum, sum_scatter
@@ -26,7 +25,7 @@ from jaxtrain.violations import raise_violations
 @dataclass(frozen=True)
 class Hierarchical:
     """A sum over mesh axes level by level; what each device and each node sends is
-    `cost.hierarchical`'s to tell. Floats below 32 bits are summed in fp32 and rounded once.
+    `cost.hierarchical`'s to tell.
 
     slow: the algorithm of the all-reduce over the first (slowest) axis. fast: that of the
       reduce-scatters and all-gathers over the others, the last axis first. Raises ValueError for a
@@ -48,10 +47,9 @@ class Hierarchical:
         them. Padded to a multiple of the fast axes' devices."""
         slowest, *fast = axes
         flat, restore = flatten_padded(x, math.prod(lax.axis_size(axis) for axis in fast))
-        flat = flat.astype(accumulator(x.dtype))
         for axis in reversed(fast):
             flat = sum_scatter("fast links", flat, (axis,), 0, self.fast)
-        flat = link_sum("slow links", flat, (slowest,), self.slow).astype(x.dtype)
+        flat = link_sum("slow links", flat, (slowest,), self.slow)
         for axis in fast:
             flat = all_gather(flat, (axis,), 0, self.fast)
         return restore(flat)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from jaxtrain.collectives.algorithm import accumulator, check_divides
+from jaxtrain.collectives.algorithm import check_divides
 from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
 from jaxtrain.collectives.vary import Index, MeshAxes, vary
 
@@ -41,8 +41,7 @@ class Tiled:
     over the devices of the mesh axes `axes` while it is made: each gets its tile of dim `dim`, as
     the gradient of `tile`, by `ring`. The gradient of `whole` is nothing.
 
-    tile: of that shape and `dtype`; its numbers are not read. Sums travel in `accumulator` of the
-    product's dtype, and are cast to `dtype` at their end.
+    tile: of that shape and `dtype`, in which sums travel; its numbers are not read.
     """
 
     whole: PyTree  # arrays, or what JAX puts in their place
@@ -56,7 +55,7 @@ class Tiled:
         """Of x @ w, from x and the cotangent dy of the product; of dim 1 its transpose is made."""
         left, right = (x, dy) if self.dim == 0 else (dy, x)
         scatter = PRODUCT_SCATTERS["weight gradients matmul"]
-        tile = scatter((left.T,), (right,), self.axes, self.ring).astype(self.dtype)
+        tile = scatter((left.T,), (right,), self.axes, self.ring, self.dtype)
         return replace(self, whole=None, tile=tile if self.dim == 0 else tile.T)
 
 
@@ -96,7 +95,7 @@ def matmul_scatter(
     its 1/n of the tokens: a reduce-scatter over dim 0.
 
     xs: of all tokens, this device's part of the inner dim; weights: its rows of each. Partial sums
-    travel in `accumulator` of the dtype. Adjoint: `gather_matmul` for xs, whose gathered cotangent
+    travel in the dtype of xs. Adjoint: `gather_matmul` for xs, whose gathered cotangent
     serves the weights too. Raises ValueError where n does not divide the tokens.
     """
     if not axes:
@@ -163,13 +162,14 @@ def scattered_products(
     weights: tuple[Float[Array, "_ columns"], ...],
     axes: MeshAxes,
     ring: Ring,
+    dtype: DTypeLike,
 ) -> Float[Array, "tokens columns"]:
     """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is, in
-    the `accumulator` of its dtype."""
+    `dtype`. Sums travel in it, and what a device adds to them is added before it is rounded."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
     length = dict(chains)
-    wide = accumulator(xs[0].dtype)
+    wide = jnp.promote_types(xs[0].dtype, jnp.float32)
 
     def product(xs: Matrices, at: Index) -> Float[Array, "tokens columns"]:
         """Tile `at` of this device's own partial product."""
@@ -185,14 +185,14 @@ def scattered_products(
         arrived = shift(leaving, axes, way)
         own = product(ready, me + way * (length[way] - h))
         arrived, own = lax.optimization_barrier((arrived, own))
-        return sums | {way: arrived + own}
+        return sums | {way: (arrived + own).astype(dtype)}
 
-    started = {way: product(xs, me + way * hops) for way, hops in chains}
+    started = {way: product(xs, me + way * hops).astype(dtype) for way, hops in chains}
     sums = ring.travel([(way, hops - 1) for way, hops in chains], hop, started)
     sums, ready = lax.optimization_barrier((sums, xs))
     arrived = [shift(sums[way], axes, way) for way, _ in chains]
     arrived, own = lax.optimization_barrier((arrived, product(ready, me)))
-    return sum(arrived, start=own)
+    return sum(arrived, start=own).astype(dtype)
 
 
 def _wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
@@ -208,7 +208,9 @@ def _wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
     )
 
 
-PRODUCT_SCATTERS: dict[str, Callable[[Matrices, Matrices, MeshAxes, Ring], jax.Array]] = {
+PRODUCT_SCATTERS: dict[
+    str, Callable[[Matrices, Matrices, MeshAxes, Ring, DTypeLike], jax.Array]
+] = {
     "row matmul": scattered_products,
     "column gradients matmul": scattered_products,
     "weight gradients matmul": scattered_products,
@@ -247,17 +249,17 @@ def _gather_matmul_backward(
 ) -> tuple[Float[Array, "tokens k"], Weights]:
     whole, weights = saved
     transposed = tuple(w.T for w in _wholes(weights))
-    dx = PRODUCT_SCATTERS["column gradients matmul"](dys, transposed, axes, ring)
+    scatter = PRODUCT_SCATTERS["column gradients matmul"]
+    dx = scatter(dys, transposed, axes, ring, whole.dtype)
     dws = tuple(_gradient(w, whole, dy) for w, dy in zip(weights, dys, strict=True))
-    return dx.astype(whole.dtype), dws
+    return dx, dws
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_scatter(
     xs: Matrices, weights: Weights, axes: MeshAxes, ring: Ring
 ) -> Float[Array, "tokens columns"]:
-    y = PRODUCT_SCATTERS["row matmul"](xs, _wholes(weights), axes, ring)
-    return y.astype(xs[0].dtype)
+    return PRODUCT_SCATTERS["row matmul"](xs, _wholes(weights), axes, ring, xs[0].dtype)
 
 
 def _matmul_scatter_backward(

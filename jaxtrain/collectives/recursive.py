@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jaxtrain.collectives.algorithm import accumulator, only_on
+from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.ring import permute, shift
 from jaxtrain.collectives.vary import MeshAxes
 
@@ -38,19 +38,18 @@ class Recursive:
         # all_gather run backwards: what was received is sent back, and added to what it came from.
         n = lax.axis_size(axes)
         sums = jnp.roll(tiles(x, n, dim), -lax.axis_index(axes), axis=0)
-        sums = sums.astype(accumulator(x.dtype))
         for distance in reversed(_powers(n)):
             back = shift(sums[distance:], axes, distance)
             # Padded, not added in place: XLA:CPU of jax 0.11 crashes on that.
             padding = [(0, distance - len(back))] + [(0, 0)] * (back.ndim - 1)
             sums = sums[:distance] + jnp.pad(back, padding)
-        return jnp.moveaxis(sums[0], 0, dim).astype(x.dtype)
+        return jnp.moveaxis(sums[0], 0, dim)
 
     def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         # Recursive doubling: after step k device i holds the sum over the 2^(k+1) devices whose
         # numbers differ from its own in the lowest k + 1 bits; partners are i and i xor 2^k.
         n, me = lax.axis_size(axes), lax.axis_index(axes)
-        total = x.astype(accumulator(x.dtype))
+        total = x
         inner = 1 << (n.bit_length() - 1)
         extra = [(inner + i, i) for i in range(n - inner)]
         if extra:  # the devices beyond a power of two hand theirs in, and get the sum at the end
@@ -61,7 +60,7 @@ class Recursive:
         if extra:
             returned = permute(total, axes, [(b, a) for a, b in extra])
             total = jnp.where(me < inner, total, returned)
-        return total.astype(x.dtype)
+        return total
 
     def all_to_all(self, x: jax.Array, axes: MeshAxes, split: int, concat: int) -> jax.Array:
         # A piece that is for the device d further on takes the hops 2^k of d's binary digits: in
@@ -88,11 +87,11 @@ class Recursive:
 
     def reduce(self, x: jax.Array, axes: MeshAxes, root: int) -> jax.Array:
         n = lax.axis_size(axes)
-        total = x.astype(accumulator(x.dtype))
+        total = x
         for distance in reversed(_powers(n)):
             pairs = [(root + r + distance, root + r) for r in range(min(distance, n - distance))]
             total += permute(total, axes, pairs)
-        return only_on(root, total, axes).astype(x.dtype)
+        return only_on(root, total, axes)
 
     def scatter(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n = lax.axis_size(axes)

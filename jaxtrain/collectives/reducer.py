@@ -10,8 +10,9 @@ from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.rounded import Rounded
 
 ExactReducer = Lax | Ring | Recursive | Hierarchical
 """Reducers that change no sum beyond the order in which it is rounded."""
 
-Reducer = ExactReducer | Compressed
+Reducer = ExactReducer | Rounded | Compressed

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jaxtrain.collectives.algorithm import accumulator, only_on
+from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.vary import Index, MeshAxes, vary, varying_axes
 from jaxtrain.violations import flag, raise_violations
 
@@ -111,10 +111,9 @@ class Ring:
         n, me = lax.axis_size(axes), lax.axis_index(axes)
         chains = self.chains(n)
         length = dict(chains)
-        wide = accumulator(x.dtype)
 
         def tile(at: Index) -> jax.Array:
-            return take(x, at, n, dim).astype(wide)
+            return take(x, at, n, dim)
 
         def hop(sums: Moving, way: int, h: Index) -> Moving:
             # What started `hops` devices before its owner gathers a tile at each it passes.
@@ -123,7 +122,7 @@ class Ring:
 
         started = {way: tile(me + way * hops) for way, hops in chains}
         sums = self.travel([(way, hops - 1) for way, hops in chains], hop, started)
-        return sum((shift(sums[w], axes, w) for w, _ in chains), start=tile(me)).astype(x.dtype)
+        return sum((shift(sums[w], axes, w) for w, _ in chains), start=tile(me))
 
     def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         # Sums scattered, then gathered: 2 (n - 1)/n of the bytes leave each device, and no

@@ -137,7 +137,8 @@ class Execution:
       reduction; False only where a library kernel refuses it.
     reducer: what sums gradients over the mesh axes on which a leaf is whole, in the explicit step:
       `data`, and `fsdp` where it splits nothing of the leaf. What it splits is reduce-scattered, by
-      `collectives`. `Compressed` changes what is learned, a little, and a resumed run keeps it.
+      `collectives`. `Rounded` sends them in bfloat16. `Compressed` changes what is learned, a
+      little, and a resumed run keeps it.
     small_leaf: gradients of leaves up to so many elements (a device's part) are summed, scattered
       and, updated by ZeRO-1 and 2, gathered together;
       leaves of up to so many in all are not compressed.

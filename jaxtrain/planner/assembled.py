@@ -15,6 +15,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.rounded import Rounded
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
@@ -167,6 +168,8 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
     reducer = execution.reducer
     exact = reducer.by if isinstance(reducer, Compressed) else reducer
     slow, fast = exact, None
+    if isinstance(exact, Rounded):
+        slow = exact.by
     if isinstance(exact, Hierarchical):
         slow, fast = exact.slow, algorithm_name(exact.fast)
     choice = steady(assembly)
@@ -177,6 +180,7 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
         fast,
         execution.small_leaf,
         execution.reduce_layers,
+        rounded=isinstance(exact, Rounded),
         apart=frozenset(assembly.parts),
         encoded={} if low_rank else {k: _tile_bytes(p, choice.codec) for k, p in taken.items()},
         factors={k: _factor_sizes(p, choice.codec) for k, p in taken.items()} if low_rank else {},
@@ -221,7 +225,7 @@ def _optimizer_facts(optimizer: Any, places: Mapping[str, Leaf]) -> OptimizerFac
 
 
 def algorithm_name(algorithm: Any) -> str:
-    """The name in `collectives.steps.SCHEDULES` of an algorithm's value. Raises ValueError for
+    """The name in `collectives.cost.steps.SCHEDULES` of an algorithm's value. Raises ValueError for
     one that has no steps there."""
     if isinstance(algorithm, Ring):
         return f"ring_{algorithm.directions}{'' if algorithm.unroll else '_looped'}"

@@ -51,7 +51,8 @@ class SumFacts:
     """How gradients are summed over the mesh axes on which a leaf is whole.
 
     slow: the algorithm, over all those axes together; or, where `fast` names one too, over the
-      first of them in a hierarchical sum whose other levels are `fast`'s. small_leaf: elements up
+      first of them in a hierarchical sum whose other levels are `fast`'s. rounded: in bfloat16, by
+      an all-to-all of the terms and an all-gather of the sums. small_leaf: elements up
       to which leaves are summed in one bucket. by_layer: stacked leaves in the backward pass.
     apart: leaves that a compressed reducer takes, none of which is in a bucket. encoded: the bytes
       of a tile's code, of each that is sent so; factors: the elements of both factors of each that
@@ -62,15 +63,16 @@ class SumFacts:
     fast: str | None
     small_leaf: int
     by_layer: bool
+    rounded: bool = False
     apart: Set[str] = frozenset()
     encoded: Mapping[str, int] = field(default_factory=dict)
     factors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Algorithms(NamedTuple):
-    """Named as in `collectives.steps.SCHEDULES`: of `Collectives`' fields, weights' gradients by
-    that of `fsdp` where they have none of their own. tiled: gradients of the stack's products are
-    scattered while they are made."""
+    """Named as in `collectives.cost.steps.SCHEDULES`: of `Collectives`' fields, weights' gradients
+    by that of `fsdp` where they have none of their own. tiled: gradients of the stack's products
+    are scattered while they are made."""
 
     fsdp: str
     tensor: str

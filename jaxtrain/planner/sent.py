@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jaxtrain.collectives.steps import Permute, itemsize_of, schedule
+from jaxtrain.collectives.cost.steps import Permute, itemsize_of, schedule
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 
 MeshAxes = tuple[str, ...]

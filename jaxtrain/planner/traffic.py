@@ -126,8 +126,15 @@ def _compressed_sum(facts: StepFacts, name: str, axes: MeshAxes, elements: int) 
 
 
 def _all_reduce(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
-    """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first."""
+    """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first; or what
+    it does in bfloat16."""
     slow, fast = facts.sums.slow, facts.sums.fast
+    if facts.sums.rounded:
+        n = math.prod(facts.sizes[a] for a in axes)
+        held = -(-elements // n) * n
+        for collective in ("all_to_all", "all_gather"):
+            yield from collective_traffic(facts, why, collective, slow, axes, "bfloat16", held)
+        return
     if fast is None or not axes:
         yield from collective_traffic(facts, why, "all_reduce", slow, axes, "float32", elements)
         return

@@ -27,8 +27,7 @@ def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 
 
 def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
-    """Gradients of those that are trained summed and scattered back: in the dtype of sums, but
-    those in tiles in the one that a product of the compute dtype is summed in."""
+    """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
     leaves, by, found = _trained_leaves(leaves), facts.by.weight_gradients, []
     tiled = _tiled(facts, leaves)
     for axes, name, elements in _group(
@@ -39,7 +38,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     for leaf, axes in tiled.items():
         size = local_elements(facts, leaves[leaf], leaves[leaf].in_use) // layers
         line = f"{why}, in tiles"
-        found += collective_traffic(facts, line, "reduce_scatter", by, axes, facts.compute, size)
+        found += collective_traffic(facts, line, "reduce_scatter", by, axes, facts.reduce, size)
     return found
 
 

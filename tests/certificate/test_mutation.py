@@ -30,8 +30,9 @@ def own_tile(x: Any, axes: tuple[str, ...], dim: int, by: Any) -> Any:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
-def own_products(xs: Any, weights: Any, axes: tuple[str, ...], ring: Any) -> Any:
-    return own_tile(sum(x @ w for x, w in zip(xs, weights, strict=True)), axes, 0, ring)
+def own_products(xs: Any, weights: Any, axes: tuple[str, ...], ring: Any, dtype: Any) -> Any:
+    whole = sum(x @ w for x, w in zip(xs, weights, strict=True))
+    return own_tile(whole.astype(dtype), axes, 0, ring)
 
 
 REMOVED: dict[int, Callable[..., Any]] = {

@@ -160,9 +160,9 @@ def made_in_tiles(comm: Explicit, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     right = PRODUCT_SCATTERS["weight gradients matmul"]
 
-    def noted(xs: Any, weights: Any, axes: Any, ring: Any) -> Any:
+    def noted(xs: Any, weights: Any, axes: Any, *how: Any) -> Any:
         found.append((xs[0].shape, weights[0].shape, axes))
-        return right(xs, weights, axes, ring)
+        return right(xs, weights, axes, *how)
 
     monkeypatch.setitem(PRODUCT_SCATTERS, "weight gradients matmul", noted)
     jax.eval_shape(on_mesh(comm, LayerLoop(prefetch=False)), *problem())

@@ -73,6 +73,8 @@ def test_weight_gradients_in_tiles_are_predicted():
     assert {(e.kind, e.axes, e.dtype) for e in tiles} == {
         ("collective-permute", ("fsdp",), "float32")
     }
+    blocks = [e for e in step_traffic(facts) if e.why.startswith(("rows", "columns"))]
+    assert {e.dtype for e in blocks} == {"bfloat16"}  # sums of activations too
     steps = facts.model.periods * facts.microbatches
     assert sum(each.count for each in tiles) == 3 * steps * len(matrices)
     elements = sum(int(np.prod(facts.leaves[k].shape[1:])) // 2 for k in matrices)
@@ -196,6 +198,27 @@ def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     assert coded is any(line.key.dtype == "u8" for line in found.lines)
 
 
+@pytest.mark.parametrize("by", [jaxtrain.collectives.Lax(), jaxtrain.collectives.Ring()], ids=str)
+def test_what_a_rounded_sum_sends_is_predicted(by):
+    """Half of what one in fp32 does, to the bytes that pad a leaf for its devices."""
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    placed = experiment_on(small, Layout(CUBE, sharding="data parallel"))
+    sent = {}
+    for reducer in (by, jaxtrain.collectives.Rounded(by)):
+        execution = replace(placed.execution, reducer=reducer)
+        assembly = assemble(
+            replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(CUBE))
+        )
+        found = held(assembly)
+        assert not found.broken, told(found.broken)
+        sums = [s for s in step_traffic(facts_of(assembly)) if s.why.startswith("gradients: ")]
+        assert {s.dtype for s in sums} == {"float32" if reducer == by else "bfloat16"}
+        sent[reducer] = sum(s.count * s.buffer_bytes for s in sums)
+    # What a permute sends of a buffer is in its line; of an all-reduce, the buffer it sends twice.
+    halves = 1 if isinstance(by, jaxtrain.collectives.Lax) else 2
+    assert sent[by] == halves * sent[jaxtrain.collectives.Rounded(by)]
+
+
 def test_a_collective_more_or_of_another_size_breaks_it():
     assembly = assembled(SHOWN[0])
     before, found = programs(assembly)
@@ -260,10 +283,10 @@ def test_names_of_algorithms():
         algorithm_name(jaxtrain.collectives.Hierarchical())
 
 
-def test_a_ring_sums_16_bits_in_fp32_and_gathers_them_as_they_are():
+def test_a_ring_sums_in_the_dtype_it_is_given():
     facts = SimpleNamespace(sizes={"data": 4})
     sent = collective_traffic(facts, "a sum", "all_reduce", "ring_1", ("data",), "bfloat16", 64)
-    assert [(each.dtype, each.buffer_bytes) for each in sent] == [("float32", 64), ("bfloat16", 32)]
+    assert [(each.dtype, each.buffer_bytes) for each in sent] == [("bfloat16", 32)] * 2
 
 
 TWO_DIMS = ShardingRules(params=table({"embed": "fsdp", "mlp": "data"}))

@@ -23,6 +23,7 @@ from jaxtrain.cluster.agreement import all_gather_union
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.rounded import Rounded
 from jaxtrain.compression.sums import Choice, program_key
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec
@@ -242,6 +243,7 @@ def bound_of(assembly: Assembly) -> float:
     precision = assembly.experiment.precision
     dtypes = (precision.params, precision.compute, precision.reduce)
     narrow = min(jnp.dtype(each).itemsize for each in dtypes) < 4
+    narrow = narrow or isinstance(assembly.experiment.execution.reducer, Rounded)
     passes = precision.matmul != "highest" and platform_of(assembly.spec) != "cpu"
     return BOUNDS["bfloat16" if narrow or passes else "float32"]
 

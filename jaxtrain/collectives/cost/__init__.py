@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.collectives.steps import SCHEDULES, Permute, Step, read_message, schedule
+from jaxtrain.collectives.cost.steps import SCHEDULES, Permute, Step, read_message, schedule
 from jaxtrain.mesh.hardware import Link
 
 DOUBLE_TREE = "double_tree"
@@ -62,7 +62,7 @@ def traffic(
     """Steps, messages and exact bytes of one of ALGORITHMS.
 
     `buffer_bytes` is the whole buffer on one device: the operand, or for all_gather and gather the
-    result. `dtype` is NumPy's name; rings and recursive carry sums of floats below 32 bits in fp32.
+    result. `dtype` is NumPy's name.
     double_tree's buffer is in one piece: each more is a step more, and all the messages again.
     Raises ValueError with everything that is wrong: unknown names, n < 1, bytes that are negative,
     no whole elements, or do not split over n; double_tree for another collective than all_reduce.
@@ -198,8 +198,7 @@ def hierarchical(
     an equal part of it. One ring over the devices of all levels sends as much out of a group, but
     all of it through one device's link; and it waits for the slow link twice for each device, not
     twice for each group. The time is the sum over levels. The buffer is padded to split over all
-    levels but the last. Floats below 32 bits are sums in fp32 until the last level has added them
-    up, and are gathered back as they are. Raises ValueError for no levels or an empty one, and as
+    levels but the last. Raises ValueError for no levels or an empty one, and as
     `cost` does.
     """
     if not levels or any(n < 1 for n, _ in levels):
@@ -208,13 +207,12 @@ def hierarchical(
     message = read_message("all_reduce", algorithm, ALGORITHMS, 1, buffer_bytes, dtype)
     part = math.prod(n for n, _ in levels[:-1])
     held, group, found = -(-message.elements // part) * part, 1, []
-    phases = {"reduce_scatter": message.sums, "all_gather": message.whole}
+    phases, kind = ("reduce_scatter", "all_gather"), message.kind
     for depth, (n, link) in enumerate(levels, start=1):
         if depth == len(levels):
-            phases = {"all_reduce": message.sums}
+            phases = ("all_reduce",)
         costs = [
-            cost(phase, algorithm, n, held * kind.itemsize, link, kind.dtype)
-            for phase, kind in phases.items()
+            cost(phase, algorithm, n, held * kind.itemsize, link, kind.dtype) for phase in phases
         ]
         sent = sum(each.traffic.device_bytes for each in costs)
         found.append(Level(n, link, sent, group * sent, sum(each.time_us for each in costs)))

@@ -2,7 +2,7 @@
 
 An algorithm is a list of steps one after another, a step a few permutes side by side: those of
 `ring.py` and `recursive.py`, one for one (a test compares them with the traced programs). From
-these `cost.py` counts bytes and time. Nothing here imports JAX: algorithms have names, and what is
+these `cost` counts bytes and time. Nothing here imports JAX: algorithms have names, and what is
 sent is bytes of a dtype.
 """
 
@@ -60,14 +60,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective on n devices of `elements` in the whole buffer: what one is, and what it is
-    while it is summed (by rings and recursive; fp32 for narrower floats)."""
+    """A collective on n devices of `elements` in the whole buffer, each of `kind`."""
 
     collective: str
     n: int
     elements: int
-    whole: Kind
-    sums: Kind
+    kind: Kind
 
 
 def schedule(
@@ -116,10 +114,7 @@ def read_message(
             f"pad to {-(-buffer_bytes // part) * part}"
         )
     raise_violations(problems, f"{algorithm} {collective}")
-    whole = Kind(dtype, itemsize)
-    narrow = itemsize < 4 and "float" in dtype
-    sums = Kind("float32", 4) if narrow else whole
-    return Message(collective, n, buffer_bytes // itemsize, whole, sums)
+    return Message(collective, n, buffer_bytes // itemsize, Kind(dtype, itemsize))
 
 
 def itemsize_of(dtype: str) -> int:
@@ -139,7 +134,8 @@ def _neighbours(message: Message, size: float, directions: int, unroll: bool) ->
     owners, a step each though none waits for another; looped, it sends in each step as much as in
     the first."""
     n, everyone = message.n, range(message.n)
-    tile, sums = message.whole.of(size), message.sums.of(size)
+    several = message.kind.of
+    tile = several(size)
     right = n - 1 if directions == 1 else n // 2
     left = n - 1 - right
 
@@ -147,22 +143,20 @@ def _neighbours(message: Message, size: float, directions: int, unroll: bool) ->
         both, rest = Step((to_right, to_left), left), Step((to_right,), right - left)
         return [step for step in (both, rest) if step.times]
 
-    gather_all = chains(tile(everyone, 1), tile(everyone, -1))
-    reduce_scatter = chains(sums(everyone, 1), sums(everyone, -1))
+    round_all = chains(tile(everyone, 1), tile(everyone, -1))
     scatter = chains(tile(range(right), 1), tile(range(0, -left, -1), -1))
     gather = chains(tile(range(-right, 0), 1), tile(range(1, left + 1), -1))
-    several = message.whole.of
     exchange = chains(several(right * size)(everyone, 1), several(left * size)(everyone, -1))
     if unroll:
         direct = [(h,) if h > left else (h, -h) for h in range(1, right + 1)]
         exchange = [Step(tuple(tile(everyone, d) for d in step)) for step in direct]
     return {
-        "all_gather": gather_all,
-        "reduce_scatter": reduce_scatter,
-        "all_reduce": reduce_scatter + gather_all,
+        "all_gather": round_all,
+        "reduce_scatter": round_all,
+        "all_reduce": round_all + round_all,
         "all_to_all": exchange,
-        "broadcast": scatter + gather_all,
-        "reduce": reduce_scatter + gather,
+        "broadcast": scatter + round_all,
+        "reduce": round_all + gather,
         "gather": gather,
         "scatter": scatter,
     }[message.collective]
@@ -171,28 +165,28 @@ def _neighbours(message: Message, size: float, directions: int, unroll: bool) ->
 def _recursive(message: Message) -> list[Step]:
     """`recursive.Recursive()`: ceil(log2 n) steps, in each a partner at distance 1, 2, 4, ..."""
     n, everyone = message.n, range(message.n)
-    whole, sums = (kind.of(message.elements) for kind in (message.whole, message.sums))
+    whole = message.kind.of(message.elements)
     tile = message.elements // n
 
-    def tiles(count: int, kind: Kind = message.whole) -> Callable[..., Permute]:
-        return kind.of(count * tile)
+    def tiles(count: int) -> Callable[..., Permute]:
+        return message.kind.of(count * tile)
 
     up = [1 << k for k in range((n - 1).bit_length())]
     inner = 1 << (n.bit_length() - 1)
-    doubling = [sums(range(inner), d, exchange=True) for d in up if d < inner]
+    doubling = [whole(range(inner), d, exchange=True) for d in up if d < inner]
     if inner < n:  # those beyond a power of two hand theirs in, and get the sum at the end
         doubling = [
-            sums(range(inner, n), -inner),
+            whole(range(inner, n), -inner),
             *doubling,
-            sums(range(n - inner), inner),
+            whole(range(n - inner), inner),
         ]
     permutes = {
         "all_gather": [tiles(min(d, n - d))(everyone, -d) for d in up],
-        "reduce_scatter": [tiles(min(d, n - d), message.sums)(everyone, d) for d in up[::-1]],
+        "reduce_scatter": [tiles(min(d, n - d))(everyone, d) for d in up[::-1]],
         "all_reduce": doubling,
         "all_to_all": [tiles(sum(i & d > 0 for i in everyone))(everyone, d) for d in up],
         "broadcast": [whole(range(min(d, n - d)), d) for d in up],
-        "reduce": [sums(range(d, min(2 * d, n)), -d) for d in up[::-1]],
+        "reduce": [whole(range(d, min(2 * d, n)), -d) for d in up[::-1]],
         "gather": [tiles(d)(range(d, n, 2 * d), -d) for d in up],
         "scatter": [tiles(d)(range(0, n - d, 2 * d), d) for d in up[::-1]],
     }
@@ -209,10 +203,10 @@ _UNROOTED = {
 
 def _lax(message: Message) -> list[Step]:
     """`lax_form.Lax()`, whose rooted collectives are masked ones of all devices. How the compiler
-    moves bytes is its own affair; counted are the fewest, as rings in two directions send them,
-    without padding and with sums in their own dtype."""
+    moves bytes is its own affair; counted are the fewest, as unpadded rings in two
+    directions send them."""
     name = _UNROOTED.get(message.collective, message.collective)
-    plain = replace(message, collective=name, sums=message.whole)
+    plain = replace(message, collective=name)
     return _neighbours(plain, message.elements / message.n, directions=2, unroll=True)
 
 
@@ -225,5 +219,5 @@ SCHEDULES: dict[str, Callable[[Message], list[Step]]] = {
     "recursive": _recursive,
 }
 """`Lax()`, `Ring(1)`, `Ring(2)`, the same with unroll=False, `Recursive()`. `lax` is counted as
-unpadded rings in two directions with sums in their own dtype, its rooted collectives as the ones of
+unpadded rings in two directions, its rooted collectives as the ones of
 all devices that they are."""
