@@ -39,7 +39,8 @@ class Key(NamedTuple):
 class Line:
     """One key of the contract: how often in a step, and the bytes each device sends. A variadic
     collective counts once for each of its arrays. unread: some stand in a branch of which the
-    program does not say how often it is taken, and count as often as they may run."""
+    program does not say how often it is taken, and count as often as they may run. joined: several
+    may have been made one, of as many bytes."""
 
     key: Key
     predicted: int
@@ -48,11 +49,14 @@ class Line:
     compiled_bytes: float
     why: tuple[str, ...]
     unread: bool = False
+    joined: bool = False
 
     @property
     def kept(self) -> bool:
         same = math.isclose(self.predicted_bytes, self.compiled_bytes, rel_tol=1e-12)
-        return same and self.predicted == self.compiled and not self.unread
+        as_often = self.predicted == self.compiled
+        fewer = self.joined and 0 < self.compiled < self.predicted
+        return same and (as_often or fewer) and not self.unread
 
     def __str__(self) -> str:
         unread = "at most, in a branch whose predicate cannot be read, " if self.unread else ""
@@ -112,14 +116,15 @@ def contract(
     predicted = _totals(sent, assembly.sizes)
     found = collective_totals(compiled, assembly.sizes)
     unread = set(collective_totals((each for each in compiled if each.in_branch), assembly.sizes))
-    lines = []
+    lines, joins = [], platform_of(assembly.spec) == "gpu"
     for key in sorted({**predicted, **found}):
         count, size = predicted.get(key, (0, 0.0))
         compiled_count, compiled_size = found.get(key, (0, 0.0))
         why = tuple(dict.fromkeys(s.why for s in sent if _key(s) == key))
-        lines.append(
-            Line(key, count, size, compiled_count, compiled_size, why, unread=key in unread)
-        )
+        line = Line(key, count, size, compiled_count, compiled_size, why, unread=key in unread)
+        lines.append(replace(line, joined=joins and key.kind == "all-reduce"))
+    if any(line.kept and line.compiled < line.predicted for line in lines):
+        rewrites += ("XLA:GPU joins all-reduces of one kind: fewer, of as many bytes",)
     return Contract(tuple(lines), _handed_collectives(stated, lowered, assembly.sizes), rewrites)
 
 

@@ -16,6 +16,7 @@ from jaxtrain.certificate.layouts import Layout, experiment_on, layouts
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
+from jaxtrain.planner import contract as contract_of_a_step
 from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import collective_traffic
@@ -217,6 +218,21 @@ def test_what_a_rounded_sum_sends_is_predicted(by):
     # What a permute sends of a buffer is in its line; of an all-reduce, the buffer it sends twice.
     halves = 1 if isinstance(by, jaxtrain.collectives.Lax) else 2
     assert sent[by] == halves * sent[jaxtrain.collectives.Rounded(by)]
+
+
+def test_all_reduces_that_xla_joins_on_gpus_keep_it(monkeypatch):
+    """It concatenates their arrays; elsewhere, or where bytes are missing, it is broken."""
+    assembly = assembled(SHOWN[0])
+    before, found = programs(assembly)
+    norms = [e for e in found if e.kind == "all-reduce" and e.group_size == 8]
+    first, second, *_ = (e for e in norms if e.count == norms[0].count)
+    both = replace(first, wire_bytes=first.wire_bytes + second.wire_bytes)
+    rest = [e for e in found if e is not first and e is not second]
+    assert len(contract(assembly, before, [*rest, both]).broken) == 1
+    monkeypatch.setattr(contract_of_a_step, "platform_of", lambda spec: "gpu")
+    kept = contract(assembly, before, [*rest, both])
+    assert not kept.broken and any("joins all-reduces" in words for words in kept.rewrites)
+    assert len(contract(assembly, before, [*rest, first]).broken) == 1
 
 
 def test_a_collective_more_or_of_another_size_breaks_it():
