@@ -220,7 +220,7 @@ class LocalSteps:
         if len(data) != chunk.size:
             raise ValueError(f"{chunk.pack} is cut short")
         elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
-        if digest(chunk.leaf, chunk.box, elements) != chunk.digest:
+        if digest(chunk.leaf, chunk.box, elements, chunk.digest) != chunk.digest:
             raise ValueError(f"{chunk.pack} has another digest")
         return elements
 
@@ -256,7 +256,7 @@ def _record(path: Path) -> Any:
     """The body of a record; None where it is not as it was written. Raises OSError, and one of
     MALFORMED where somebody wrote another."""
     found, _, text = read_text(path).partition("\n")
-    if found != text_digest(text.encode()):
+    if found != text_digest(text.encode(), found):
         return None
     body = parse_json(text)
     records_from_json(body["leaves"])

@@ -32,6 +32,7 @@ from jaxtrain.cli.shared import (
 )
 from jaxtrain.cluster.exit_codes import FAILED, INTERRUPTED, REFUSED
 from jaxtrain.files.stores import local_path
+from jaxtrain.state_format.hashing import LacksPackage
 
 DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 """Where the driver of a platform's devices shows that there are any."""
@@ -65,7 +66,7 @@ class _Version(argparse.Action):
 def _exit_code(options: argparse.Namespace) -> int:
     try:
         return options.run(options)
-    except ValueError as error:
+    except (ValueError, LacksPackage) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:

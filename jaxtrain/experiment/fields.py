@@ -229,13 +229,14 @@ class Evaluation:
 @dataclass(frozen=True)
 class Logging:
     """every: steps between logged lines, whose speeds are means since the line before. profile:
-    steps to trace. tensorboard: write events. callbacks: code of your own that a run calls: frozen
+    steps to trace. tensorboard: write events; None where tensorboardX is installed, and a run is
+    refused where it is asked for and is not. callbacks: code of your own that a run calls: frozen
     dataclasses that inherit from `Callback`, or functions (or classes) at the top of a module that
     each start calls, with nothing, to make one. A resumed run may have others."""
 
     every: int = 10
     profile: Steps | None = None
-    tensorboard: bool = True
+    tensorboard: bool | None = None
     callbacks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:

@@ -11,7 +11,9 @@ from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.plain import Optax, mixing
 from jaxtrain.optim.rate import injected_rate
 from jaxtrain.pipeline.overhead import warnings
+from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.telemetry.metrics import has_tensorboard
 
 MANY = 4
 """Times as many chunks as would do."""
@@ -19,12 +21,25 @@ MANY = 4
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
-    found = _plain_optax(assembly)
+    found = [*_plain_optax(assembly), *_packages(assembly)]
     if assembly.description is None:
         return found
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
     pipeline = [f"pipeline: {text}" for text in tables]
     return [*found, *_routers(assembly), *_chunks(assembly), *pipeline]
+
+
+def _packages(assembly: Assembly) -> list[str]:
+    """What a run does without, where a package is not installed."""
+    e, found = assembly.experiment, []
+    if e.logging.tensorboard is None and not has_tensorboard():
+        found.append("logging: tensorboardX is not installed: no TensorBoard events are written")
+    if e.checkpoints is not None and XXH3 is None:
+        found.append(
+            f"checkpoints: xxhash is not installed: digests are {SHA256}'s, slower to take, and "
+            "checkpoints that were written with it cannot be read here"
+        )
+    return found
 
 
 def _plain_optax(assembly: Assembly) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import xxhash
+
+from jaxtrain.state_format.hashing import Hasher, hasher
 
 CHUNK_BYTES = 16 * 2**20
 """The most a chunk holds: a reader verifies whole chunks, however little of one it needs."""
@@ -62,16 +63,17 @@ class Chunk(NamedTuple):
         return cls(leaf, Box(tuple(start), tuple(shape)), *rest)
 
 
-def digest(leaf: str, box: Box, data: np.ndarray) -> str:
-    """XXH3-128 of what a chunk is and of its bytes: it finds accidents, not forgeries."""
-    hasher = hasher_of(leaf, box, data.dtype)
-    hasher.update(as_bytes(data))
-    return hasher.hexdigest()
+def digest(leaf: str, box: Box, data: np.ndarray, like: str | None = None) -> str:
+    """Of what a chunk is and of its bytes. like: a digest that it is compared with; raises as
+    `hashing.hasher`."""
+    taken = hasher_of(leaf, box, data.dtype, like)
+    taken.update(as_bytes(data))
+    return taken.hexdigest()
 
 
-def hasher_of(leaf: str, box: Box, dtype: np.dtype) -> xxhash.xxh3_128:
+def hasher_of(leaf: str, box: Box, dtype: np.dtype, like: str | None = None) -> Hasher:
     """What `digest` begins with, to be updated with the bytes as they come."""
-    return xxhash.xxh3_128(f"{leaf} {box.start} {box.shape} {dtype.name} ".encode())
+    return hasher(f"{leaf} {box.start} {box.shape} {dtype.name} ".encode(), like)
 
 
 def as_bytes(data: np.ndarray) -> memoryview:

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import xxhash
 
 from jaxtrain.files.folder import file_of, plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_all
 from jaxtrain.state_format.chunks import Box, Chunk, digest
+from jaxtrain.state_format.hashing import hasher
 from jaxtrain.state_format.leaves import LeafRecord, records_from_json
 from jaxtrain.state_format.pack import Earlier
 
@@ -83,7 +83,8 @@ def write_manifest(
 
 def read_manifest(step: Path) -> Manifest:
     """The manifest of a step's directory, verified. Whoever made the directory can have written a
-    digest too: nothing is believed of what it holds. Raises ValueError that says what is wrong."""
+    digest too: nothing is believed of what it holds. Raises ValueError that says what is wrong, and
+    LacksPackage where the digest cannot be taken here."""
     directory = step / ITEM
     for path in (step, directory):
         if path.is_symlink():
@@ -102,7 +103,8 @@ def read_manifest(step: Path) -> Manifest:
         raise ValueError(f"{NAME} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{NAME} is not as it was written: {error}") from error
-    if head != f"{HEAD} {text_digest(text.encode())}":
+    told = head.removeprefix(f"{HEAD} ")
+    if told == head or told != text_digest(text.encode(), told):
         raise ValueError(f"{NAME} is not as it was written: its digest differs")
     try:
         return _from_json(directory, parse_json(text))
@@ -153,9 +155,13 @@ def other_steps(manifest: Manifest, step: int) -> list[str]:
     if leaf is not None and _counts_steps(leaf):
         (chunk,) = manifest.chunks[STEP]
         fits = step <= np.iinfo(leaf.dtype).max
-        if not fits or chunk.digest != digest(STEP, Box((), ()), np.asarray(step, leaf.dtype)):
+        if not fits or chunk.digest != _digest_of_step(step, leaf.dtype, chunk.digest):
             found.append(f"its state's count of steps is not {step}")
     return found
+
+
+def _digest_of_step(step: int, dtype: str, like: str) -> str:
+    return digest(STEP, Box((), ()), np.asarray(step, dtype), like)
 
 
 def refuse_other_step(step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
@@ -240,6 +246,7 @@ def _part(directory: Path, process: int) -> Path:
     return directory / f"{process}.part.json"
 
 
-def text_digest(data: bytes) -> str:
-    """Of a manifest or a record of a part."""
-    return xxhash.xxh3_128_hexdigest(data)
+def text_digest(data: bytes, like: str | None = None) -> str:
+    """Of a manifest or a record of a part. like: a digest that it is compared with; raises as
+    `hashing.hasher`."""
+    return hasher(data, like).hexdigest()

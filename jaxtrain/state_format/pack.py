@@ -166,14 +166,15 @@ def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
 
 
 def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-    """The elements of a chunk, verified. Raises ValueError that says what is wrong with it."""
+    """The elements of a chunk, verified. Raises ValueError that says what is wrong with it, and
+    LacksPackage where its digest cannot be taken here."""
     try:
         with open_regular(pack, "rb") as file:
             # Before anything is allocated: the size is what a manifest says.
             if (length := os.fstat(file.fileno()).st_size) < chunk.offset + chunk.size:
                 raise ValueError(f"{pack.name} ends at byte {length}, too early")
             data = np.empty(chunk.size, np.uint8)
-            got, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype)
+            got, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype, chunk.digest)
             file.seek(chunk.offset)
             while got < chunk.size and (count := file.readinto(data.data[got : got + PIECE])):
                 hasher.update(data.data[got : got + count])

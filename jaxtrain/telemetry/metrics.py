@@ -105,15 +105,20 @@ def read_metrics(run_dir: str | Path) -> list[Values]:
         return [_decode(values) for values in _whole_lines(path, lines)]
 
 
-def refuse_unusable(run_dir: str | Path, *, tensorboard: bool, process: int = 0) -> None:
+def refuse_unusable(run_dir: str | Path, *, tensorboard: bool | None, process: int = 0) -> None:
     """Raise the `ValueError` that a `MetricsWriter` would, and write nothing: for before a run."""
     read_metrics(run_dir)
     if tensorboard and process == 0:
         _refuse_without_tensorboard()
 
 
+def has_tensorboard() -> bool:
+    """Whether events can be written here."""
+    return importlib.util.find_spec("tensorboardX") is not None
+
+
 def _refuse_without_tensorboard() -> None:
-    if importlib.util.find_spec("tensorboardX") is None:
+    if not has_tensorboard():
         raise ValueError(
             "TensorBoard events need tensorboardX, which is not installed; "
             "pip install tensorboardX, or use tensorboard=False"
@@ -197,7 +202,7 @@ class MetricsWriter:
         run_dir: str | Path,
         *,
         start: int = 0,
-        tensorboard: bool = True,
+        tensorboard: bool | None = True,
         process: int = 0,
     ) -> None:
         self._file: Any = None
@@ -206,7 +211,7 @@ class MetricsWriter:
         if process != 0:
             return
         folder = Path(run_dir)
-        if tensorboard:
+        if tensorboard or (tensorboard is None and has_tensorboard()):
             self._events = _Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
         self._last = _truncate(folder / _FILE, start)

@@ -42,7 +42,7 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
             [
                 "every='often' is a str; use a whole number",
                 "profile=3 is a int; use a jaxtrain.Steps or None",
-                "tensorboard=1 is a int; use True or False",
+                "tensorboard=1 is a int; use True or False or None",
             ],
         ),
         (
