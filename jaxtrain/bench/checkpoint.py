@@ -134,11 +134,11 @@ def bench_checkpoint(
     for size in sizes:
         with _place(directory, size) as place:
             ways = {name: make(place / name) for name, make in WAYS.items()}
-            taken: dict[str, list[_Times]] = {name: [] for name in ways}
-            state = _state(size)
+            taken: dict[str, list[Times]] = {name: [] for name in ways}
+            state = state_of(size)
             for number in range(rounds + 1):  # the first of each imports its library
                 for name, way in ways.items():
-                    state, times = _one(way, number + 1, state, place)
+                    state, times = one_round(way, number + 1, state, place)
                     taken[name].append(times)
                 progress(f"{size / 1e6:.0f} MB: round {number} of {rounds}")
             rows += [_row(size, name, times) for name, times in taken.items()]
@@ -148,12 +148,14 @@ def bench_checkpoint(
     return Report(rows, digests)
 
 
-class _Times:
+class Times:
+    """Seconds of a round, as in `Row`."""
+
     def __init__(self) -> None:
         self.blocked = self.save = self.restore = self.step = self.next_step = 0.0
 
 
-class _Way(Protocol):
+class Way(Protocol):
     """To save a state and read it back; `wait` until what was saved is on the disk."""
 
     def save(self, step: int, state: State) -> None: ...
@@ -165,8 +167,9 @@ class _Way(Protocol):
     def close(self) -> None: ...
 
 
-def _one(way: _Way, step: int, state: State, place: Path) -> tuple[State, _Times]:
-    times = _Times()
+def one_round(way: Way, step: int, state: State, place: Path) -> tuple[State, Times]:
+    """A step, a save, the step behind it, and the save read back. The state is donated."""
+    times = Times()
     state, times.step = _time(lambda: _update(state))
     began = time.perf_counter()
     way.save(step, state)
@@ -185,7 +188,7 @@ def _one(way: _Way, step: int, state: State, place: Path) -> tuple[State, _Times
     return state, times
 
 
-def _row(size: int, name: str, times: list[_Times]) -> Row:
+def _row(size: int, name: str, times: list[Times]) -> Row:
     def median(field: str) -> float:
         return statistics.median(getattr(t, field) for t in times[1:])
 
@@ -270,7 +273,7 @@ class _Numpy:
         pass
 
 
-WAYS: dict[str, Callable[[Path], _Way]] = {"jaxtrain": _Ours, "orbax": _Orbax, "numpy": _Numpy}
+WAYS: dict[str, Callable[[Path], Way]] = {"jaxtrain": _Ours, "orbax": _Orbax, "numpy": _Numpy}
 
 
 def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:
@@ -329,7 +332,7 @@ def _time(act: Callable[[], Any]) -> tuple[Any, float]:
 _update = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
 
 
-def _state(size: int) -> State:
+def state_of(size: int) -> State:
     """fp32 leaves of `size` bytes together, split over all devices."""
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,16 +20,20 @@ POLL_S = 0.1
 LAST_LINES = 20
 
 
-def answers(commands: Sequence[Command], *, silent_s: float) -> Iterator[list[dict[str, Any]]]:
+def answers(
+    commands: Sequence[Command], *, silent_s: float, limit_s: float = math.inf
+) -> Iterator[list[dict[str, Any]]]:
     """Start Python with each of the commands; whenever all have said one JSON line more, the lines.
 
     Ends when all processes have. Raises ValueError with what a process says under `refused`;
-    RuntimeError, with its last words, for one that ends with another code than 0, and when no line
-    comes for `silent_s` seconds. Whatever happens, none of them is left running.
+    RuntimeError, with its last words, for one that ends with another code than 0, when no line
+    comes for `silent_s` seconds, and when they have not ended after `limit_s`. Whatever happens,
+    none of them is left running.
     """
     with ExitStack() as stack:
         started = [stack.enter_context(Listened(*command)) for command in commands]
-        count, heard = 0, time.monotonic()
+        began, count = time.monotonic(), 0
+        heard = began
         while True:
             codes = [process.poll() for process in started]  # before reading: nothing is missed
             said = [process.lines() for process in started]
@@ -42,6 +47,8 @@ def answers(commands: Sequence[Command], *, silent_s: float) -> Iterator[list[di
             if time.monotonic() - heard > silent_s:
                 late = [p for p, lines in zip(started, said, strict=True) if len(lines) == count]
                 raise RuntimeError(f"no result for {silent_s:g} seconds\n{_last_words(late)}")
+            if time.monotonic() - began > limit_s:
+                raise RuntimeError(f"not done after {limit_s:g} seconds\n{_last_words(started)}")
             time.sleep(POLL_S)
 
 

@@ -55,8 +55,38 @@ def add_bench(commands: Any) -> None:
     checkpoint.set_defaults(run=_bench_checkpoint)
     checkpoint.add_argument("--sizes", default="200MiB,1GiB", metavar="A,B", help="of the state")
     checkpoint.add_argument("--dir", help="where to write; default the system's temporary files")
-    for sub in (step, collectives, pipeline, checkpoint):
+
+    gpu = _add_gpu(kinds)
+    for sub in (step, collectives, pipeline, checkpoint, gpu):
         sub.add_argument("--json", action="store_true", help=JSON)
+
+
+def _add_gpu(kinds: Any) -> argparse.ArgumentParser:
+    text = (
+        "what one accelerator gives, in parts of up to five minutes: its pace, attention kernels, "
+        "llama3_1b beside torch, what can be chosen of it, experts, a save; goes on with what "
+        "--out lacks"
+    )
+    gpu = kinds.add_parser("gpu", help=text, description=text)
+    gpu.set_defaults(run=_bench_gpu)
+    text = "a directory for results.jsonl and table.md; default bench_gpu"
+    gpu.add_argument("--out", default="bench_gpu", metavar="DIR", help=text)
+    text = "these only, again if they are known: attention, or attention/cudnn"
+    gpu.add_argument("--parts", metavar="A,B", help=text)
+    text = "of one device that jaxtrain does not know by its name: a mesh file with a table [chip]"
+    gpu.add_argument("--mesh", metavar="FILE", help=text)
+    text = "every part on a CPU, at sizes that mean nothing"
+    gpu.add_argument("--dry-run", action="store_true", help=text)
+    return gpu
+
+
+def _bench_gpu(options: argparse.Namespace) -> int:
+    from jaxtrain.bench.gpu.runner import bench_gpu
+
+    parts = options.parts and [name.strip() for name in options.parts.split(",")]
+    mesh, dry = options.mesh, options.dry_run
+    found = bench_gpu(options.out, parts=parts, mesh=mesh, dry_run=dry, progress=progress(options))
+    return answer(options, found, found.table())
 
 
 def _bench_step(options: argparse.Namespace) -> int:

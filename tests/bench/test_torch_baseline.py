@@ -1,4 +1,5 @@
-"""The torch yardstick, small and eager on CPU: the same model, and it learns."""
+"""The torch yardstick, small and eager on CPU: the same model on the same documents, with the same
+gradients, and it learns."""
 
 from __future__ import annotations
 
@@ -66,40 +67,86 @@ def load(model: object, params: dict[str, jax.Array]) -> None:
             value.copy_(torch.tensor(np.asarray(found[name])))
 
 
+DTYPES = {"weights": "float32"}
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_same_parameters_same_loss_and_flops(baseline: ModuleType, tied: bool) -> None:
-    """Grouped queries included: the torch model computes what ours does."""
-    config = baseline.Llama(**SIZES, tied=tied, seq=8, batch=3)
+def test_same_parameters_same_loss_gradients_and_flops(baseline: ModuleType, tied: bool) -> None:
+    """Grouped queries, documents and a chunk that is not whole included: the torch model computes
+    what ours does."""
+    sizes = {"seq": 8, "batch": 3, "documents": 4, "chunk_tokens": 10}
+    config = baseline.Llama(**SIZES, tied=tied, **sizes)
     torch.manual_seed(0)
     theirs = baseline.Decoder(config)
     split = take_apart(ours(tied=tied).model.build(jax.random.key(1)))
     # Larger weights than at birth, so that the loss depends on all of them.
     params = {k: v if "norm" in k else v * 10 for k, v in split.params.items()}
     load(theirs, params)
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (3, 9)).astype(np.int32)
-    batch = {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+    (batch,) = baseline.batches_of(config, torch.device("cpu"))
+    assert len(np.unique(batch["segments"])) > 1 and not batch["weights"].all()
+
+    @jax.jit
+    def ours_of(params: dict[str, jax.Array]) -> jax.Array:
+        rows = {k: jnp.asarray(v.numpy().astype(DTYPES.get(k, "int32"))) for k, v in batch.items()}
+        total, count, _ = put_together(split.static, {**params, **split.rest}).loss(rows)
+        return total / count
+
     with jax.default_matmul_precision("highest"):
-        total, count, _ = put_together(split.static, {**params, **split.rest}).loss(batch)
-    loss = theirs(torch.tensor(tokens, dtype=torch.int64)).item()
-    assert loss == pytest.approx(float(total / count), rel=1e-5)
-    assert abs(loss - math.log(SIZES["vocab"])) > 1e-3
+        wanted, gradients = jax.value_and_grad(ours_of)(params)
+    loss = theirs(batch, baseline.documents_mask(batch["segments"]))
+    assert loss.item() == pytest.approx(float(wanted), rel=1e-5)
+    assert abs(loss.item() - math.log(SIZES["vocab"])) > 1e-3
+    loss.backward()
+    found = baseline.Decoder(config)
+    load(found, gradients)
+    for (name, value), same in zip(theirs.named_parameters(), found.parameters(), strict=True):
+        np.testing.assert_allclose(value.grad, same.detach(), atol=2e-6, rtol=1e-4, err_msg=name)
     sizes = sum(p.numel() for p in theirs.parameters())
     assert sizes == sum(leaf.size for leaf in params.values())
     assert config.flops() == ours(tied=tied).model.flops(seq=8, sequences=3)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_it_learns(baseline: ModuleType, dtype: str) -> None:
-    config = baseline.Llama(**SIZES, seq=8, batch=4)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_the_dense_mask_shows(baseline: ModuleType) -> None:
+    """What runs on a GPU; on a CPU it has no gradient."""
+    config = baseline.Llama(**{**SIZES, "embed": 64}, seq=128, batch=2, documents=30)
+    (batch,) = baseline.batches_of(config, torch.device("cpu"))
+    rows = batch["segments"]
+    mask = baseline.create_block_mask(baseline.visible_in(rows), 2, None, 128, 128, device="cpu")
+    model = baseline.Decoder(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 if parameter.ndim == 1 else 5)
+        dense = model(batch, baseline.documents_mask(rows))
+        torch.testing.assert_close(model(batch, mask), dense)
+        assert abs(model(batch) - dense) > 1e-5, "it matters what is hidden"
+
+
+def test_residuals_are_in_the_compute_dtype(baseline: ModuleType) -> None:
+    config = baseline.Llama(**SIZES, seq=8, batch=2, documents=4)
+    model = baseline.Decoder(config, torch.bfloat16)
+    met: list[torch.dtype] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, given, made: met.extend((given[0].dtype, made.dtype)))
+    (batch,) = baseline.batches_of(config, torch.device("cpu"))
+    model(batch, baseline.documents_mask(batch["segments"])).backward()
+    assert set(met) == {torch.bfloat16}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("dtype", "documents"), [("fp32", 0), ("bf16", 0), ("bf16", 4)])
+def test_it_learns(baseline: ModuleType, dtype: str, documents: int) -> None:
+    config = baseline.Llama(**SIZES, seq=8, batch=4, documents=documents)
     found = baseline.measure(
         config, dtype=dtype, steps=8, compiled=False, device=torch.device("cpu"), peak_flops=1e9
     )
     assert 0 < found["loss"] < found["first_loss"]
     assert found["first_loss"] == pytest.approx(math.log(SIZES["vocab"]), rel=0.02)
     assert found["tokens_per_s"] == pytest.approx(32 / found["step_s"])
-    assert found["mfu_full"] / found["mfu_causal"] == pytest.approx(
-        config.flops().train_full / config.flops().train_causal
-    )
+    if not documents:
+        assert found["mfu_full"] / found["mfu_causal"] == pytest.approx(
+            config.flops().train_full / config.flops().train_causal
+        )
 
 
 def test_llama3_1b_has_its_published_size(baseline: ModuleType) -> None:

@@ -435,10 +435,9 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
             frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
             if frozen and (does or acts or kind.__name__ in jaxtrain.__all__):
                 forgotten.add(kind.__name__)
-    # Of an `Optax` what it was given is stored.
-    assert forgotten == {"MeshSpec", "Layers", "Executor", "Tick", "Optax"}, (
-        "say in vocabulary.py who holds it"
-    )
+    # Of an `Optax` what it was given is stored; `bench gpu` has documents of its own.
+    known = {"MeshSpec", "Layers", "Executor", "Tick", "Optax", "SyntheticDocuments"}
+    assert forgotten == known, "say in vocabulary.py who holds it"
 
 
 def does(kind: type, protocol: Any) -> bool:

@@ -1,0 +1,112 @@
+"""A mixture of experts: what its grouped products take beside JAX's own `ragged_dot`, and whether
+both are the dense sum over all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxtrain.bench.gpu.layer import error
+from jaxtrain.bench.gpu.setting import ExpertShape, Setting
+from jaxtrain.bench.gpu.timing import timed
+from jaxtrain.nn.moe import moe_layer, route
+
+Weights = tuple[Float[Array, "experts _ _"], ...]
+Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
+"""(x [tokens, embed], router [embed, experts], (gate, up, down), experts a token) -> as x."""
+
+
+def ours(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+    """The layer that models have."""
+    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu)
+
+
+def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+    """Rows in the order of experts, without padding, multiplied by `lax.ragged_dot`."""
+    gate, up, down = weights
+    shares, chosen = route(x, router, k)
+    of_slot = chosen.reshape(-1)
+    order = jnp.argsort(of_slot, stable=True)
+    sizes = jnp.bincount(of_slot, length=len(down))
+    rows = x[order // k]
+    h = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+    out = lax.ragged_dot(h, down, sizes)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
+
+
+def dense(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+    """Every token through every expert, and those not chosen times zero: the oracle."""
+    gate, up, down = weights
+    shares, chosen = route(x, router, k)
+    share = jnp.sum(jax.nn.one_hot(chosen, len(down)) * shares[..., None], axis=1)
+    h = jax.nn.silu(jnp.einsum("te,xeh->txh", x, gate)) * jnp.einsum("te,xeh->txh", x, up)
+    return jnp.einsum("txh,xhe,tx->te", h, down, share).astype(x.dtype)
+
+
+LAYERS: dict[str, Layer] = {"jaxtrain": ours, "ragged_dot": ragged}
+
+
+def measure(setting: Setting, name: str) -> None:
+    """Errors of output and gradients at a small size, then seconds."""
+    layer, sizes = LAYERS[name], setting.sizes
+    setting.tell({"row": "checked"} | errors(layer, sizes.checked_experts))
+    shape = sizes.experts
+    arrays, dy = operands(shape, jnp.bfloat16)
+    forward = jax.jit(lambda x, router, weights: layer(x, router, weights, shape.chosen))
+    both = jax.jit(partial(_pulled, layer, shape.chosen))
+    once = timed(lambda: forward(*arrays), round_s=sizes.round_s)
+    whole = timed(lambda: both(dy, *arrays), round_s=sizes.round_s)
+    products = 3 * shape.chosen * shape.tokens * shape.embed * shape.hidden
+    flops = 3 * 2 * products
+    setting.tell(
+        {
+            "row": "layer",
+            "forward_ms": once.seconds * 1e3,
+            "both_ms": whole.seconds * 1e3,
+            "spread": whole.spread,
+            "tflops": flops / whole.seconds / 1e12,
+            "of_peak": setting.share(flops / whole.seconds),
+        }
+    )
+
+
+def errors(layer: Layer, shape: ExpertShape) -> dict[str, float]:
+    """Over the largest value of the dense sum's, all in fp32."""
+    arrays, dy = operands(shape, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        found, wanted = (
+            jax.jit(partial(_pulled, by, shape.chosen))(dy, *arrays) for by in (layer, dense)
+        )
+    names = ("y", "dx", "drouter", "dgate", "dup", "ddown")
+    pairs = zip(names, jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return {f"{name}_error": error(a, b) for name, a, b in pairs}
+
+
+def _pulled(
+    layer: Layer, k: int, dy: jax.Array, x: jax.Array, router: jax.Array, weights: Weights
+) -> object:
+    """The output, and the gradients."""
+    y, pull = jax.vjp(lambda x, router, weights: layer(x, router, weights, k), x, router, weights)
+    return y, pull(dy)
+
+
+def operands(
+    shape: ExpertShape, dtype: Any
+) -> tuple[tuple[jax.Array, jax.Array, Weights], jax.Array]:
+    """x, router and weights; and the cotangent of the output."""
+    n, e, h, experts = shape.tokens, shape.embed, shape.hidden, shape.experts
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def normal(*dims: int) -> jax.Array:
+        fan_in = dims[-2] if len(dims) > 2 else 1
+        return (jax.random.normal(next(keys), dims) * fan_in**-0.5).astype(dtype)
+
+    router = normal(e, experts) * e**-0.5
+    weights = normal(experts, e, h), normal(experts, e, h), normal(experts, h, e)
+    return (normal(n, e), router.astype(dtype), weights), normal(n, e)

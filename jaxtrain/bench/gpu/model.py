@@ -1,0 +1,243 @@
+"""`experiments/llama3_1b.py` on synthetic packed documents: the largest batch whose program fits,
+told by its compiler before anything runs, the step's time there, and what each choice is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.bench.gpu.documents import SyntheticDocuments, lengths
+from jaxtrain.bench.gpu.parts import FLAGS, MODEL
+from jaxtrain.bench.gpu.setting import Row, Setting, Skipped
+from jaxtrain.bench.gpu.timing import ROUNDS, summary
+from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.run.session import initialise
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.batches import PlacedRows
+from jaxtrain.step.state import TrainState, shardings
+from jaxtrain.step.train_step import compile_step
+from jaxtrain.telemetry.flops import mfu
+from jaxtrain.telemetry.hlo import dot_flops, peak_memory
+from jaxtrain.telemetry.hlo_text import program_text
+
+EXPERIMENT = Path(__file__).parents[3] / "experiments" / "llama3_1b.py"
+REMAT = "dots_and_attention"
+"""The default on accelerators."""
+WARMUP = 3
+ROOM = 0.97
+"""Of the bytes that the device gives a process: products that are tuned need some too."""
+QUICK = {"xla_gpu_autotune_level": 0}
+"""Of XLA:GPU, for programs that are read and not run: no kernels are timed to choose one."""
+MORE = 1.01
+"""Times the FLOPs of as many rows by themselves: a program of more makes products again, because it
+would not fit otherwise."""
+
+
+class Need(NamedTuple):
+    """Of a compiled step: bytes at its peak, and FLOPs of the products it makes."""
+
+    peak: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The step in one of its ways. batch: rows a step, in one microbatch. chunk_tokens: None is the
+    model's own. options: of the compiler."""
+
+    batch: int
+    remat: str = REMAT
+    chunk_tokens: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Compiled:
+    """A variant made ready on the device of the setting."""
+
+    setting: Setting
+    variant: Variant
+
+    def __post_init__(self) -> None:
+        options = tuple(
+            {**dict(self.setting.spec.compiler_options), **self.variant.options}.items()
+        )
+        spec = replace(self.setting.spec, compiler_options=options)
+        self.assembly: Assembly = assemble(experiment(self.setting, self.variant), spec)
+        self.mesh = active_mesh(make_mesh(spec), self.assembly.sizes)
+        device = self.mesh.devices.flat[0]
+        if refused := option_violations(dict(self.variant.options), device):
+            raise Skipped("; ".join(refused))
+        a, began = self.assembly, time.perf_counter()
+        self.shardings: TrainState = shardings(a.abstract, a.splits, self.mesh)
+        self.program = compile_step(a, self.mesh, self.shardings)
+        self.compile_s = time.perf_counter() - began
+
+    @cached_property
+    def need(self) -> Need:
+        peak = peak_memory(self.program)["peak_bytes"]
+        assert peak is not None, "XLA tells it on CPU, GPU and TPU"
+        return Need(peak, dot_flops(program_text(self.program)))
+
+    def row(self) -> Row:
+        v = self.variant
+        return {
+            "batch": v.batch,
+            "remat": v.remat,
+            "compile_s": self.compile_s,
+            "program_gb": self.need.peak / 1e9,
+        }
+
+    def train(self) -> Row:
+        """Steps on one batch again and again, a round of them handed to the device at once."""
+        a, e = self.assembly, self.assembly.experiment
+        state, steps = initialise(a, self.shardings), self.setting.sizes.steps
+        rows = e.data.open("train", seed=e.seed, cache_dir=Path())
+        read = np.arange(self.variant.batch)
+        placed = PlacedRows(rows, a.batch_shardings(self.mesh), e.microbatches)
+        batch, losses, rounds = placed.rows(read), [], []
+        for timed in (*[False] * WARMUP, *[True] * ROUNDS):
+            began, metrics = time.perf_counter(), {}
+            for _ in range(steps if timed else 1):
+                state, metrics = self.program(state, batch)
+            losses.append(float(metrics["loss"]))
+            if timed:
+                rounds.append((time.perf_counter() - began) / steps)
+        step = summary(rounds)
+        documents = lengths(rows.rows(read)["positions"])
+        flops = e.model.flops(seq=e.data.seq, sequences=len(read), documents=documents)
+        peak = {"peak_flops_per_device": a.peak_flops, "devices": 1, "step_s": step.seconds}
+        return self.row() | {
+            "step_s": step.seconds,
+            "spread": step.spread,
+            "tokens_per_s": len(read) * e.data.seq / step.seconds,
+            "mfu_causal": mfu(flops.train_causal, **peak),
+            "mfu_full": mfu(flops.train_full, **peak),
+            "peak_gb": held_bytes() / 1e9,
+            "first_loss": losses[0],
+            "loss": losses[-1],
+        }
+
+
+def held_bytes() -> int:
+    """The most that the device has held, 0 where it does not say."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def experiment(setting: Setting, variant: Variant) -> Experiment:
+    """The experiment on synthetic documents, in one microbatch, without all that is not a step."""
+    if not EXPERIMENT.is_file():
+        raise Skipped(f"there is no {EXPERIMENT}; run from a checkout of jaxtrain")
+    e = load_experiment(EXPERIMENT)
+    model, seq = e.model, e.data.seq
+    if setting.sizes.shrunk:
+        model, seq = replace(model.shrunk(1), vocab=256, vocab_multiple=64), 32
+    if variant.chunk_tokens is not None:
+        model = replace(model, chunk_tokens=variant.chunk_tokens)
+    return replace(
+        e,
+        model=model,
+        data=SyntheticDocuments(model.vocab, seq, setting.sizes.mean),
+        batch=variant.batch,
+        microbatches=1,
+        execution=replace(e.execution, loop=LayerLoop(remat=variant.remat)),
+        evaluation=None,
+        checkpoints=None,
+    )
+
+
+def usable_bytes(setting: Setting) -> int:
+    """What a program may take of the device."""
+    if setting.sizes.usable is not None:
+        return setting.sizes.usable
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return round(ROOM * stats.get("bytes_limit", setting.spec.usable_bytes))
+
+
+def largest_batch(need: Callable[[int], Need], usable: int, most: int) -> int:
+    """The largest batch up to `most` whose program fits as it is, 0 where that of one row does not.
+
+    Memory grows by the same bytes with each row, so two programs tell where to look; what XLA makes
+    there is asked for its own, and fewer rows taken until it fits.
+    """
+    one, two = need(1), need(2)
+    if one.peak > usable:
+        return 0
+    batch = min(most, 1 + (usable - one.peak) // max(1, two.peak - one.peak))
+    while batch > 1:
+        found = need(batch)
+        if found.peak <= usable and found.flops <= MORE * batch * one.flops:
+            break
+        batch -= max(1, batch // 16)
+    return batch
+
+
+def search(setting: Setting, remat: str) -> Variant:
+    """The largest batch with a policy. Raises Skipped where not one row fits."""
+    usable, on_gpu = usable_bytes(setting), setting.platform == "gpu"
+    options = QUICK if on_gpu and not option_violations(QUICK, jax.devices()[0]) else {}
+
+    @cache
+    def need(batch: int) -> Need:
+        return Compiled(setting, Variant(batch, remat, options=options)).need
+
+    batch = largest_batch(need, usable, setting.sizes.most)
+    if batch == 0:
+        raise Skipped(f"one row takes {need(1).peak:,} bytes, and a program may take {usable:,}")
+    return Variant(batch, remat)
+
+
+def step(setting: Setting, which: str) -> None:
+    """The default: the largest `batch`, and the time there, and at half of it."""
+    if which == "batch":
+        found, usable = search(setting, REMAT), usable_bytes(setting) / 1e9
+        setting.tell({"row": "largest batch", "batch": found.batch, "usable_gb": usable})
+        return
+    largest = setting.rows(f"{MODEL}/batch")[-1]["batch"]
+    batch = largest if which == "largest" else max(1, largest // 2)
+    setting.tell({"row": f"jaxtrain, {which}", **Compiled(setting, Variant(batch)).train()})
+
+
+def best_batch(setting: Setting) -> int:
+    """That of the most tokens a second. Raises Skipped where none was timed."""
+    parts = [f"{MODEL}/{which}" for which in ("largest", "half")]
+    rows = [row for part in parts for row in setting.found.get(part, [])]
+    if not rows:
+        raise Skipped(f"needs what {' or '.join(parts)} finds, which found nothing")
+    return max(rows, key=lambda row: row["tokens_per_s"])["batch"]
+
+
+def again(setting: Setting, turn: str) -> None:
+    """The default at its best batch, once more, in its turn beside torch."""
+    best = Compiled(setting, Variant(best_batch(setting)))
+    setting.tell({"row": f"jaxtrain, turn {turn}", **best.train()})
+
+
+def other_remat(setting: Setting, remat: str) -> None:
+    """At the largest batch of its own."""
+    variant = search(setting, remat)
+    setting.tell({"row": f"remat {remat}", **Compiled(setting, variant).train()})
+
+
+def chunk(setting: Setting, tokens: str) -> None:
+    """The head in chunks of so many tokens."""
+    variant = Variant(best_batch(setting), chunk_tokens=int(tokens))
+    setting.tell({"row": f"chunks of {tokens} tokens", **Compiled(setting, variant).train()})
+
+
+def flag(setting: Setting, name: str) -> None:
+    """With options of the compiler."""
+    options = FLAGS[name]
+    found = Compiled(setting, Variant(best_batch(setting), options=options)).train()
+    given = ", ".join(f"{option}={value}" for option, value in options.items())
+    setting.tell({"row": name, **found, "options": given})

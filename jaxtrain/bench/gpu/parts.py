@@ -1,0 +1,77 @@
+"""The parts of `bench gpu`, in the order in which they are run: what others need, and what says the
+most, first. A name is that of groups within groups; this knows which function measures a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from jaxtrain.bench.gpu.setting import Setting
+
+KERNELS = ("cudnn", "triton", "splash", "blockwise", "blockwise_1024")
+REMAT = ("none", "attention", "dots", "full")
+"""Beside the default of accelerators, which all other parts have."""
+CHUNKS = (4096, 8192, 16384)
+"""Tokens of the head's chunks, beside the model's own 2048."""
+FLAGS: dict[str, dict[str, bool | str]] = {
+    "no_rematerialization": {"xla_disable_hlo_passes": "rematerialization"},
+    "no_triton_gemm": {"xla_gpu_enable_triton_gemm": False},
+    "cublaslt": {"xla_gpu_enable_cublaslt": True},
+    "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
+}
+"""Options of the compiler, each by itself."""
+BATCHES = (4, 8, 16, 32)
+"""Rows a step of torch's; after one that does not fit no larger one is tried."""
+
+MODEL = "llama3_1b"
+PARTS = (
+    "calibration",
+    *(f"attention/{kernel}" for kernel in KERNELS),
+    *(f"{MODEL}/{which}" for which in ("batch", "largest", "half")),
+    *(f"{MODEL}/torch/{batch}" for batch in BATCHES),
+    *(f"{MODEL}/turn/{who}/{turn}" for turn in (1, 2) for who in ("jaxtrain", "torch")),
+    *(f"sweep/remat/{policy}" for policy in REMAT),
+    *(f"sweep/chunk/{tokens}" for tokens in CHUNKS),
+    *(f"sweep/flag/{name}" for name in FLAGS),
+    *(f"experts/{layer}" for layer in ("jaxtrain", "ragged_dot")),
+    "save",
+)
+_MEASURED_BY = {
+    "calibration": "calibration:calibrate",
+    "attention": "layer:measure",
+    f"{MODEL}/torch": "peer:measure",
+    f"{MODEL}/turn/jaxtrain": "model:again",
+    f"{MODEL}/turn/torch": "peer:again",
+    MODEL: "model:step",
+    "sweep/remat": "model:other_remat",
+    "sweep/chunk": "model:chunk",
+    "sweep/flag": "model:flag",
+    "experts": "experts:measure",
+    "save": "saving:measure",
+}
+
+
+def within(part: str, group: str) -> bool:
+    """Whether it is the group's, or the group itself."""
+    return part == group or part.startswith(f"{group}/")
+
+
+def groups_of(part: str) -> list[str]:
+    """Those it is within, the outermost first; itself where it is in none."""
+    words = part.split("/")
+    return ["/".join(words[:n]) for n in range(1, len(words))] or [part]
+
+
+def of_torch(part: str) -> bool:
+    """Whether torch has the device in it."""
+    return any(within(part, f"{MODEL}/{group}") for group in ("torch", "turn/torch"))
+
+
+def measured_by(part: str) -> tuple[Callable[[Setting, str], None], str]:
+    """The function that measures a part, given a setting and what is returned beside it: what
+    follows the name of its group. Only its own module is imported."""
+    group = next(group for group in _MEASURED_BY if within(part, group))
+    module, _, name = _MEASURED_BY[group].partition(":")
+    found = getattr(import_module(f"{__package__}.{module}"), name)
+    return found, part.removeprefix(group).removeprefix("/")

@@ -1,0 +1,153 @@
+"""`bench gpu`: every part in a process of its own, within a time, its findings kept at once.
+
+A part that crashes, hangs or runs out of memory costs that part, and gives its memory back. What is
+in the results is not measured again: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.bench.gpu.parts import PARTS, groups_of, within
+from jaxtrain.bench.gpu.results import (
+    DONE,
+    FAILED,
+    LINES,
+    SKIPPED,
+    TABLES,
+    PartResult,
+    add_result,
+    devices,
+    over_torch,
+    read_results,
+    tables,
+)
+from jaxtrain.bench.gpu.worker import environment
+from jaxtrain.bench.processes import answers
+from jaxtrain.files.stores import local_path
+from jaxtrain.violations import did_you_mean, raise_violations
+
+LIMIT_S = 300.0
+"""Of a part: one that hangs is ended then."""
+
+Command = Callable[[str], Sequence[str]]
+"""part -> what its process is started with, after `python`."""
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """results: of every part that is known, in the order of their names in `PARTS`. out: where they
+    are kept."""
+
+    results: Mapping[str, PartResult]
+    out: Path
+
+    def table(self) -> str:
+        return f"{tables(self.results.values())}\n\n{self.out / LINES}, {self.out / TABLES}"
+
+    def as_json(self) -> dict[str, Any]:
+        """over_torch: tokens a second over torch's, of the turns; None until both have had one."""
+        parts = [asdict(result) for result in self.results.values()]
+        return {"over_torch": over_torch(self.results), "parts": parts}
+
+
+def bench_gpu(
+    out: str | Path,
+    *,
+    parts: Sequence[str] | None = None,
+    mesh: str | None = None,
+    dry_run: bool = False,
+    limit_s: float = LIMIT_S,
+    command: Command | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> GpuReport:
+    """Measure what `out` does not have yet, or `parts` (names or groups), again if it has them.
+
+    mesh: a mesh file of one device, for one that is not in the table of chips. dry_run: all parts
+    at sizes that mean nothing, on a CPU. limit_s: seconds a part may take. command: what a part's
+    process is started with.
+
+    Raises ValueError for parts that there are not, results of another device, and where there is no
+    accelerator that is known.
+    """
+    out = local_path("out", out)
+    asked, known = chosen(parts), read_results(out)
+    if any(each.dry != dry_run for each in known.values()):
+        had, have = ("measured", "a dry run's") if dry_run else ("a dry run's", "measured")
+        raise ValueError(
+            f"{out / LINES} has results that are {had}, not {have}; give another --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    waiting = asked if parts is not None else [part for part in asked if part not in known]
+    run = command or _command(out, mesh, dry_run)
+    for number, part in enumerate(waiting, 1):
+        progress(f"{number} of {len(waiting)}: {part}")
+        env = environment(part, dry=dry_run, out=out, environ=dict(os.environ))
+        found = _one(part, (run(part), env), dry=dry_run, limit_s=limit_s)
+        others = devices(read_results(out)) - {found.device}
+        if found.device is not None and others:
+            raise ValueError(
+                f"{out / LINES} was measured on {', '.join(sorted(others))}, and this is "
+                f"{found.device}; give another --out"
+            )
+        add_result(out, found)
+        reason = f": {found.reason}" if found.why else ""
+        progress(f"  {found.state} in {found.seconds:.0f} s{reason}")
+    results = read_results(out)
+    return GpuReport({part: results[part] for part in PARTS if part in results}, out)
+
+
+def chosen(given: Sequence[str] | None) -> list[str]:
+    """The parts of these names or groups, in their order in `PARTS`; None: all."""
+    if given is None:
+        return list(PARTS)
+    groups = dict.fromkeys(group for part in PARTS for group in groups_of(part))
+    names = [*PARTS, *groups]
+    raise_violations(
+        [
+            f"there is no part {name!r}{did_you_mean(name, names)}; parts are those of "
+            f"{', '.join(groups)}"
+            for name in given
+            if name not in names
+        ],
+        "bench gpu",
+    )
+    return [part for part in PARTS if any(within(part, name) for name in given)]
+
+
+def _command(out: Path, mesh: str | None, dry_run: bool) -> Command:
+    options = [*(["--mesh", str(mesh)] if mesh else []), *(["--dry-run"] if dry_run else [])]
+    return lambda part: ["-m", "jaxtrain.bench.gpu.worker", part, str(out.absolute()), *options]
+
+
+def _one(
+    part: str, command: tuple[Sequence[str], Mapping[str, str]], *, dry: bool, limit_s: float
+) -> PartResult:
+    """What a part's process tells until its end, or the limit. Raises ValueError with what it
+    refuses."""
+    began, said = time.monotonic(), list[dict[str, Any]]()
+    why = None
+    try:
+        for (line,) in answers([command], silent_s=math.inf, limit_s=limit_s):
+            said.append(line)
+    except RuntimeError as error:
+        why = str(error)
+    told: dict[str, Any] = {}
+    for line in said:
+        told |= line
+    skipped = told.get("skipped")
+    return PartResult(
+        part=part,
+        state=FAILED if why is not None else SKIPPED if skipped is not None else DONE,
+        device=told.get("device"),
+        dry=dry,
+        seconds=time.monotonic() - began,
+        rows=[line["row"] for line in said if "row" in line],
+        why=told.get("failed") or why or skipped,
+    )

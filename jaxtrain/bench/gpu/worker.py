@@ -1,0 +1,102 @@
+"""One part of `bench gpu` in a process of its own, which speaks in lines, a JSON object each.
+
+First `device` and `chip`, as JAX calls it and as a mesh file does; then `row`, for each that it
+finds; `skipped` or `failed` with the reason. What refuses the whole benchmark is `refused`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.bench.gpu import parts, peer
+from jaxtrain.bench.gpu.results import read_results
+from jaxtrain.bench.gpu.setting import Row, Setting, Skipped
+from jaxtrain.bench.processes import end_with_parent
+from jaxtrain.cluster.exit_codes import REFUSED
+
+FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def environment(part: str, *, dry: bool, out: Path, environ: dict[str, str]) -> dict[str, str]:
+    """Of a part's process: one device, nearly all of its memory, and programs that are compiled
+    once. What the user has set stays. In torch's parts JAX has no device."""
+    here = str(Path(__file__).parents[3])
+    path = os.pathsep.join(p for p in (here, environ.get("PYTHONPATH")) if p)
+    own = {
+        "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
+        "TORCHINDUCTOR_CACHE_DIR": str(out / "torch"),
+        "PYTHONPATH": path,
+    }
+    if dry or parts.of_torch(part):
+        own["JAX_PLATFORMS"] = "cpu"
+    chosen = {"CUDA_VISIBLE_DEVICES": "0"}
+    if not any(name in environ for name in FRACTION):
+        chosen[FRACTION[0]] = "0.92"
+    return chosen | environ | own
+
+
+def device_name(part: str, *, dry: bool) -> str:
+    """Of what is measured; of torch's parts as torch says, for which JAX must not take the memory.
+    Raises Skipped where torch has none, ValueError where this is no accelerator."""
+    if parts.of_torch(part):
+        return peer.device_name(dry=dry)
+    if dry:
+        return "cpu"
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        raise ValueError("JAX sees no accelerator here; --dry-run goes through all parts on a CPU")
+    return device.device_kind
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxtrain.bench.gpu.worker")
+    parser.add_argument("part", choices=parts.PARTS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--mesh")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    end_with_parent()
+    found = {name: each.rows for name, each in read_results(options.out).items()}
+    try:
+        device = device_name(options.part, dry=options.dry_run)
+        setting = Setting(options.dry_run, device, options.mesh, found, options.out, _tell)
+        _say(device=device, chip=setting.chip.name)
+        measure, what = parts.measured_by(options.part)
+    except Skipped as reason:
+        _say(skipped=str(reason))
+        return 0
+    except ValueError as error:
+        _say(refused=str(error))
+        return REFUSED
+    try:
+        measure(setting, what)
+    except Skipped as reason:
+        _say(skipped=str(reason))
+    except Exception as error:
+        _say(failed=f"{type(error).__name__}: {error}")  # behind it JAX's traceback says more
+        raise
+    return 0
+
+
+def _tell(row: Row) -> None:
+    _say(row={name: _plain(value) for name, value in row.items()})
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: a number that is not finite is a text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())
