@@ -6,6 +6,7 @@ from . import collectives as collectives
 from . import data as data
 from . import mesh as mesh
 from . import models as models
+from . import moe as moe
 from . import nn as nn
 from . import optim as optim
 from .certificate.certify import certify as certify

@@ -28,6 +28,7 @@ LAYERS = {
     "telemetry": 2,
     "collectives": 2,
     "attention": 3,
+    "moe": 3,
     "nn": 3,
     "pipeline": 4,
     "optim": 4,

@@ -92,4 +92,4 @@ def test_outside_the_tests_nothing_is_checked():
         "assert not hasattr(newton_schulz, '__wrapped__') and 'beartype' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    assert len(PACKAGES) == 6
+    assert len(PACKAGES) == 7

@@ -19,6 +19,7 @@ from jaxtyping._import_hook import JaxtypingTransformer
 PACKAGES = (
     "jaxtrain.collectives",
     "jaxtrain.attention",
+    "jaxtrain.moe",
     "jaxtrain.nn",
     "jaxtrain.optim",
     "jaxtrain.pipeline",

@@ -238,6 +238,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
             mode.name,
             LOOPS[layout.loop],
             e.execution.attention,
+            e.execution.grouped_matmul,
             mode.collectives,
             reducer=mode.reducer,
             reduce_layers=mode.reduce_layers,

@@ -78,8 +78,8 @@ class Health:
     named, of two both. replay: every so many steps one is taken twice from the same state and
     batch, and must come out the same to the bit; a copy of the state is held meanwhile. self_check:
     so many first steps of a start, 32 at most, are taken before it, twice: as they will be, and in
-    a safe configuration (XLA's own collectives, the plain attention kernel, no rematerialisation,
-    no compiler options of the mesh). Losses and gradient norms must agree within 1e-5, in 16 bits
+    a safe configuration (XLA's own collectives, the plain kernels, no rematerialisation, no
+    compiler options of the mesh). Losses and gradient norms must agree within 1e-5, in 16 bits
     3e-2, or the run is refused before anything of it is saved. A copy of the state and the batches
     are held meanwhile, and the safe step has the larger activations. None is never.
 
@@ -132,6 +132,7 @@ class Execution:
       models that describe themselves, gspmd for others.
     loop: how the loop over layers runs (unrolled, remat, prefetch).
     attention: an attention kernel of `jaxtrain.attention`; None is the platform's own.
+    grouped_matmul: what multiplies experts' rows, of `jaxtrain.moe`; None is the platform's own.
     collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
     check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
       reduction; False only where a library kernel refuses it.
@@ -155,6 +156,7 @@ class Execution:
     mode: str | None = None
     loop: LayerLoop | None = None
     attention: Any = None
+    grouped_matmul: Any = None
     collectives: Collectives | None = None
     check_vma: bool | None = None
     reducer: Reducer = Lax()  # noqa: RUF009 (frozen)

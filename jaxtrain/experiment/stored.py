@@ -23,6 +23,7 @@ RESUMABLE = (
     "experiment.execution.mode",
     "experiment.execution.loop",
     "experiment.execution.attention",
+    "experiment.execution.grouped_matmul",
     "experiment.execution.collectives",
     "experiment.execution.check_vma",
     "experiment.execution.reduce_layers",

@@ -48,6 +48,10 @@ from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.models.families import FAMILIES
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.kernels import PlatformGroupedMatmul
+from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling
 from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
@@ -71,6 +75,10 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
     (Execution, "attention"): (
         *(PlatformKernel, Reference, Blockwise, Cudnn, Triton, Splash, SplashBlocks),
+        types.NoneType,
+    ),
+    (Execution, "grouped_matmul"): (
+        *(PlatformGroupedMatmul, BlockLoop, Megablox, TritonBlocks),
         types.NoneType,
     ),
     (Mixture, "parts"): (Source, TokenFiles),

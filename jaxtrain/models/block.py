@@ -26,9 +26,9 @@ from jaxtrain.models.description import (
     Weight,
 )
 from jaxtrain.models.description import Block as BlockDescription
+from jaxtrain.moe.layer import moe_layer
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
-from jaxtrain.nn.moe import moe_layer
 from jaxtrain.nn.norm import Norm, NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation, constant, named_key, normal
 from jaxtrain.nn.rotary import Rope, rotate
@@ -301,7 +301,12 @@ class Moe(nnx.Module):
         """x [tokens share, embed] -> same shape."""
         config = self.config
         names = ("gate", "up", "down") if config.gated else ("up", "down")
-        kernel = partial(moe_layer, k=config.experts_per_token, activation=config.activation)
+        kernel = partial(
+            moe_layer,
+            k=config.experts_per_token,
+            activation=config.activation,
+            kernel=comm.grouped_matmul,
+        )
         weights = tuple(getattr(self, name)[...] for name in names)
         return comm.experts(kernel, x, self.router[...], weights)
 

@@ -29,7 +29,7 @@ Starts = Int[Array, "rows seq"] | None
 Arrays = dict[str, jax.Array]
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
-"""`moe.moe_layer` of (x, router, weights)."""
+"""`moe.layer.moe_layer` of (x, router, weights)."""
 
 
 Pair = tuple[jax.Array, jax.Array]
@@ -38,6 +38,12 @@ Pair = tuple[jax.Array, jax.Array]
 @runtime_checkable
 class Communicator(Protocol):
     """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
+
+    @property
+    def grouped_matmul(self) -> Any:
+        """What multiplies experts' rows, as `moe.layer.moe_layer` takes it; None: the default
+        backend's own."""
+        ...
 
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
         """Parameters as they are used: whole over the axes that only split them at rest, in the
@@ -150,6 +156,7 @@ class Local:
     compute_dtype: Any = jnp.float32
     frozen: frozenset[str] = frozenset()
     """Full names of frozen leaves."""
+    grouped_matmul: Any = None
 
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
         return self.fetch(params, prefix), after

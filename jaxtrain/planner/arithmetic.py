@@ -7,34 +7,33 @@ a program into memory, and says so only in its log, if at all.
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax.numpy as jnp
-
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import Cudnn
-from jaxtrain.attention.kernels import PlatformKernel, Reference, choose
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
-from jaxtrain.mesh.sharding import ways
+from jaxtrain.mesh.sharding import STAGE, ways
 from jaxtrain.models.description import (
     AttentionCall,
     ColumnParallel,
     ExpertCall,
     Operation,
     RowParallel,
-    operations,
 )
-from jaxtrain.nn.moe import block_count, block_rows
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import block_count, block_rows
+from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.running_kernels import asked_of, calls, kernel_of, local_rows
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
-OPAQUE = (Cudnn, Triton, Splash)
+OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
 """Kernels whose products no program shows."""
 
 
@@ -57,61 +56,66 @@ def asked_flops(assembly: Assembly) -> float | None:
     if multiplies or not isinstance(e.optimizer, WITHOUT_PRODUCTS):
         return None
     model, tensor = assembly.described, ways(assembly.tensor, assembly.sizes)
-    micro, rows, seq = assembly.abstract_batch()[model.tokens].shape
-    rows //= ways(assembly.batch_splits[model.tokens][1], assembly.sizes)
+    rows, seq = local_rows(assembly)
     total = 3 * 2 * rows * seq * model.embed * model.head.padded / tensor
-    for call in (each for block in model.layers for each in operations(block)):
-        asked = _operation_flops(assembly, call, rows, seq)
+    for call in calls(assembly):
+        asked = _operation_flops(assembly, call)
         if asked is None:
             return None
         total += asked / tensor
-    return micro * total
-
-
-def attention_kernels(assembly: Assembly) -> tuple[str, ...] | None:
-    """The distinct attention kernels of the model's layers; None where it says nothing of them."""
-    if assembly.description is None or assembly.description.tokens is None:
-        return None
-    seq = assembly.abstract_batch()[assembly.description.tokens].shape[2]
-    calls = (each for block in assembly.described.layers for each in operations(block))
-    found = (_kernel(assembly, call, seq) for call in calls if isinstance(call, AttentionCall))
-    return tuple(dict.fromkeys(map(str, found)))
+    return e.microbatches * total
 
 
 def opaque_flops(assembly: Assembly) -> float:
-    """FLOPs of one device's step in attention kernels that no program shows, of the (query, key)
-    pairs the mask leaves of whole rows: two products forward, and once more where remat keeps no
-    output; five backward (Dao et al. 2022)."""
-    if not attention_kernels(assembly):
+    """FLOPs of one device's step in kernels that no program shows. Of attention: of the (query,
+    key) pairs the mask leaves of whole rows two products forward, and once more where remat keeps
+    no output; five backward (Dao et al. 2022). Of experts: of all rows that are multiplied."""
+    if assembly.description is None or assembly.description.tokens is None:
         return 0.0
-    again = 1 if assembly.loop.remat in ("full", "dots") else 0
-    seq, total = assembly.abstract_batch()[assembly.described.tokens].shape[2], 0.0
-    for call in (each for block in assembly.described.layers for each in operations(block)):
-        if isinstance(call, AttentionCall) and isinstance(_kernel(assembly, call, seq), OPAQUE):
-            total += call.flops.flops(call.flops.pairs(seq)) * (1 + again + 2.5)
-    return total * assembly.largest_batch / assembly.spec.devices
+    remat, seq, total = assembly.loop.remat, local_rows(assembly)[1], 0.0
+    tensor, stages = ways(assembly.tensor, assembly.sizes), assembly.sizes.get(STAGE, 1)
+    for call in calls(assembly):
+        if not isinstance(kernel_of(assembly, call), OPAQUE):
+            continue
+        if isinstance(call, ExpertCall):
+            made = _expert_flops(assembly, call) * assembly.experiment.microbatches
+            total += made * (3 + (remat != "none")) / (tensor * stages)
+        elif isinstance(call, AttentionCall):
+            again = 1 if remat in ("full", "dots") else 0
+            whole = call.flops.flops(call.flops.pairs(seq)) * assembly.largest_batch
+            total += whole * (1 + again + 2.5) / assembly.spec.devices
+    return total
 
 
-def _operation_flops(assembly: Assembly, call: Operation, rows: int, seq: int) -> float | None:
+def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
     """Of one operation on all devices of `tensor` together: three times a forward pass, and what is
     made again."""
-    remat, tokens = assembly.loop.remat, rows * seq
+    remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
     if isinstance(call, ColumnParallel | RowParallel):
         again = 3 + (remat in ("full", "attention"))
-        return 2 * tokens * sum(weight.size for weight in call.weights) * again
+        return 2 * rows * seq * sum(weight.size for weight in call.weights) * again
     if isinstance(call, AttentionCall):
-        return _attention_flops(assembly, call, rows, seq)
+        return _attention_flops(assembly, call)
     if not isinstance(call, ExpertCall):
         return 0.0
-    tensor, chosen = ways(assembly.tensor, assembly.sizes), tokens * call.per_token
-    met = block_count(chosen, call.experts) * block_rows(chosen, call.experts)
-    routed = met * sum(weight.size for weight in call.weights) + tokens * call.router.size * tensor
-    return 2 * routed * (3 + (remat != "none"))
+    kernel, tensor = kernel_of(assembly, call), ways(assembly.tensor, assembly.sizes)
+    if not isinstance(kernel, (BlockLoop, *OPAQUE)):
+        return None
+    seen = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
+    return (seen + 2 * rows * seq * call.router.size * tensor) * (3 + (remat != "none"))
 
 
-def _attention_flops(assembly: Assembly, a: AttentionCall, rows: int, seq: int) -> float | None:
+def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:
+    """Forward, of the products of a mixture, of as many rows as its kernel has blocks for."""
+    asked, largest = asked_of(assembly, call), kernel_of(assembly, call).largest_block
+    given = (asked.rows, asked.experts, largest)
+    met = block_count(*given) * block_rows(*given)
+    return 2 * met * sum(weight.size for weight in call.weights)
+
+
+def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
     """Of the products of queries with keys, and of weights with values, in all heads."""
-    remat, kernel = assembly.loop.remat, _kernel(assembly, a, seq)
+    remat, kernel, (rows, seq) = assembly.loop.remat, kernel_of(assembly, a), local_rows(assembly)
     if isinstance(kernel, OPAQUE):
         return 0.0
     one = 2 * rows * a.heads * a.head_dim
@@ -122,21 +126,3 @@ def _attention_flops(assembly: Assembly, a: AttentionCall, rows: int, seq: int) 
     mask = Scoring(AttentionMask(causal=a.causal, window=a.window), scale=1.0)
     tiling = Tiling(kernel.query_block, kernel.key_block, seq, mask, None)
     return one * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
-
-
-def _kernel(assembly: Assembly, a: AttentionCall, seq: int) -> Any:
-    """The kernel that runs: `None` of an experiment is the platform's own."""
-    e, kernel = assembly.experiment, assembly.experiment.execution.attention
-    if not isinstance(kernel, PlatformKernel):
-        return kernel
-    return choose(
-        kernel.platform,
-        dtype=jnp.dtype(e.precision.compute),
-        seq=seq,
-        head_dim=a.head_dim,
-        documents="segments" in assembly.fields,
-        window=a.window,
-        softcap=a.softcap,
-        checked=assembly.explicit and assembly.check_vma,
-        capability=kernel.capability,
-    )

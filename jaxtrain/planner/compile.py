@@ -18,13 +18,16 @@ from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
-from jaxtrain.planner.arithmetic import asked_flops, attention_kernels, opaque_flops
+from jaxtrain.models.description import AttentionCall, ExpertCall
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
 from jaxtrain.planner.overhead import Overhead, overhead
 from jaxtrain.planner.seconds import matmul_seconds
 from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.running_kernels import kernels_of
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.branches import branch_violations
@@ -58,11 +61,11 @@ class CompileReport:
     what the program sends, by (kind, mesh axes, dtype): count and bytes. contract: None where XLA
     chose the collectives. overlap: of the same keys what stands between start and done, empty where
     the program has no schedule. flops: of matmuls XLA sees; asked_flops: of those the source asks
-    for, at the most, None where that is not known; `opaque`: kernels XLA does not see. attention:
-    the kernels that layers run, None of a model that says nothing of itself. roofline: seconds at
-    the chip's peaks, opaque kernels by their bytes alone. mfu_bound: the model's FLOPs, causal,
-    over what the chip could do in that time, with the arithmetic of opaque kernels added to it;
-    None where the model says nothing of itself.
+    for, at the most, None where that is not known; `opaque`: kernels XLA does not see. attention,
+    grouped_matmul: the kernels that layers run, None of a model that says nothing of itself.
+    roofline: seconds at the chip's peaks, opaque kernels by their bytes alone. mfu_bound: the
+    model's FLOPs, causal, over what the chip could do in that time, with the arithmetic of opaque
+    kernels added to it; None where the model says nothing of itself.
     """
 
     checked: CheckReport
@@ -77,6 +80,7 @@ class CompileReport:
     overlap: dict[Key, Tally]
     violations: tuple[str, ...]
     attention: tuple[str, ...] | None = None
+    grouped_matmul: tuple[str, ...] | None = None
     roofline: Roofline = Roofline()  # noqa: RUF009 (frozen)
     mfu_bound: float | None = None
 
@@ -135,6 +139,8 @@ class CompileReport:
         lines += [] if self.work is None else [self.work.summary()]
         if self.attention:
             lines.append(f"attention: {', '.join(self.attention)}")
+        if self.grouped_matmul:
+            lines.append(f"experts: {', '.join(self.grouped_matmul)}")
         if self.opaque:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
@@ -168,6 +174,7 @@ class CompileReport:
             "collectives": found,
             "contract": None if self.contract is None else not self.contract.broken,
             "attention": None if self.attention is None else list(self.attention),
+            "grouped_matmul": None if self.grouped_matmul is None else list(self.grouped_matmul),
             "flops": self.flops,
             "asked_flops": self.asked_flops,
             "compile_s": self.compile_s,
@@ -205,19 +212,18 @@ def compile_experiment(
     Absent TPUs and GPUs need their compiler's plugin and a process that has started with
     `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
 
-    violations: a broken contract, collectives in branches that devices take differently, on
-    simulated devices collectives that do not wait for a loop of others, weights that XLA gathers
-    whole because it finds no better way, memory that it cannot save, products that it makes again
-    to save it. Raises ValueError with every violation of experiment and mesh, where the mesh can
-    neither be made nor compiled for, and where the compiler refuses so much memory.
+    violations: a broken contract, collectives in branches that devices take differently, or (if
+    simulated) beside a loop of others, weights that XLA gathers whole, memory that it cannot save,
+    products that it makes again to save it. Raises ValueError with every violation of experiment
+    and mesh, where the mesh can neither be made nor compiled for, and where the compiler refuses
+    so much memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     checked = check_anywhere(experiment, mesh)
     assembly, spec = checked.assembly, checked.assembly.spec
-    active = active_mesh(_mesh(spec), assembly.sizes)
-    refused = option_violations(dict(spec.compiler_options), active.devices.flat[0])
-    raise_violations(refused, spec.where)
+    active, options = active_mesh(_mesh(spec), assembly.sizes), dict(spec.compiler_options)
+    raise_violations(option_violations(options, active.devices.flat[0]), spec.where)
     began = time.perf_counter()
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
@@ -250,7 +256,8 @@ def compile_experiment(
             *_made_again(flops, asked),
             *_broken(held),
         ),
-        attention=attention_kernels(assembly),
+        attention=kernels_of(assembly, AttentionCall),
+        grouped_matmul=kernels_of(assembly, ExpertCall),
         roofline=(least := _roofline(text, assembly)),
         mfu_bound=_mfu_bound(assembly, least),
     )
@@ -288,9 +295,9 @@ def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:
 
 def _typed_jaxpr(assembly: Assembly, mesh: jax.sharding.Mesh) -> Any:
     """The step traced with types of what varies over which mesh axis. Pallas kernels, for whose
-    sake they are off, refuse them: the reference stands in, which sends nothing either."""
-    e = assembly.experiment
-    execution = replace(e.execution, check_vma=True, attention=Reference())
+    sake they are off, refuse them: portable ones stand in, which send nothing either."""
+    e, portable = assembly.experiment, {"attention": Reference(), "grouped_matmul": BlockLoop()}
+    execution = replace(e.execution, check_vma=True, **portable)
     typed = assemble(replace(e, execution=execution), assembly.spec, assembly.fields)
     where = shardings(typed.abstract, typed.splits, mesh)
     return trace_step(typed, mesh, where, choice=steady(typed)).jaxpr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,9 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.attention.kernels import PlatformKernel
-from jaxtrain.attention.splash import Splash
-from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
@@ -44,6 +41,7 @@ from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.step.batches import token_fields
 from jaxtrain.step.initial import initial_state
+from jaxtrain.step.platform_kernels import types_checked, with_kernels
 from jaxtrain.step.state import TrainState, state_splits
 from jaxtrain.step.tuning import adapters_of, trained_leaves, with_trained
 from jaxtrain.validation.experiment import (
@@ -161,17 +159,7 @@ class Assembly:
 
     @property
     def check_vma(self) -> bool:
-        """Off, unless asked for, where attention is a Pallas kernel, which refuses it: on TPUs, and
-        for documents on GPUs before Hopper."""
-        execution = self.experiment.execution
-        kernel = execution.attention
-        if execution.check_vma is not None:
-            return execution.check_vma
-        if not isinstance(kernel, PlatformKernel):
-            return not isinstance(kernel, Splash | Triton)
-        before_hopper = kernel.capability is not None and kernel.capability < 9
-        packed = kernel.platform == "gpu" and before_hopper and "segments" in self.fields
-        return kernel.platform != "tpu" and not packed
+        return types_checked(self.experiment.execution, self.fields)
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
@@ -262,10 +250,8 @@ def try_assemble(
 ) -> tuple[Assembly | None, list[str]]:
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
-    if experiment.execution.attention is None and describes(experiment.model):
-        kernel = PlatformKernel(platform_of(spec), spec.chip.capability)
-        chosen = replace(experiment.execution, attention=kernel)
-        experiment = replace(experiment, execution=chosen)
+    if describes(experiment.model):
+        experiment = with_kernels(experiment, platform_of(spec), spec.chip.capability)
     violations = field_violations(experiment)
     mode = chosen_mode(experiment, violations)
     unbuildable = model_violations(experiment)

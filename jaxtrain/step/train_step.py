@@ -292,6 +292,7 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
         reduce_dtype=precision.reduce,
         collectives=assembly.collectives,
         frozen=assembly.frozen,
+        grouped_matmul=assembly.experiment.execution.grouped_matmul,
         products=frozenset(assembly.described.stacked_products),
     )
     if reduction is not None and reduction.layers:
@@ -302,11 +303,11 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
 def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
     """`Local` on one device: no constraints, plain code."""
     e = assembly.experiment
+    common = (e.precision.compute, assembly.frozen, e.execution.grouped_matmul)
     if not assembly.sizes:
-        return Local(e.precision.compute, assembly.frozen)
+        return Local(*common)
     return Gspmd(
-        e.precision.compute,
-        assembly.frozen,
+        *common,
         mesh=mesh,
         rules=e.sharding,
         places=assembly.places,

@@ -16,6 +16,8 @@ from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
 from jaxtrain.models.splitting import unsplit
+from jaxtrain.moe.grouped import GroupedMatmul
+from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import REMAT
 from jaxtrain.validation.model import (
     described_where_sound,
@@ -153,6 +155,13 @@ def field_violations(experiment: Experiment) -> list[str]:
         found.append(
             f"execution.attention={kernel!r} is no kernel; use a value of "
             f"jaxtrain.attention such as {_kernel_like(kernel)}, or None for the platform's own"
+        )
+    grouped = e.execution.grouped_matmul
+    kinds = PlatformGroupedMatmul | GroupedMatmul | None
+    if isinstance(grouped, type) or not isinstance(grouped, kinds):
+        found.append(
+            f"execution.grouped_matmul={grouped!r} is no kernel; use a value of jaxtrain.moe such "
+            f"as BlockLoop(), or None for the platform's own"
         )
     profile = e.logging.profile
     if profile is not None and profile.first >= e.steps:

@@ -48,6 +48,7 @@ def model_violations(experiment: Experiment) -> list[str]:
     described_only = {
         "execution.loop": e.execution.loop,
         "execution.attention": e.execution.attention,
+        "execution.grouped_matmul": e.execution.grouped_matmul,
         "evaluation.sample": e.sample,
     }
     return [

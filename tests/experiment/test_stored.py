@@ -32,6 +32,7 @@ from jaxtrain.experiment.stored import (
     unreadable,
 )
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
+from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.weights.loading import load
 
@@ -396,6 +397,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.optim.WarmupStableDecay: lambda: jaxtrain.optim.WarmupStableDecay(0.5, decay=2),
     jaxtrain.optim.InverseSqrt: lambda: jaxtrain.optim.InverseSqrt(0.5, warmup=2),
     CLASSES["jaxtrain.attention.kernels:PlatformKernel"]: lambda: PlatformKernel("cpu"),
+    CLASSES["jaxtrain.moe.kernels:PlatformGroupedMatmul"]: lambda: PlatformGroupedMatmul("cpu"),
 }
 
 

@@ -15,8 +15,9 @@ from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
@@ -83,6 +84,27 @@ def test_what_is_made_again_is_asked_for() -> None:
     assert asked("none", attention=Cudnn()) == none - 3.5 * attention
     experts = asked("none", experts=4)
     assert asked("dots", experts=4) - experts > attention, "a mixture is saved by `none` alone"
+
+
+def test_products_of_a_fused_kernel_are_in_no_program() -> None:
+    """What is asked for is then the router's alone; the rest is opaque, without the padding of
+    blocks where there is none."""
+
+    def found(remat: str, **given: Any) -> tuple[float, float]:
+        assembly = assembled({"tensor": 2}, remat, experts=4, attention=Reference(), **given)
+        asked = asked_flops(assembly)
+        assert asked is not None
+        return asked, opaque_flops(assembly)
+
+    e = assembled({"data": 1}, experts=4).experiment
+    tokens, embed, hidden = e.batch * 16, e.model.embed, e.model.period[0].mlp.hidden
+    products = e.model.layers * 2 * tokens * 2 * 3 * embed * hidden / 2  # two experts, two devices
+    for remat, times in (("none", 3), ("dots", 4)):
+        portable, nothing = found(remat)
+        asked, opaque = found(remat, grouped_matmul=Megablox())
+        assert nothing == 0 and opaque == times * products
+        assert portable - asked >= times * products
+    assert found("none", grouped_matmul=TritonBlocks())[1] >= 3 * products
 
 
 @pytest.mark.parametrize("seq", [16, 500, 4096])

@@ -15,7 +15,8 @@ from jaxtrain import cli
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
-from jaxtrain.nn.moe import block_count, block_rows
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline.analysis import bubble
 from jaxtrain.pipeline.config import Pipeline
@@ -66,7 +67,8 @@ def of_whole_blocks(flops, value, of_value=pipeline_work._of_value):
         return of_value(flops, value)
     call = value.operation
     chosen = flops.rows * flops.seq * call.per_token
-    rows = block_count(chosen, call.experts) * block_rows(chosen, call.experts)
+    given = (chosen, call.experts, BlockLoop().largest_block)
+    rows = block_count(*given) * block_rows(*given)
     return 2 * rows * sum(weight.size for weight in call.weights)
 
 

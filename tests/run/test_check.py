@@ -23,6 +23,7 @@ from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.moe import Megablox
 from jaxtrain.run.check import check_anywhere
 from jaxtrain.run.session import initialise, open_session
 from jaxtrain.step.assembly import active_mesh, assemble
@@ -406,6 +407,13 @@ def test_a_kernel_is_a_value(kernel: Any) -> None:
     found = field_violations(experiment(execution=jaxtrain.Execution(attention=kernel)))
     near = {"none": "Blockwise()", 3: "Blockwise()"}.get(kernel, "Splash()")
     assert found == [] if kernel == Splash() else near in found[0]
+
+
+@pytest.mark.parametrize("kernel", ["megablox", 3, Megablox, Megablox()])
+def test_a_grouped_matmul_is_a_value(kernel: Any) -> None:
+    found = field_violations(experiment(execution=jaxtrain.Execution(grouped_matmul=kernel)))
+    told = "is no kernel; use a value of jaxtrain.moe such as BlockLoop(), or None"
+    assert found == [] if kernel == Megablox() else told in found[0]
 
 
 def moved(axes: dict[str, int], usable: float, **changes: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Types of what varies over mesh axes are off just where an attention kernel refuses them."""
+"""Types of what varies over mesh axes are off just where a kernel refuses them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import jaxtrain
 from jaxtrain.attention import Blockwise, Cudnn, Splash, Triton
 from jaxtrain.mesh.hardware import CHIPS
+from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.step.assembly import assemble
 
 CASES = [
@@ -36,6 +37,18 @@ def test_they_are_off_for_pallas(
             replace(decoder, data=data, execution=execution), spec, fields_of(documents)
         )
         assert made.check_vma == (expected if asked is None else asked)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"), [(None, True), (TritonBlocks(), True), (Megablox(), False)], ids=str
+)
+def test_of_grouped_matmuls_megablox_refuses_them(
+    kernel: Any, expected: bool, decoder: jaxtrain.Experiment
+) -> None:
+    spec = replace(jaxtrain.mesh_from_axes(data=2), chip=CHIPS["h100_sxm"], simulated=False)
+    execution = jaxtrain.Execution(grouped_matmul=kernel)
+    made = assemble(replace(decoder, execution=execution), spec, fields_of(True))
+    assert made.check_vma == expected
 
 
 def fields_of(documents: bool) -> Any:

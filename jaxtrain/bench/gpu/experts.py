@@ -1,5 +1,5 @@
-"""A mixture of experts: what its grouped products take beside JAX's own `ragged_dot`, and whether
-both are the dense sum over all experts."""
+"""A mixture of experts: what its grouped products take, by the platform's kernel, by the portable
+loop and by JAX's own `ragged_dot`; and whether each is the dense sum over all experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 from jaxtrain.bench.gpu.layer import error
 from jaxtrain.bench.gpu.setting import ExpertShape, Setting
 from jaxtrain.bench.gpu.timing import timed
-from jaxtrain.nn.moe import moe_layer, route
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.layer import moe_layer, route
 
 Weights = tuple[Float[Array, "experts _ _"], ...]
 Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
@@ -23,8 +24,13 @@ Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
 
 
 def ours(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
-    """The layer that models have."""
+    """The layer that models have, by the platform's kernel."""
     return moe_layer(x, router, weights, k=k, activation=jax.nn.silu)
+
+
+def loop(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+    """The same by the loop over blocks."""
+    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu, kernel=BlockLoop())
 
 
 def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
@@ -49,13 +55,15 @@ def dense(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Arra
     return jnp.einsum("txh,xhe,tx->te", h, down, share).astype(x.dtype)
 
 
-LAYERS: dict[str, Layer] = {"jaxtrain": ours, "ragged_dot": ragged}
+LAYERS: dict[str, Layer] = {"jaxtrain": ours, "loop": loop, "ragged_dot": ragged}
 
 
 def measure(setting: Setting, name: str) -> None:
     """Errors of output and gradients at a small size, then seconds."""
     layer, sizes = LAYERS[name], setting.sizes
-    setting.tell({"row": "checked"} | errors(layer, sizes.checked_experts))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        row = {"row": f"checked {jnp.dtype(dtype).name}"}
+        setting.tell(row | errors(layer, sizes.checked_experts, dtype))
     shape = sizes.experts
     arrays, dy = operands(shape, jnp.bfloat16)
     forward = jax.jit(lambda x, router, weights: layer(x, router, weights, shape.chosen))
@@ -76,12 +84,14 @@ def measure(setting: Setting, name: str) -> None:
     )
 
 
-def errors(layer: Layer, shape: ExpertShape) -> dict[str, float]:
-    """Over the largest value of the dense sum's, all in fp32."""
-    arrays, dy = operands(shape, jnp.float32)
+def errors(layer: Layer, shape: ExpertShape, dtype: Any) -> dict[str, float]:
+    """Of the layer in `dtype`, over the largest value of the dense sum's, in fp32."""
+    given = operands(shape, dtype)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), given)
     with jax.default_matmul_precision("highest"):
         found, wanted = (
-            jax.jit(partial(_pulled, by, shape.chosen))(dy, *arrays) for by in (layer, dense)
+            jax.jit(partial(_pulled, by, shape.chosen))(dy, *arrays)
+            for by, (arrays, dy) in ((layer, given), (dense, wide))
         )
     names = ("y", "dx", "drouter", "dgate", "dup", "ddown")
     pairs = zip(names, jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)

@@ -34,7 +34,7 @@ PARTS = (
     *(f"sweep/remat/{policy}" for policy in REMAT),
     *(f"sweep/chunk/{tokens}" for tokens in CHUNKS),
     *(f"sweep/flag/{name}" for name in FLAGS),
-    *(f"experts/{layer}" for layer in ("jaxtrain", "ragged_dot")),
+    *(f"experts/{layer}" for layer in ("jaxtrain", "loop", "ragged_dot")),
     "save",
 )
 _MEASURED_BY = {

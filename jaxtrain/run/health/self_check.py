@@ -27,10 +27,13 @@ from jaxtrain.collectives.rounded import Rounded
 from jaxtrain.compression.sums import Choice, program_key
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.models.description import ExpertCall
+from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.run.session import Session
 from jaxtrain.step.assembly import Assembly, assemble, platform_of, try_assemble
 from jaxtrain.step.layer_order import AtRest
+from jaxtrain.step.running_kernels import kernels_of
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step
 
@@ -206,6 +209,11 @@ def aspects_of(assembly: Assembly) -> dict[str, Aspect]:
         plain = plain_kernel(math.prod(assembly.sizes.values()))
         found[f"attention={execution.attention!r}"] = Aspect(
             lambda e, spec: (_with(e, attention=plain), spec), "use another execution.attention"
+        )
+    if any(kernel != str(BlockLoop()) for kernel in kernels_of(assembly, ExpertCall) or ()):
+        found[f"grouped_matmul={execution.grouped_matmul!r}"] = Aspect(
+            lambda e, spec: (_with(e, grouped_matmul=BlockLoop()), spec),
+            "use another execution.grouped_matmul",
         )
     loop = assembly.loop
     plain_loop = replace(

@@ -13,18 +13,11 @@ import pytest
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, tensor
 from jaxtrain.models.block import gelu_tanh, silu
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import block_rows, grouped_matmul
+from jaxtrain.moe.layer import combine, dispatch, moe_layer, plan_rows, route
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.gspmd import Gspmd
-from jaxtrain.nn.moe import (
-    LARGEST_BLOCK,
-    block_rows,
-    combine,
-    dispatch,
-    grouped_matmul,
-    moe_layer,
-    plan_rows,
-    route,
-)
 
 EMBED, HIDDEN = 6, 10
 Weights = tuple[jax.Array, ...]
@@ -139,7 +132,8 @@ def test_slices_of_the_hidden_dim_are_parts_of_a_sum(slices: int) -> None:
         np.testing.assert_allclose(sum(found), wanted, rtol=1e-4, atol=1e-4)
 
 
-PLANNED = jax.jit(plan_rows, static_argnums=1)
+PLANNED = jax.jit(plan_rows, static_argnums=(1, 2))
+LARGEST = BlockLoop().largest_block
 
 
 def choices(tokens: int, experts: int, k: int, seed: int) -> np.ndarray:
@@ -150,17 +144,20 @@ def choices(tokens: int, experts: int, k: int, seed: int) -> np.ndarray:
     return np.stack(rows).astype(np.int32)
 
 
+@pytest.mark.parametrize("largest", [LARGEST, 16, 1])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"), [(1, 8, 2), (50, 3, 2), (200, 8, 1), (9, 9, 9)]
 )
 def test_every_slot_has_one_row_in_a_block_of_its_expert(
-    tokens: int, experts: int, k: int, seed: int
+    tokens: int, experts: int, k: int, seed: int, largest: int
 ) -> None:
     chosen = choices(tokens, experts, k, seed)
-    slots, places, owners = map(np.asarray, PLANNED(chosen, experts))
+    slots, places, owners = map(np.asarray, PLANNED(chosen, experts, largest))
     block = len(slots) // len(owners)
-    assert block == block_rows(tokens * k, experts)
+    assert block == block_rows(tokens * k, experts, largest)
+    if largest == 1:
+        assert len(slots) == tokens * k, "nothing is padded"
     real = slots < chosen.size
     assert sorted(slots[real]) == list(range(chosen.size))
     np.testing.assert_array_equal(slots[places.ravel()], np.arange(chosen.size))
@@ -174,21 +171,23 @@ def test_every_slot_has_one_row_in_a_block_of_its_expert(
 def test_there_are_blocks_for_the_worst_case_and_no_more(experts: int) -> None:
     """Every expert but the first one row over a whole block is what needs the most."""
     for rows in (1, 7, 64, 1000, 4097):
-        block = block_rows(rows, experts)
-        assert block & (block - 1) == 0 and 8 <= block <= LARGEST_BLOCK
+        block = block_rows(rows, experts, LARGEST)
+        assert block & (block - 1) == 0 and 8 <= block <= LARGEST
         taken = min(rows, experts)
         sizes = np.ones(taken, int)
         sizes[0] += rows - taken
         needed = int((-(-sizes // block)).sum())
         chosen = np.repeat(np.arange(taken), sizes)[:, None]
-        have = len(jax.eval_shape(partial(plan_rows, experts=experts), chosen).owners)
+        have = len(
+            jax.eval_shape(partial(plan_rows, experts=experts, largest=LARGEST), chosen).owners
+        )
         assert have == needed
         if rows >= 32 * experts:
             assert have * block <= 1.25 * rows + block
 
 
 def test_rows_and_slots_are_each_others_adjoints_and_no_gradient_is_a_scatter() -> None:
-    plan, rng = PLANNED(choices(10, 4, 2, 0), 4), np.random.default_rng(0)
+    plan, rng = PLANNED(choices(10, 4, 2, 0), 4, LARGEST), np.random.default_rng(0)
     x, rows, slots = (
         rng.normal(size=(*n, 3)).astype(np.float32) for n in ((10,), (len(plan.slots),), (10, 2))
     )
@@ -210,7 +209,7 @@ def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_a
     weights = np.ones((2, 2, 1), jnp.bfloat16)
 
     def total(weights: jax.Array, rows: jax.Array, owners: jax.Array) -> jax.Array:
-        return grouped_matmul(rows, weights, owners).astype(jnp.float32).sum()
+        return grouped_matmul(BlockLoop(), rows, weights, owners).astype(jnp.float32).sum()
 
     dw = jax.jit(jax.grad(total))(weights, rows, owners)
     np.testing.assert_array_equal(np.asarray(dw[0], np.float32), 4128.0)

@@ -1,0 +1,88 @@
+"""JAX's megablox: grouped matmuls in Pallas, for TPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, group_sizes
+
+LEAST_ROWS = 128
+"""Of a tile: with fewer a TPU's matrix unit is not filled."""
+
+
+@dataclass(frozen=True)
+class Megablox:
+    """Pallas megablox (TPU): rows of any number to each expert, without padding.
+
+    tile: rows, and of a matrix rows and columns, that are multiplied at a time; rows of a tile are
+    the most of them, by halves, that divides all rows. interpret: run it in Python, for tests
+    without a TPU. In a shard_map it needs `check_vma=False`. Raises ValueError for other dtypes
+    than bfloat16 and float32, and for rows that no tile of 128 or more divides.
+    """
+
+    tile: tuple[int, int, int] = (512, 1024, 1024)
+    interpret: bool = False
+
+    @property
+    def largest_block(self) -> int:
+        return 1
+
+    def violations(self, asked: Asked) -> list[str]:
+        found = []
+        if asked.checked:
+            found.append("shard_map has check_vma=True, which it refuses; set it False")
+        if asked.dtype not in (jnp.bfloat16, jnp.float32):
+            found.append(f"{asked.dtype} is not supported, bfloat16 and float32 are")
+        if self._rows(asked.rows) < LEAST_ROWS:
+            found.append(
+                f"{asked.rows} rows (tokens of a device x experts_per_token) are no multiple of "
+                f"{LEAST_ROWS}"
+            )
+        return found
+
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
+        return self._product(rows, weights, owners, transposed=False)
+
+    def backward(
+        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+    ) -> tuple[Rows, Experts]:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+        dx = self._product(dy, weights, owners, transposed=True)
+        dw = tgmm(
+            rows.T,
+            dy,
+            group_sizes(owners, len(weights), len(rows)),
+            weights.dtype,
+            self._tile(len(rows), *weights.shape[1:]),
+            interpret=self.interpret,
+        )
+        return dx, dw
+
+    def _product(
+        self, rows: jax.Array, weights: Experts, owners: Owners, *, transposed: bool
+    ) -> jax.Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
+        return gmm(
+            rows,
+            weights,
+            group_sizes(owners, len(weights), len(rows)),
+            rows.dtype,
+            self._tile(len(rows), inner, outer),
+            transpose_rhs=transposed,
+            interpret=self.interpret,
+        )
+
+    def _tile(self, rows: int, inner: int, outer: int) -> tuple[int, int, int]:
+        return self._rows(rows), min(self.tile[1], inner), min(self.tile[2], outer)
+
+    def _rows(self, rows: int) -> int:
+        size = self.tile[0]
+        while size > 1 and rows % size:
+            size //= 2
+        return size

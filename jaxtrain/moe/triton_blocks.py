@@ -1,0 +1,178 @@
+"""Grouped matmuls of our own in Pallas, by way of Triton: for GPUs.
+
+A program makes one tile of the result. Blocks have one owner each, so a tile of products reads one
+expert's matrix; and an expert's blocks lie side by side, so a tile of its gradient sums them in
+registers, in fp32, and is written once. Programs that run at a time work on a square of tiles
+rather than on a line of them, so that what they read they share in the cache (Tillet et al. 2019,
+"Triton", has dense products so).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, block_rows
+
+Ref = Any
+"""An array in the memory of the device, of which a program reads and writes parts."""
+
+GROUPED = 8
+"""Rows of tiles that are worked on together."""
+LEAST = 16
+"""Of each dim of a product that tensor cores take."""
+MOST_ELEMENTS = 2**31
+"""Of an array: positions in it are counted in 32 bits."""
+
+
+@dataclass(frozen=True)
+class TritonBlocks:
+    """Pallas-Triton (GPU): 16-bit matrices whose dims are multiples of 16.
+
+    largest_block: rows of a block, and of a tile, at the most. columns: of a tile. depth: how much
+    is multiplied at a time. All are powers of two. warps, stages: of a program. interpret: run it
+    in Python, for tests without a GPU. Raises ValueError for what it does not take.
+    """
+
+    largest_block: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+    interpret: bool = False
+
+    def violations(self, asked: Asked) -> list[str]:
+        found = []
+        if asked.dtype not in (jnp.bfloat16, jnp.float16) and not self.interpret:
+            found.append(f"{asked.dtype} is not supported, bfloat16 and float16 are")
+        for name, size in (("embed", asked.embed), ("hidden", asked.hidden)):
+            if size % LEAST:
+                found.append(f"{name}={size} on a device is not a multiple of {LEAST}")
+        block = block_rows(asked.rows, asked.experts, self.largest_block)
+        if block < LEAST:
+            found.append(
+                f"{asked.rows} rows (tokens of a device x experts_per_token) for {asked.experts} "
+                f"experts are too few: blocks of {block}, at least {LEAST}"
+            )
+        matrices = asked.embed * asked.hidden * asked.experts
+        largest = max(matrices, asked.rows * max(asked.embed, asked.hidden))
+        if largest >= MOST_ELEMENTS:
+            found.append(f"{largest} numbers in one array; it takes fewer than {MOST_ELEMENTS}")
+        return found
+
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
+        return self._product(rows, weights, owners, transposed=False)
+
+    def backward(
+        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+    ) -> tuple[Rows, Experts]:
+        dx = self._product(dy, weights, owners, transposed=True)
+        experts, n, m = weights.shape
+        block = len(rows) // len(owners)
+        piece, tile = min(block, self.depth), (_fitting(n, self.columns), _fitting(m, self.columns))
+        kernel = partial(_gradient, tile=tile, piece=piece, pieces=block // piece)
+        begins = jnp.sum(owners[None] < jnp.arange(experts + 1)[:, None], axis=1, dtype=jnp.int32)
+        grid = ((n // tile[0]) * (m // tile[1]), experts)
+        return dx, self._call(kernel, grid, weights, rows, dy, begins)
+
+    def _product(
+        self, rows: jax.Array, weights: Experts, owners: Owners, *, transposed: bool
+    ) -> jax.Array:
+        inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
+        columns = _fitting(outer, self.columns)
+        kernel = partial(
+            _product,
+            tile=(len(rows) // len(owners), columns, _fitting(inner, self.depth)),
+            blocks=len(owners),
+            transposed=transposed,
+        )
+        like = jax.ShapeDtypeStruct((len(rows), outer), rows.dtype)
+        grid = (len(owners) * (outer // columns),)
+        return self._call(kernel, grid, like, rows, weights, owners.astype(jnp.int32))
+
+    def _call(
+        self,
+        kernel: partial[None],
+        grid: tuple[int, ...],
+        like: jax.Array | jax.ShapeDtypeStruct,
+        *arrays: jax.Array,
+    ) -> jax.Array:
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        # Told so, Pallas does not mind `check_vma=True`.
+        varies = jax.typeof(arrays[0]).manual_axis_type
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype, manual_axis_type=varies),
+            grid=grid,
+            compiler_params=triton.CompilerParams(num_warps=self.warps, num_stages=self.stages),
+            interpret=self.interpret,
+            name=f"grouped{kernel.func.__name__}",
+        )(*arrays)
+
+
+def _fitting(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides size."""
+    return min(most, size & -size)
+
+
+def _product(
+    rows: Ref,
+    weights: Ref,
+    owners: Ref,
+    out: Ref,
+    *,
+    tile: tuple[int, int, int],
+    blocks: int,
+    transposed: bool,
+) -> None:
+    """out[block, columns] = rows[block] weights[owner of block][:, columns]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    height, width, depth = tile
+    block, column = _place(pl.program_id(0), blocks, out.shape[1] // width)
+    at, columns, owner = pl.ds(block * height, height), pl.ds(column * width, width), owners[block]
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        inner = pl.ds(i * depth, depth)
+        w = weights[owner, columns, inner].T if transposed else weights[owner, inner, columns]
+        return total + triton.dot(rows[at, inner], w)
+
+    total = jnp.zeros((height, width), jnp.float32)
+    total = lax.fori_loop(0, rows.shape[1] // depth, step, total)
+    out[at, columns] = total.astype(out.dtype)
+
+
+def _gradient(
+    rows: Ref, dy: Ref, begins: Ref, out: Ref, *, tile: tuple[int, int], piece: int, pieces: int
+) -> None:
+    """out[expert] = the sum over its blocks of rows^T dy, by `pieces` of a block."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    expert = pl.program_id(1)
+    place = _place(pl.program_id(0), out.shape[1] // tile[0], out.shape[2] // tile[1])
+    into, columns = (pl.ds(i * size, size) for i, size in zip(place, tile, strict=True))
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        at = pl.ds(i * piece, piece)
+        return total + triton.dot(rows[at, into].T, dy[at, columns])
+
+    first, end = begins[expert] * pieces, begins[expert + 1] * pieces
+    total = lax.fori_loop(first, end, step, jnp.zeros(tile, jnp.float32))
+    out[expert, into, columns] = total.astype(out.dtype)
+
+
+def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """(row, column) of a program's tile: column after column of `GROUPED` rows, then the next."""
+    first = program // (GROUPED * columns) * GROUPED
+    within = program % (GROUPED * columns)
+    several = jnp.minimum(rows - first, GROUPED)
+    return first + within % several, within // several

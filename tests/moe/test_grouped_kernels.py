@@ -1,0 +1,221 @@
+"""Kernels of grouped matmuls against products in fp64, one expert at a time: those of Pallas run in
+Python here."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.models.block import silu
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import Asked, GroupedMatmul, group_sizes, grouped_matmul
+from jaxtrain.moe.kernels import PlatformGroupedMatmul, choose, settled
+from jaxtrain.moe.layer import moe_layer, plan_rows
+from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.triton_blocks import GROUPED, TritonBlocks, _place
+
+TRITON = TritonBlocks(largest_block=32, columns=32, depth=16, interpret=True)
+MEGABLOX = Megablox(tile=(128, 128, 128), interpret=True)
+LOOP = BlockLoop(largest_block=32)
+
+
+class Case(NamedTuple):
+    """sizes: rows of each expert, before padding."""
+
+    sizes: tuple[int, ...]
+    embed: int = 48
+    hidden: int = 80
+
+
+CASES = [
+    Case((100, 0, 156)),
+    Case((0, 0, 127, 1)),
+    Case((384,), 32, 16),
+    Case((1, 2, 250, 3, 0), 200, 144),
+]
+"""Uneven, empty at either end and between; blocks with one row; dims no tile divides."""
+
+
+def laid_out(case: Case, kernel: GroupedMatmul, dtype: Any) -> dict[str, Any]:
+    """Rows as the kernel wants them, noise where they are padded."""
+    rng = np.random.default_rng(len(case.sizes))
+    experts = len(case.sizes)
+    chosen = rng.permutation(np.repeat(np.arange(experts), case.sizes))[:, None].astype(np.int32)
+    plan = plan_rows(jnp.asarray(chosen), experts, kernel.largest_block)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    rows = len(plan.slots)
+    return dict(
+        rows=normal(rows, case.embed),
+        weights=normal(experts, case.embed, case.hidden),
+        dy=normal(rows, case.hidden),
+        owners=plan.owners,
+    )
+
+
+def by_hand(given: dict[str, Any]) -> list[np.ndarray]:
+    """y, and the gradients of rows and weights."""
+    rows, weights, dy = (np.asarray(given[k], np.float64) for k in ("rows", "weights", "dy"))
+    owner = np.repeat(given["owners"], len(rows) // len(given["owners"]))
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(rows), np.zeros_like(weights)
+    for expert, w in enumerate(weights):
+        mine = owner == expert
+        y[mine], dx[mine] = rows[mine] @ w, dy[mine] @ w.T
+        dw[expert] = rows[mine].T @ dy[mine]
+    return [y, dx, dw]
+
+
+def everything(kernel: GroupedMatmul, given: dict[str, Any]) -> list[jax.Array]:
+    y, back = jax.vjp(
+        lambda rows, weights: grouped_matmul(kernel, rows, weights, given["owners"]),
+        *(given["rows"], given["weights"]),
+    )
+    return [y, *back(given["dy"])]
+
+
+def assert_near(found: list[jax.Array], wanted: list[np.ndarray], bound: float) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert np.abs(np.asarray(a, np.float64) - b).max() <= bound * max(np.abs(b).max(), 1.0)
+
+
+@pytest.mark.parametrize("kernel", [LOOP, TRITON, MEGABLOX], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_and_gradients_are_each_experts_own(case: Case, kernel: GroupedMatmul) -> None:
+    given = laid_out(case, kernel, jnp.float32)
+    assert_near(everything(kernel, given), by_hand(given), 1e-5)
+
+
+@pytest.mark.parametrize("kernel", [TRITON, MEGABLOX], ids=lambda k: type(k).__name__)
+def test_in_bf16_sums_are_fp32(kernel: GroupedMatmul) -> None:
+    """512 rows of ones to one expert: in bf16 the sum over blocks would stay at 256."""
+    given = laid_out(Case((0, 512), 16, 16), kernel, jnp.bfloat16)
+    ones = {k: jnp.ones_like(v) for k, v in given.items() if k != "owners"}
+    y, dx, dw = everything(kernel, given | ones)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16,) * 3
+    rows = len(given["rows"])
+    sizes = group_sizes(given["owners"], 2, rows)
+    np.testing.assert_array_equal(np.asarray(dw[:, 0, 0], np.float32), sizes)
+    assert float(dw[1, 0, 0]) >= 512
+
+
+def sharded_layer(kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    """A layer in a shard_map over the tokens of two devices: what gives its output and gradients,
+    and its inputs."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    inputs = normal(256, 16), normal(16, 4), (normal(4, 16, 32), normal(4, 32, 16))
+
+    def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+        if check_vma:
+            x, router, weights = jax.tree.map(lambda a: vary(a, ("data",)), (x, router, weights))
+        return moe_layer(x, router, weights, k=2, activation=silu, kernel=kernel)
+
+    run = jax.shard_map(
+        local,
+        mesh=make_mesh(mesh_from_axes(data=2)),
+        in_specs=(P("data"), P(), P()),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+
+    @jax.jit
+    def both(*inputs: Any) -> Any:
+        y, back = jax.vjp(run, *inputs)
+        return y, back(jnp.cos(y))
+
+    return both, inputs
+
+
+@pytest.mark.parametrize("kernel", [TRITON, MEGABLOX], ids=lambda k: type(k).__name__)
+def test_a_layer_is_the_same_in_a_shard_map(kernel: GroupedMatmul) -> None:
+    both, inputs = sharded_layer(LOOP, check_vma=True)
+    wanted = jax.tree.leaves(both(*inputs))
+    both, inputs = sharded_layer(kernel, check_vma=False)
+    assert_near(jax.tree.leaves(both(*inputs)), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_triton_is_lowered_for_gpus_whether_types_are_checked_or_not(check_vma: bool) -> None:
+    both, inputs = sharded_layer(TritonBlocks(), check_vma=check_vma, dtype=jnp.bfloat16)
+    text = both.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    # Two products, their gradients by rows and by weights.
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 6
+
+
+def test_tiles_of_a_product_are_each_made_once_by_neighbours() -> None:
+    """Whatever the number of rows and columns of tiles; those of `GROUPED` x `GROUPED` programs
+    that follow each other lie in as many rows and columns."""
+    for rows, columns in ((1, 5), (8, 3), (19, 4), (16, 16)):
+        places = [_place(jnp.int32(i), rows, columns) for i in range(rows * columns)]
+        found = [(int(row), int(column)) for row, column in places]
+        assert sorted(found) == [(i, j) for i in range(rows) for j in range(columns)]
+    together = found[: GROUPED**2]
+    assert [len({each[i] for each in together}) for i in (0, 1)] == [GROUPED, GROUPED]
+
+
+ASKED = Asked(4096, 8, 512, 1024, jnp.dtype(jnp.bfloat16))
+CHOICES = [
+    ("tpu", {}, Megablox),
+    ("gpu", {}, TritonBlocks),
+    ("gpu", {"checked": True}, TritonBlocks),
+    ("cpu", {}, BlockLoop),
+    ("tpu", {"checked": True}, BlockLoop),
+    ("tpu", {"rows": 4096 + 64}, BlockLoop),
+    ("gpu", {"embed": 520}, BlockLoop),
+    ("gpu", {"hidden": 1000}, BlockLoop),
+    ("gpu", {"rows": 64}, BlockLoop),
+    ("gpu", {"experts": 4096}, BlockLoop),
+    ("gpu", {"dtype": jnp.dtype(jnp.float32)}, BlockLoop),
+    ("tpu", {"dtype": jnp.dtype(jnp.float32)}, BlockLoop),
+    ("tpu", {"dtype": jnp.dtype(jnp.float16)}, BlockLoop),
+    ("metal", {}, BlockLoop),
+]
+
+
+@pytest.mark.parametrize(("platform", "change", "kind"), CHOICES, ids=str)
+def test_each_platform_has_its_kernel_and_says_where_it_has_none(
+    platform: str, change: dict[str, Any], kind: type
+) -> None:
+    asked = ASKED._replace(**change)
+    found = choose(platform, asked)
+    assert type(found) is kind and not found.violations(asked)
+    slow = kind is BlockLoop and platform != "cpu"
+    told = pytest.warns(UserWarning, match="run as a loop over blocks") if slow else nullcontext()
+    with told:
+        assert settled(PlatformGroupedMatmul(platform), asked) == found
+    assert settled(None, asked) == BlockLoop()  # this backend's
+
+
+REFUSED = [
+    (Megablox(), {"checked": True}, "check_vma=True"),
+    (Megablox(), {"rows": 200}, "200 rows .* no multiple of 128"),
+    (Megablox(), {"dtype": jnp.dtype(jnp.float16)}, "float16 is not supported"),
+    (TritonBlocks(), {"dtype": jnp.dtype(jnp.float32)}, "float32 is not supported"),
+    (TritonBlocks(), {"embed": 1000, "hidden": 1000}, "embed=1000 .*hidden=1000"),
+    (TritonBlocks(), {"rows": 64}, "blocks of 8, at least 16"),
+    (TritonBlocks(), {"experts": 4096, "rows": 2**20}, "2147483648 numbers"),
+    (TritonBlocks(), {"rows": 2**21}, "2147483648 numbers"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "change", "told"), REFUSED, ids=str)
+def test_one_that_is_asked_for_by_name_is_refused(
+    kernel: GroupedMatmul, change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=f"grouped_matmul={type(kernel).__name__}.*{told}"):
+        settled(kernel, ASKED._replace(**change))
+    assert settled(kernel, ASKED) is kernel
