@@ -25,7 +25,7 @@ from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.param import named_key, normal
-from jaxtrain.nn.remat import remat
+from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import Body, LayerLoop, Layers
 
 Batch = dict[str, jax.Array]
@@ -210,11 +210,11 @@ class LayeredModel(nnx.Module):
         part = take_apart(block)
 
         def run(params: Any, x: jax.Array, context: PyTree) -> jax.Array:
-            params, x = comm.gather(params, path, x)
+            params, x = comm.gather(params, path, named_input(x))
             used = put_together(part.static, params)
             return self.run_block(used, x, context, comm, layer=layer)
 
-        return remat(run, loop.remat)(part.params, x, context)
+        return remat(run, loop.remat, loop.offload)(part.params, x, context)
 
 
 def layer_key(key: jax.Array, layer: Index) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator, Pair
-from jaxtrain.nn.remat import remat
+from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import (
     Body,
     Layers,
@@ -168,10 +168,10 @@ class SplitLayers:
 
         def run(others: Arrays, taps: Taps, x: Stream, extras: PyTree) -> tuple[Stream, Inputs]:
             comm = Tapped(self.comm, names, taps)
-            y = self.body_of(comm)({**weights, **others}, x, extras, layer)
+            y = self.body_of(comm)({**weights, **others}, named_input(x), extras, layer)
             return y, comm.inputs
 
-        body = remat(run, self.layers.loop.remat)
+        body = remat(run, self.layers.loop.remat, self.layers.loop.offload)
         y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
         return y, (pack_residuals(vjp, (weights, extras)), inputs)
 

@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.remat import remat
+from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
 
 Arrays = dict[str, jax.Array]
@@ -38,6 +38,9 @@ class LayerLoop:
     unroll: layers are unrolled into the program (True) or scanned. On XLA:CPU a scanned loop
       costs 1.3x; on accelerators scanning keeps compile time flat in depth.
     remat: a name of `remat.REMAT`.
+    offload: which of the values that are saved for the backward pass wait for it in the host's
+      memory, names of `remat.OFFLOAD`: less of the chip's memory, and each goes over the link to
+      the host twice.
     prefetch: fetch the next layer's weights during this layer (scanned loops only).
     reshard_after_forward: fetch weights again in the backward pass (ZeRO-3) or keep them from the
       forward pass: less communication, the memory of all layers' weights.
@@ -45,6 +48,7 @@ class LayerLoop:
 
     unroll: bool = False
     remat: str = "full"
+    offload: tuple[str, ...] = ()
     prefetch: bool = True
     reshard_after_forward: bool = True
 
@@ -130,9 +134,10 @@ def _forward_with_residuals(
 
     def run(moved: Arrays, tiles: Arrays, x: Stream, extras: PyTree) -> Stream:
         body = stack.body if stack.tiled is None else stack.tiled.body(weights, tiles)
-        return body({**moved, **held}, x, extras, layer)
+        return body({**moved, **held}, named_input(x), extras, layer)
 
-    y, vjp = jax.vjp(remat(run, stack.loop.remat), moved, tiles, x, extras)
+    again = remat(run, stack.loop.remat, stack.loop.offload)
+    y, vjp = jax.vjp(again, moved, tiles, x, extras)
     return y, pack_residuals(vjp, (weights, extras))
 
 

@@ -18,7 +18,7 @@ from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
 from jaxtrain.models.splitting import unsplit
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
-from jaxtrain.nn.remat import REMAT
+from jaxtrain.nn.remat import remat_violations
 from jaxtrain.validation.model import (
     described_where_sound,
     describes,
@@ -131,8 +131,8 @@ def field_violations(experiment: Experiment) -> list[str]:
     if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
         found.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
     loop = e.execution.loop
-    if loop is not None and loop.remat not in REMAT:
-        found.append(f"remat={loop.remat!r} is unknown; the policies are {', '.join(REMAT)}")
+    if loop is not None:
+        found += remat_violations(loop.remat, loop.offload)
     for batch in batch_sizes(e.batch):
         if batch < 1:
             found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
@@ -297,6 +297,12 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
         found.append(
             f"mesh axis stage={stages} and execution.mode={mode!r}: a pipeline's collectives are "
             f"stated, never XLA's choice; use mode='explicit' (or None), or stage=1"
+        )
+    loop = experiment.execution.loop
+    if loop is not None and loop.offload:
+        found.append(
+            f"execution.loop.offload={loop.offload}: a pipeline of stage={stages} holds what its "
+            f"layers save in buffers on the device; use offload=(), or stage=1"
         )
     if experiment.execution.reduce_layers:
         found.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.remat import REMAT, remat
+from jaxtrain.nn.remat import REMAT, remat, remat_violations
 from jaxtrain.nn.stack import LayerLoop, Layers
 
 TOKENS, EMBED, HIDDEN, WAYS = 6, 8, 24, 4
@@ -188,6 +189,58 @@ def test_only_block_inputs_and_what_the_policy_names_are_kept(loop, remat, names
     assert counts[1] >= min(saved, 1) * layers, f"{remat} saves nothing: {found}"
 
 
+OFFLOADED = [
+    # What of a layer lies in the host's memory, [tokens, embed] and [tokens, hidden]: see above.
+    (LOOPS[0], "full", ("input",), (1, 0)),
+    (LOOPS[2], "full", ("input",), (1, 0)),
+    (LOOPS[2], "attention", ("attention",), (0, 1)),
+    (LOOPS[4], "dots", ("dots",), (0, 1)),
+    (LOOPS[2], "dots_and_attention", ("attention", "input"), (1, 1)),
+    (LOOPS[0], "dots_and_attention", ("input", "dots", "attention"), (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("loop", "remat", "offload", "names"), OFFLOADED, ids=str)
+def test_what_is_offloaded_lies_in_the_hosts_memory(loop, remat, offload, names, oracle):
+    """To the byte, and nothing else does; gradients are those of a Python loop."""
+    loop = replace(loop, remat=remat, offload=offload)
+    pull_back = lambda p, x: jax.vjp(lambda p, x: ours(p, x, loop), p, x)[1]  # noqa: E731
+    layers = 3
+    kept = jax.make_jaxpr(pull_back)(shards(layers), jnp.ones((TOKENS, EMBED))).out_avals
+    counts = [0, 0]
+    for each in kept:
+        if each.memory_space == jax.memory.Space.Host:
+            counts[each.shape[-1] == HIDDEN] += each.shape[0] if each.ndim == 3 else 1
+    assert counts == [n * layers for n in names], kept
+    assert_same(value_and_grads(lambda p, x: ours(p, x, loop), layers), oracle[layers])
+
+
+@pytest.mark.parametrize(
+    ("remat", "offload", "why"),
+    [
+        ("none", ("input",), "offload=('input',) goes by names; use remat='dots_and_attention'"),
+        (
+            "dots",
+            ("heads",),
+            "offload has 'heads'; what can be offloaded is input, attention, dots",
+        ),
+        ("full", ("dots",), "remat='full' does not save; use remat='dots', or take it out"),
+        ("dots", ("attention",), "use remat='dots_and_attention', or take it out"),
+    ],
+)
+def test_only_what_is_saved_can_be_offloaded(remat, offload, why):
+    (told,) = remat_violations(remat, offload)
+    assert why in told
+    with pytest.raises(ValueError, match=re.escape(why)):
+        jax.eval_shape(
+            lambda p, x: jax.vjp(lambda x: ours(p, x, LayerLoop(remat=remat, offload=offload)), x)[
+                0
+            ],
+            shards(2),
+            jnp.ones((TOKENS, EMBED)),
+        )
+
+
 def test_unknown_remat():
     with pytest.raises(ValueError, match="remat='dot' is unknown; the policies are none, full,"):
         remat(body, "dot")
@@ -238,7 +291,8 @@ def on_mesh(loop, *, check_vma=True):
 @pytest.mark.parametrize(
     ("loop", "check_vma"),
     sample(
-        [(replace(loop, remat="dots"), vma) for loop in LOOPS for vma in (True, False)],
+        [(replace(loop, remat="dots"), vma) for loop in LOOPS for vma in (True, False)]
+        + [(replace(LOOPS[2], remat="dots", offload=("input", "dots")), True)],
         lambda case: case[1] or (case[0].prefetch and not case[0].unroll),
     ),
 )

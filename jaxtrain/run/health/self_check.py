@@ -148,7 +148,7 @@ class SelfCheck:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-        full = replace(assembly, loop=replace(assembly.loop, remat="full"))
+        full = replace(assembly, loop=replace(assembly.loop, remat="full", offload=()))
         return compile_step(full, mesh, shardings, batch)
 
     def _apart(
@@ -217,7 +217,11 @@ def aspects_of(assembly: Assembly) -> dict[str, Aspect]:
         )
     loop = assembly.loop
     plain_loop = replace(
-        loop, remat="none", prefetch=loop.unroll and loop.prefetch, reshard_after_forward=True
+        loop,
+        remat="none",
+        offload=(),
+        prefetch=loop.unroll and loop.prefetch,
+        reshard_after_forward=True,
     )
     if loop != plain_loop:
         found[f"loop={loop!r}"] = Aspect(
