@@ -21,7 +21,7 @@ from jaxtrain.bench.gpu.documents import SyntheticDocuments, lengths
 from jaxtrain.bench.gpu.model import Need, largest_batch
 from jaxtrain.bench.gpu.results import LINES, TABLES, PartResult, over_torch, read_results, tables
 from jaxtrain.bench.gpu.runner import bench_gpu, chosen
-from jaxtrain.bench.gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Skipped
+from jaxtrain.bench.gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Sizes, Skipped
 from jaxtrain.bench.gpu.timing import timed
 from jaxtrain.bench.gpu.worker import environment
 from jaxtrain.step.batches import fields_of, token_fields
@@ -149,14 +149,20 @@ def test_a_wrong_kernel_is_seen(told: Told) -> None:
     assert math.isnan(layer.error(nan, jnp.ones(2)))
 
 
+class CheckedOnly(Setting):
+    """Without the timings of an interpreted kernel."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return replace(DRY, layers={})
+
+
 def test_what_a_kernel_refuses_is_a_finding_and_where_it_cannot_run_it_is_skipped(
     told: Told,
 ) -> None:
     with pytest.raises(Skipped, match="the kernel runs on gpu, and this is cpu"):
         layer.measure(told.setting, "cudnn")
-    small = replace(DRY, layers={})
-    object.__setattr__(told.setting, "__class__", type("Small", (Setting,), {"sizes": small}))
-    layer.measure(told.setting, "triton")
+    layer.measure(CheckedOnly(True, "cpu", None, {}, told.out, told.setting.tell), "triton")
     assert "window=10 is not supported" in told.rows["checked, documents and window 10"]["refused"]
     assert told.rows["checked, documents"]["dk_error"] < 1e-2
 

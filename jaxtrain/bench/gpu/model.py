@@ -165,21 +165,27 @@ def usable_bytes(setting: Setting) -> int:
 
 
 def largest_batch(need: Callable[[int], Need], usable: int, most: int) -> int:
-    """The largest batch up to `most` whose program fits as it is, 0 where that of one row does not.
+    """The largest batch up to `most` whose program fits as it is, to a sixteenth; 0 where that of
+    one row does not.
 
-    Memory grows by the same bytes with each row, so two programs tell where to look; what XLA makes
-    there is asked for its own, and fewer rows taken until it fits.
+    Memory grows by the same bytes with each row, so two programs tell where to look. Where what XLA
+    makes there does not fit, halfway between is asked for.
     """
     one, two = need(1), need(2)
+
+    def fits(batch: int) -> bool:
+        found = need(batch)
+        return found.peak <= usable and found.flops <= MORE * batch * one.flops
+
     if one.peak > usable:
         return 0
-    batch = min(most, 1 + (usable - one.peak) // max(1, two.peak - one.peak))
-    while batch > 1:
-        found = need(batch)
-        if found.peak <= usable and found.flops <= MORE * batch * one.flops:
-            break
-        batch -= max(1, batch // 16)
-    return batch
+    low, high = 1, min(most, 1 + (usable - one.peak) // max(1, two.peak - one.peak))
+    if fits(high):
+        return high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def search(setting: Setting, remat: str) -> Variant:
