@@ -31,6 +31,7 @@ from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.chunks import Chunk
+from jaxtrain.state_format.hashing import LacksPackage
 from jaxtrain.state_format.manifest import Manifest, refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
 from jaxtrain.state_format.reader import Read, read_from
@@ -273,6 +274,8 @@ class Checkpoints:
     def _locally(self, act: Callable[[], None], step: int) -> None:
         try:
             act()
+        except LacksPackage:  # what is there can be read elsewhere
+            raise
         except Exception as error:  # whatever it is: the durable tier goes on without this one
             assert self._tier is not None
             place = self._tier.directory

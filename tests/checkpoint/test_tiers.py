@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import DamagedCheckpoint, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.state_format import hashing
 
 
 def state(step: int, devices: int = 8, moved: int = 0) -> dict[str, jax.Array]:
@@ -75,6 +76,21 @@ def test_the_newest_of_both_tiers_is_restored(tmp_path: Path) -> None:
     assert len({p.parent.name for p in parts(tmp_path, 12)}) == 1
     kept = sorted(int(p.name) for p in (tmp_path / "memory").glob("*/0/*"))
     assert kept == [10, 11, 12], "two finished, and the one that was being written"
+
+
+def test_a_local_step_is_read_by_the_digests_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written without xxhash, read with it; the other way it is refused, and not passed over."""
+    monkeypatch.setattr(hashing, "XXH3", None)
+    saved(tmp_path, range(1, 4))
+    monkeypatch.undo()
+    found, step = restored(tmp_path)
+    assert step == 3 and equal(found, 3)
+    saved(tmp_path, range(4, 6))
+    monkeypatch.setattr(hashing, "XXH3", None)
+    with pytest.raises(hashing.LacksPackage, match="pip install xxhash"):
+        restored(tmp_path)
 
 
 def test_a_run_directory_that_is_there_again_keeps_its_local_tier(tmp_path: Path) -> None:
