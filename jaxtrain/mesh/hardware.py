@@ -84,7 +84,7 @@ class Link:
 class Facts:
     """What planning may know of a machine; None is unknown. Hours and prices are per device.
 
-    usable_gbytes: in place of the chip's, where runs set XLA_CLIENT_MEM_FRACTION.
+    usable_gbytes: in place of the chip's, where runs set XLA_CLIENT_MEM_FRACTION (`memory_pool`).
     """
 
     nics_per_host: int | None = None

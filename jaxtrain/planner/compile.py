@@ -17,6 +17,7 @@ from jaxtrain.attention.kernels import Reference
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.memory_pool import memory_fraction
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.models.description import AttentionCall, ExpertCall
 from jaxtrain.moe.block_loop import BlockLoop
@@ -171,6 +172,7 @@ class CompileReport:
             "fits": self.fits,
             "bytes_per_device": sizes,
             "usable_bytes": self.checked.assembly.spec.usable_bytes,
+            "memory_fraction": memory_fraction(self.checked.assembly.spec),
             "collectives": found,
             "contract": None if self.contract is None else not self.contract.broken,
             "attention": None if self.attention is None else list(self.attention),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
+from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
@@ -67,8 +68,8 @@ class CheckReport:
         return f"{place.local_size(self.assembly.sizes) * itemsize:,}"
 
     def summary(self) -> str:
-        """Two lines: the parameters and the mesh; the bytes on each device. A third of a pipeline,
-        where there is one; then the notes, a line each."""
+        """Two lines: the parameters and the mesh; the bytes on each device. One more of a pipeline,
+        and of what a program may take of a GPU; then the notes, a line each."""
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
@@ -77,6 +78,7 @@ class CheckReport:
         lines = [
             f"{self.parameters:,} parameters{moved} on {where}",
             f"bytes per device: {parts}{self._pipeline_line()}",
+            *filter(None, [told_fraction(spec)]),
         ]
         return "\n".join([*lines, *map("note: {}".format, self.notes)])
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxtrain.mesh import absent
 from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Link, chip_of, read_table
+from jaxtrain.mesh.memory_pool import memory_fraction, told_fraction
 from jaxtrain.mesh.mesh import load_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -271,3 +272,17 @@ def test_a_mesh_file_may_state_what_is_usable(tmp_path):
     stated.write_text(text.replace("[facts]", "[facts]\nusable_gbytes = 76.4"))
     assert load_mesh(stated).usable_bytes == 76.4e9
     assert load_mesh(ROOT / "meshes" / "cpu_8.toml").usable_bytes == 16 * 2**30
+
+
+def test_the_part_of_a_gpu_that_a_program_may_take_is_told():
+    whole = load_mesh("h100_8")
+    assert memory_fraction(whole) == 0.75
+    assert "75% of the memory of a h100_sxm, as JAX" in told_fraction(whole)
+    more = 0.92 * 84.943
+    assert f"then write usable_gbytes = {more:.1f} under [facts]" in told_fraction(whole)
+    facts = dataclasses.replace(whole.facts, usable_gbytes=76.4)
+    stated = dataclasses.replace(whole, facts=facts)
+    assert memory_fraction(stated) == pytest.approx(76.4 / 84.943, 1e-6)
+    assert "start it with XLA_CLIENT_MEM_FRACTION=0.90" in told_fraction(stated)
+    for spec in (load_mesh("cpu_8"), load_mesh("v5p_16"), whole.simulate()):
+        assert memory_fraction(spec) is None and told_fraction(spec) == ""
