@@ -56,9 +56,8 @@ TRACER_FREE = (
     *("telemetry/flops.py", "data/", "mesh/hardware.py", "mesh/axes.py", "violations.py"),
     *("models/__init__.py", "models/description.py"),
     *("planner/__init__.py", "planner/facts.py", "planner/sent.py"),
-    *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline_traffic.py"),
+    *("planner/traffic.py", "planner/optimizer_traffic.py", "planner/pipeline/"),
     *("planner/token_traffic.py", "planner/weight_traffic.py", "planner/backward_work.py"),
-    "planner/pipeline_work.py",
     *("collectives/__init__.py", "collectives/cost/__init__.py", "collectives/cost/steps.py"),
 )
 """Files that must not import JAX when they are imported (the start of a process waits for it)."""

@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.state_format.chunks import Chunk
 from jaxtrain.state_format.manifest import read_manifest
 from jaxtrain.state_format.pack import write_chunks
@@ -209,7 +210,8 @@ class _Ours:
         self.manager = CheckpointManager(directory, SavePolicy(every=1, keep=1))
 
     def save(self, step: int, state: State) -> None:
-        self.manager.save(step, state, {})
+        room = spare_bytes(jax.local_devices())  # the next step writes in place
+        self.manager.save(step, state, {}, spare_bytes=room)
 
     def wait(self) -> None:
         self.manager.wait()
@@ -278,7 +280,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {"jaxtrain": _Ours, "orbax": _Orbax, "n
 
 def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:
     """All chunks written and read, in turn with digests and without."""
-    parts = owned_parts(state)
+    parts = owned_parts(state).take()
     taken: dict[str, list[float]] = {}
 
     def timed(name: str, act: Callable[[], Any]) -> None:

@@ -17,7 +17,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.checkpoint.storage import describe
-from jaxtrain.state_format.chunks import Part
 from jaxtrain.state_format.leaves import LeafRecord
 from jaxtrain.state_format.manifest import (
     FAILED,
@@ -29,6 +28,7 @@ from jaxtrain.state_format.manifest import (
     write_synced,
 )
 from jaxtrain.state_format.pack import NOTHING, Earlier, Sharing, write_chunks
+from jaxtrain.state_format.parts import OwnedParts
 
 
 class ChunkHandler(ocp.AsyncCheckpointHandler):
@@ -46,11 +46,11 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
 
     async def _write(self, directory: os.PathLike[str], args: ChunkSave) -> None:
         place, process = Path(directory), jax.process_index()
-        parts, args.parts = args.parts, []  # what is held of the state goes with this frame
         try:
+            parts = args.parts.take()  # what is held of the state goes with this frame
             sharing = Sharing(_earlier(args.source), _earlier(args.apart))
             chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             if jax.process_count() == 1:
                 raise
             # Raised here, it would let the others wait for this process until Orbax gives up.
@@ -91,7 +91,7 @@ class ChunkSave(ocp.args.CheckpointArgs):
     metadata: dict[str, Any]
     source: Path | None
     apart: Path | None
-    parts: list[Part] = field(repr=False)
+    parts: OwnedParts = field(repr=False)
 
 
 @ocp.args.register_with_handler(ChunkHandler, for_restore=True)

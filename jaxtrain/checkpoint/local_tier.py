@@ -30,7 +30,7 @@ from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.cluster.agreement import all_gather_text, share_oserror
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_text
-from jaxtrain.state_format.chunks import Chunk, Part, digest
+from jaxtrain.state_format.chunks import Chunk, digest
 from jaxtrain.state_format.leaves import LeafRecord, records_from_json
 from jaxtrain.state_format.manifest import (
     MALFORMED,
@@ -40,6 +40,7 @@ from jaxtrain.state_format.manifest import (
     text_digest,
 )
 from jaxtrain.state_format.pack import read_chunk, write_chunks
+from jaxtrain.state_format.parts import OwnedParts
 from jaxtrain.state_format.reader import Read
 
 FINISHED = 2
@@ -78,7 +79,7 @@ class LocalSteps:
     def save(
         self,
         step: int,
-        parts: list[Part],
+        parts: OwnedParts,
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
@@ -113,7 +114,7 @@ class LocalSteps:
     def _write(
         self,
         step: int,
-        parts: list[Part],
+        parts: OwnedParts,
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
@@ -135,13 +136,13 @@ class LocalSteps:
     def _write_part(
         self,
         held: Held,
-        parts: list[Part],
+        parts: OwnedParts,
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
         pack = self.directory / held.pack
         pack.parent.mkdir(parents=True, exist_ok=True)
-        chunks = write_chunks(pack.parent, pack.name, parts)
+        chunks = write_chunks(pack.parent, pack.name, parts.take())
         open_regular(pack, "ab").close()  # a process may have nothing to write
         body = json.dumps(
             {

@@ -182,13 +182,16 @@ class CheckpointManager:
         state: PyTree,
         metadata: dict[str, Any],
         slots: AllSlots = AS_THEY_REST,
+        *,
+        spare_bytes: int = 0,
     ) -> None:
         """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
-        slots: of leaves that are stored in another order than they rest in. Waits for the save
-        before it, if that is still in flight. `metadata` is small JSON; it comes
-        back as JSON reads it (tuples as lists). `metadata["metrics"]` is what `Best` goes by. Where
-        the metadata has a "step", or the state an integer leaf `step`, it is this one.
+        slots: of leaves that are stored in another order than they rest in. spare_bytes: what
+        each device has free for a copy, as `owned_parts` has it. Waits for the save before it, if
+        that is still in flight. `metadata` is small JSON; it comes back as JSON reads it (tuples as
+        lists). `metadata["metrics"]` is what `Best` goes by. Where the metadata has a "step", or
+        the state an integer leaf `step`, it is this one.
 
         Raises:
             ValueError: a leaf is not a `jax.Array`, paths collide, the metadata is not JSON, or it
@@ -197,15 +200,15 @@ class CheckpointManager:
                 next call starts afresh); or `step` is not newer than every committed step.
         """
         self.wait()
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         try:
-            self._save(step, state, metadata, slots, began)
+            self._save(step, state, metadata, slots, spare_bytes)
         finally:  # on every process, whatever became of it here
             self.clock.saved(step)
-            self.blocked_s = time.perf_counter() - began
+            self.blocked_s = time.perf_counter() - self._began
 
     def _save(
-        self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots, began: float
+        self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots, spare_bytes: int
     ) -> None:
         records = leaf_table.records_of(state, slots)
         json_text(metadata, what=f"metadata of step {step}")
@@ -215,21 +218,17 @@ class CheckpointManager:
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
             handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})
-            parts = owned_parts(leaf_table.arrays_of(state), slots)
+            parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
             # Bytes that this start has not read may have changed: they are not held again.
             source, apart = self._retention.sharing(step, self._trusted)
             saving = handler.ChunkSave(step, records, metadata, source, apart, parts)
             with self._settled_if_interrupted(self._orbax):
-                self._in_flight, self._began = step, began
+                self._in_flight = step
                 started = self._orbax.save(step, args=handler.composite(saving))
         if not started:
             self._in_flight = None
-            raise CheckpointError(
-                "Orbax did not start to save it",
-                step=step,
-                directory=self.directory,
-                remedy="remove step directories there that no run of ours wrote",
-            )
+            remedy = "remove step directories there that no run of ours wrote"
+            raise self._error("Orbax did not start to save it", step, remedy)
 
     def restore(
         self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
@@ -335,12 +334,8 @@ class CheckpointManager:
         self._in_flight = None
         self.clock.save_s = time.perf_counter() - self._began
         if step not in self.steps():  # believe the directory only
-            raise CheckpointError(
-                "the writer ended without an error, but the step is not there",
-                step=step,
-                directory=self.directory,
-                remedy="see whether something else removes files there",
-            )
+            problem = "the writer ended without an error, but the step is not there"
+            raise self._error(problem, step, "see whether something else removes files there")
         self._trusted.add(step)
         if jax.process_index() == 0:
             self._retention.drop_old(step)
@@ -364,12 +359,9 @@ class CheckpointManager:
     def _refuse_old(self, step: int) -> None:
         last = self.latest()
         if last is not None and step <= last:
-            raise CheckpointError(
-                f"a save is newer than all others, and step {last} is committed",
-                step=step,
-                directory=self.directory,
-                remedy=f"resume from step {last}, or call discard_after({step - 1}) first",
-            )
+            remedy = f"resume from step {last}, or call discard_after({step - 1}) first"
+            problem = f"a save is newer than all others, and step {last} is committed"
+            raise self._error(problem, step, remedy)
 
     @contextmanager
     def _settled_if_interrupted(self, manager: ocp.CheckpointManager) -> Iterator[None]:
@@ -395,6 +387,7 @@ class CheckpointManager:
             self._orbax, self._in_flight = None, None
             if jax.process_index() == 0:
                 remove_unfinished(self.directory)
-            raise CheckpointError(
-                f"{problem}: {describe(error)}", step=step, directory=self.directory, remedy=remedy
-            ) from error
+            raise self._error(f"{problem}: {describe(error)}", step, remedy) from error
+
+    def _error(self, problem: str, step: int, remedy: str) -> CheckpointError:
+        return CheckpointError(problem, step=step, directory=self.directory, remedy=remedy)

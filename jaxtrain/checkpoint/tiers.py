@@ -147,9 +147,13 @@ class Checkpoints:
         slots: AllSlots = AS_THEY_REST,
         *,
         durable: bool = True,
+        spare_bytes: int = 0,
     ) -> None:
-        """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only."""
+        """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only.
+        With both, each has its own copy of the state, and half of `spare_bytes` for it."""
         blocked = 0.0
+        if self._clock is not None and durable:
+            spare_bytes //= 2
         if self._clock is not None:
             self._locally(lambda: self._open().wait(), step)
             began = time.perf_counter()
@@ -157,14 +161,14 @@ class Checkpoints:
             refuse_other_step(step, metadata, leaf_table.named_leaves(state))
 
             def begin() -> None:
-                parts = owned_parts(leaf_table.arrays_of(state), slots)
+                parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
                 self._open().save(step, parts, records, metadata)
 
             self._locally(begin, step)
             self._clock.saved(step)
             blocked = time.perf_counter() - began
         if durable:
-            self.durable.save(step, state, metadata, slots)
+            self.durable.save(step, state, metadata, slots, spare_bytes=spare_bytes)
             blocked += self.durable.blocked_s
         self.blocked_s = blocked
 

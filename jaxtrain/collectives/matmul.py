@@ -12,22 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import matmul
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxtrain.collectives.algorithm import check_divides
 from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
 from jaxtrain.collectives.vary import Index, MeshAxes, vary
 
 Matrices = tuple[Float[Array, "_ _"], ...]
-Whole = Float[Array, "all_tokens k"]
+Whole = Shaped[Array, "all_tokens k"]
 """The tokens of all devices, gathered."""
 Gathered = tuple[Matrices, Whole]
 """Products with the gathered tokens, and these: what has come."""
+Product = Callable[[jax.Array, Any], jax.Array]
+"""(a tile of x, a weight) -> their product, where that is not `x @ w`: then a weight is whatever
+this knows to multiply by, and the numbers of x may be mere bytes that travel."""
 
 
 @partial(
@@ -51,11 +56,18 @@ class Tiled:
     ring: Ring
     dtype: DTypeLike
 
-    def gradient(self, x: Float[Array, "tokens k"], dy: Float[Array, "tokens columns"]) -> Tiled:
-        """Of x @ w, from x and the cotangent dy of the product; of dim 1 its transpose is made."""
+    def gradient(
+        self,
+        x: Shaped[Array, "tokens k"],
+        dy: Shaped[Array, "tokens columns"],
+        product: Product | None = None,
+    ) -> Tiled:
+        """Of x @ w, from x and the cotangent dy of the product; of dim 1 its transpose is made.
+        product: as of `scattered_products`."""
         left, right = (x, dy) if self.dim == 0 else (dy, x)
         scatter = PRODUCT_SCATTERS["weight gradients matmul"]
-        tile = scatter((left.T,), (right,), self.axes, self.ring, self.dtype)
+        other: Any = {} if product is None else {"product": product}
+        tile = scatter((left.T,), (right,), self.axes, self.ring, self.dtype, **other)
         return replace(self, whole=None, tile=tile if self.dim == 0 else tile.T)
 
 
@@ -122,19 +134,20 @@ def _gradient(weight: Weight, x: jax.Array, dy: jax.Array) -> Weight:
 
 
 def gather_products(
-    x: Float[Array, "tokens k"],
-    weights: tuple[Float[Array, "k _"], ...],
+    x: Shaped[Array, "tokens k"],
+    weights: tuple[Any, ...],
     axes: MeshAxes,
     ring: Ring,
+    product: Product = matmul,
 ) -> Gathered:
     """The products of `gather_matmul`, and the gathered x itself."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
 
-    def multiplied(outs: Gathered, tile: Float[Array, "tokens k"], at: Index) -> Gathered:
+    def multiplied(outs: Gathered, tile: Shaped[Array, "tokens k"], at: Index) -> Gathered:
         products, whole = outs
         placed = tuple(
-            put(out, tile @ w, at, n, 0) for out, w in zip(products, weights, strict=True)
+            put(out, product(tile, w), at, n, 0) for out, w in zip(products, weights, strict=True)
         )
         return placed, put(whole, tile, at, n, 0)
 
@@ -148,7 +161,7 @@ def gather_products(
         return outs, moving | {way: following}
 
     moving = {way: shift(x, axes, way) for way, _ in chains}
-    outs = tuple(room_for(x @ w, axes, 0) for w in weights), room_for(x, axes, 0)
+    outs = tuple(room_for(product(x, w), axes, 0) for w in weights), room_for(x, axes, 0)
     outs, moving = lax.optimization_barrier((outs, moving))
     short = [(way, hops - 1) for way, hops in chains]
     outs, moving = ring.travel(short, hop, (outs, moving))
@@ -158,24 +171,27 @@ def gather_products(
 
 
 def scattered_products(
-    xs: tuple[Float[Array, "all_tokens _"], ...],
-    weights: tuple[Float[Array, "_ columns"], ...],
+    xs: tuple[Shaped[Array, "all_tokens _"], ...],
+    weights: tuple[Any, ...],
     axes: MeshAxes,
     ring: Ring,
     dtype: DTypeLike,
+    product: Product | None = None,
 ) -> Float[Array, "tokens columns"]:
     """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is, in
-    `dtype`. Sums travel in it, and what a device adds to them is added before it is rounded."""
+    `dtype`. Sums travel in it, and what a device adds to them is added before it is rounded:
+    `product`, where one is given, makes it in fp32 or wider."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
     length = dict(chains)
-    wide = jnp.promote_types(xs[0].dtype, jnp.float32)
+    if product is None:
+        product = partial(_wide_product, wide=jnp.promote_types(xs[0].dtype, jnp.float32))
 
-    def product(xs: Matrices, at: Index) -> Float[Array, "tokens columns"]:
+    def own_product(
+        xs: tuple[Shaped[Array, "_ _"], ...], at: Index
+    ) -> Float[Array, "tokens columns"]:
         """Tile `at` of this device's own partial product."""
-        first, *others = (
-            _wide_product(take(x, at, n, 0), w, wide) for x, w in zip(xs, weights, strict=True)
-        )
+        first, *others = (product(take(x, at, n, 0), w) for x, w in zip(xs, weights, strict=True))
         return sum(others, start=first)
 
     def hop(sums: Moving, way: int, h: Index) -> Moving:
@@ -183,15 +199,15 @@ def scattered_products(
         # first hops of each, and keeps all their tiles.
         leaving, ready = lax.optimization_barrier((sums[way], xs))
         arrived = shift(leaving, axes, way)
-        own = product(ready, me + way * (length[way] - h))
+        own = own_product(ready, me + way * (length[way] - h))
         arrived, own = lax.optimization_barrier((arrived, own))
         return sums | {way: (arrived + own).astype(dtype)}
 
-    started = {way: product(xs, me + way * hops).astype(dtype) for way, hops in chains}
+    started = {way: own_product(xs, me + way * hops).astype(dtype) for way, hops in chains}
     sums = ring.travel([(way, hops - 1) for way, hops in chains], hop, started)
     sums, ready = lax.optimization_barrier((sums, xs))
     arrived = [shift(sums[way], axes, way) for way, _ in chains]
-    arrived, own = lax.optimization_barrier((arrived, product(ready, me)))
+    arrived, own = lax.optimization_barrier((arrived, own_product(ready, me)))
     return sum(arrived, start=own).astype(dtype)
 
 
@@ -208,9 +224,7 @@ def _wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
     )
 
 
-PRODUCT_SCATTERS: dict[
-    str, Callable[[Matrices, Matrices, MeshAxes, Ring, DTypeLike], jax.Array]
-] = {
+PRODUCT_SCATTERS: dict[str, Callable[..., jax.Array]] = {
     "row matmul": scattered_products,
     "column gradients matmul": scattered_products,
     "weight gradients matmul": scattered_products,

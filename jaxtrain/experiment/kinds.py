@@ -14,7 +14,7 @@ from jaxtrain.public import public_path
 from jaxtrain.violations import did_you_mean
 
 PRESETS = {
-    "precision": {name: name for name in ("fp32", "bf16", "fp16")},
+    "precision": {name: name for name in ("fp32", "bf16", "fp16", "fp8", "int8")},
     "sharding": {
         name: f"{name}()" for name in ("data_parallel", "fsdp", "tensor", "zero1", "zero2")
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -72,14 +72,27 @@ def _plain(program: Any, state: TrainState, batch: Any) -> Any:
 def _once(session: Session, act: Act, again: Act = _plain) -> None:
     """Have the next step done by `act`, and by `again` where it is taken a second time."""
     programs = dict(session.compiled)
+    session.compiled.update(
+        {which: _Faulty(session, programs, which, act, again) for which in programs}
+    )
 
-    def instead(which: Any) -> Callable[[TrainState, Any], Any]:
-        def run(state: TrainState, batch: Any) -> Any:
-            if session.compiled[which] is programs[which]:
-                return again(programs[which], state, batch)
-            session.compiled.update(programs)
-            return act(programs[which], state, batch)
 
-        return run
+@dataclass(frozen=True)
+class _Faulty:
+    """In the place of the compiled program `which` until it has run once; takes the same memory."""
 
-    session.compiled.update({which: instead(which) for which in programs})
+    session: Session
+    programs: dict[Any, Any]
+    which: Any
+    act: Act
+    again: Act
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        program = self.programs[self.which]
+        if self.session.compiled[self.which] is program:
+            return self.again(program, state, batch)
+        self.session.compiled.update(self.programs)
+        return self.act(program, state, batch)
+
+    def memory_analysis(self) -> Any:
+        return self.programs[self.which].memory_analysis()

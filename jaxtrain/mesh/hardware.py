@@ -25,7 +25,8 @@ class Chip:
     """One device: peak dense matmul FLOP/s, memory, power.
 
     `fp32_flops` is for matmuls at JAX's precision `highest`: CUDA-core FMAs on GPUs (no TF32), six
-    bf16 passes on TPUs. `fp8_flops` is None where fp8 is only emulated, `watts` (limit of the
+    bf16 passes on TPUs. `fp8_flops`, and `int8_flops` of whole numbers of 8 bits, are None where
+    these are only emulated or the vendor publishes none, `watts` (limit of the
     device) where the vendor publishes none. `hbm_gbytes` is what the driver reports, before what
     the runtime keeps for itself, `usable_gbytes` what it leaves to a program, where that is known:
     a GPU's pool, what a TPU's compiler has. `device_kinds` are JAX's names for this device.
@@ -39,6 +40,7 @@ class Chip:
     devices_per_chip: int = 1
     bf16_flops: float
     fp8_flops: float | None = None
+    int8_flops: float | None = None
     fp32_flops: float
     hbm_gbytes: float
     usable_gbytes: float | None = None
@@ -54,6 +56,7 @@ class Chip:
             "float16": self.bf16_flops,
             "float8_e4m3fn": self.fp8_flops,
             "float8_e5m2": self.fp8_flops,
+            "int8": self.int8_flops,
         }
         peak = peaks.get(dtype)
         if peak is None:
@@ -121,6 +124,7 @@ CHIPS: dict[str, Chip] = _by_name(
             capability=8,
             device_kinds=("NVIDIA A100-SXM4-80GB",),
             bf16_flops=312e12,
+            int8_flops=624e12,
             fp32_flops=19.5e12,
             hbm_gbytes=_gib(81920 / 1024),
             usable_gbytes=POOL * 85.100,
@@ -135,6 +139,7 @@ CHIPS: dict[str, Chip] = _by_name(
             device_kinds=("NVIDIA H100 80GB HBM3",),
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
+            int8_flops=1978.9e12,
             fp32_flops=66.9e12,
             hbm_gbytes=_gib(81559 / 1024),
             usable_gbytes=POOL * 84.943,
@@ -149,6 +154,7 @@ CHIPS: dict[str, Chip] = _by_name(
             device_kinds=("NVIDIA H200",),
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
+            int8_flops=1978.9e12,
             fp32_flops=66.9e12,
             hbm_gbytes=_gib(143771 / 1024),
             usable_gbytes=POOL * 151.398,
@@ -163,6 +169,7 @@ CHIPS: dict[str, Chip] = _by_name(
             device_kinds=("NVIDIA B200",),
             bf16_flops=2250e12,
             fp8_flops=4500e12,
+            int8_flops=4500e12,
             fp32_flops=75e12,
             hbm_gbytes=_gib(183359 / 1024),
             usable_gbytes=POOL * 191.514,
@@ -176,6 +183,7 @@ CHIPS: dict[str, Chip] = _by_name(
             platform="tpu",
             device_kinds=("TPU v4",),
             bf16_flops=275e12,
+            int8_flops=275e12,
             fp32_flops=275e12 / 6,
             hbm_gbytes=_gib(32),
             hbm_bandwidth_gbytes=1200,
@@ -187,6 +195,7 @@ CHIPS: dict[str, Chip] = _by_name(
             platform="tpu",
             device_kinds=("TPU v5 lite", "TPU v5e"),
             bf16_flops=197e12,
+            int8_flops=393e12,
             fp32_flops=197e12 / 6,
             hbm_gbytes=_gib(16),
             usable_gbytes=_gib(15.75),
@@ -200,6 +209,7 @@ CHIPS: dict[str, Chip] = _by_name(
             device_kinds=("TPU v5", "TPU v5p"),
             bf16_flops=459e12,
             fp8_flops=459e12,
+            int8_flops=918e12,
             fp32_flops=459e12 / 6,
             hbm_gbytes=_gib(95),
             hbm_bandwidth_gbytes=2765,
@@ -211,6 +221,7 @@ CHIPS: dict[str, Chip] = _by_name(
             device_kinds=("TPU v6 lite", "TPU v6e"),
             bf16_flops=918e12,
             fp8_flops=918e12,
+            int8_flops=1836e12,
             fp32_flops=918e12 / 6,
             hbm_gbytes=_gib(32),
             usable_gbytes=_gib(31.25),

@@ -60,7 +60,8 @@ class DecoderConfig(DecoderFields):
     learned_positions: rows of a learned position table (GPT-2), None without one.
     tied: the head is the embedding table. vocab_multiple: the table is padded to it, the same on
     every mesh; padded rows get no probability and no gradient. chunk_tokens: tokens whose logits
-    exist at one time. dropout: of the embeddings; blocks have their own.
+    exist at one time, None for as many as keep the chip from waiting for its memory. dropout: of
+    the embeddings; blocks have their own.
     norm: before the head. embedding_scale: what embeddings are multiplied by. logit_scale: what
     logits are; logit_softcap: logits are softcap * tanh(logits / softcap), None for none. init:
     standard deviations of the first weights.

@@ -29,7 +29,7 @@ class DecoderFields:
     dropout: float = 0.0
     init: Initialisation = Initialisation()  # noqa: RUF009 (frozen)
     vocab_multiple: int = 1024
-    chunk_tokens: int = 2048
+    chunk_tokens: int | None = None
 
     @property
     def padded_vocab(self) -> int:

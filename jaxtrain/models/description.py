@@ -152,7 +152,7 @@ class Head:
     leaf: str
     vocab: int
     padded: int
-    chunk_tokens: int
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,11 @@ class ModelDescription:
         """The leaves of the stack that are multiplied by, by `column` or `row`."""
         every = ((path, weight) for path, b in self.stacked.items() for weight in products(b))
         return [path + weight.leaf for path, weight in every]
+
+    @property
+    def products(self) -> list[str]:
+        """Those, and the leaves of the blocks beside the stack that are multiplied by so."""
+        return [path + weight.leaf for path, b in self.blocks.items() for weight in products(b)]
 
     @property
     def blocks(self) -> dict[str, Block]:

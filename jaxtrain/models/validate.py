@@ -25,13 +25,14 @@ def violations(config: DecoderFields) -> list[str]:
             f"period ({n} blocks); use layers={near} or {near + max(n, 1)}"
         )
         return found
-    for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens"):
+    for name in ("vocab", "embed", "vocab_multiple"):
         if not _whole(getattr(config, name)):
             found.append(f"{name}={getattr(config, name)}; use a whole number of at least 1")
-    for name, holds in (("learned_positions", _whole), ("logit_softcap", _positive)):
+    optional = {"chunk_tokens": _whole, "learned_positions": _whole, "logit_softcap": _positive}
+    for name, holds in optional.items():
         value = getattr(config, name)
         if value is not None and not holds(value):
-            found.append(f"{name}={value}; use {NEEDED[holds]}, or None for none")
+            found.append(f"{name}={value}; use {NEEDED[holds]}, or None")
     found += _beyond_any(config)
     found += _scale_violations(config)
     if not _whole(config.embed):

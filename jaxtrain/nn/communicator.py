@@ -13,20 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.matmul import Tiled
-from jaxtrain.collectives.vary import Index
+from jaxtrain.collectives.vary import Index, MeshAxes
+from jaxtrain.nn.head_chunk import LEAST_CHUNK
+from jaxtrain.nn.quantized import products as quantized
+from jaxtrain.nn.quantized.products import Products, QuantizedWeight, Ways
 from jaxtrain.nn.tiles import TiledProducts
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
 Starts = Int[Array, "rows seq"] | None
 Arrays = dict[str, jax.Array]
+Weights = dict[str, Any]
+"""Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
 Attend = Callable[..., jax.Array]
 Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
 """`moe.layer.moe_layer` of (x, router, weights)."""
@@ -45,14 +52,19 @@ class Communicator(Protocol):
         backend's own."""
         ...
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
-        """Parameters as they are used: whole over the axes that only split them at rest, in the
-        compute dtype; not before `after` exists, which is returned: where a gather stands in the
-        source it stays, in the loop over microbatches and in the pass. Differentiable: the adjoint
-        is `scatter`."""
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at one time where the head does not say."""
         ...
 
-    def fetch(self, params: Arrays, prefix: str) -> Arrays:
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
+        """Parameters as they are used: whole over the axes that only split them at rest, in the
+        compute dtype or in 8 bits; not before `after` exists, which is returned: where a gather
+        stands in the source it stays, in the loop over microbatches and in the pass.
+        Differentiable: the adjoint is `scatter`."""
+        ...
+
+    def fetch(self, params: Arrays, prefix: str) -> Weights:
         """`gather` without a derivative, for loops that write out their own backward pass."""
         ...
 
@@ -157,18 +169,44 @@ class Local:
     frozen: frozenset[str] = frozenset()
     """Full names of frozen leaves."""
     grouped_matmul: Any = None
+    chunk_tokens: int = LEAST_CHUNK
+    quantized: Products | None = None
+    """How layers multiply by the matrices of `products`; None: in the compute dtype."""
+    products: frozenset[str] = frozenset()
+    """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
-        return self.fetch(params, prefix), after
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
+        if not self.narrow(params, prefix):
+            return self.fetch(params, prefix), after
+        return gather(self, prefix, params, after)
 
-    def fetch(self, params: Arrays, prefix: str) -> Arrays:
+    def fetch(self, params: Arrays, prefix: str) -> Weights:
         # One-dim leaves keep their dtype: they are small, and norms are computed in fp32. So do
         # routers, whose choices should hang on rounding as little as they can (Fedus et al. 2022).
         def cast(name: str, value: jax.Array) -> jax.Array:
             kept = value.ndim < 2 or name.split(".")[-1] == "router"
             return value if kept else value.astype(self.compute_dtype)
 
-        return {k: cast(k, v) for k, v in params.items()}
+        whole = {k: cast(k, v) for k, v in params.items()}
+        return self.quantize(whole, self.narrow(params, prefix))
+
+    def narrow(self, params: Arrays, prefix: str) -> list[str]:
+        """Those of the parameters named below `prefix` that are used in 8 bits."""
+        return [k for k in params if self.quantized is not None and prefix + k in self.products]
+
+    def quantize(self, weights: Arrays, names: Sequence[str], axes: MeshAxes = ()) -> Weights:
+        """The weights, those of `names` in 8 bits, of each the parts on the devices of `axes`
+        alike: by one all-reduce for them all."""
+        if self.quantized is None or not names:
+            return weights
+        made = quantized.scaled_alike([weights[k] for k in names], self.quantized.forward, axes)
+        pairs = zip(names, made, strict=True)
+        return {**weights, **{k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}}
+
+    def ways(self) -> Ways:
+        """How the operands of a product in 8 bits come together."""
+        assert self.quantized is not None, "asked for without products in 8 bits"
+        return Ways(self.quantized, self.compute_dtype)
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         frozen = self.frozen_of(grads, prefix)
@@ -182,11 +220,16 @@ class Local:
     ) -> TiledProducts | None:
         return None
 
-    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x @ w for w in weights)
+    def column(self, x: jax.Array, *weights: Any) -> tuple[jax.Array, ...]:
+        if isinstance(weights[0], QuantizedWeight):
+            return quantized.column(self.ways(), x, weights)
+        return tuple(self.multiply(x, w) for w in weights)
 
-    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        return sum((x @ w for x, w in beside), start=x @ weight)
+    def row(self, x: jax.Array, weight: Any, *beside: Pair) -> jax.Array:
+        if isinstance(weight, QuantizedWeight):
+            assert not beside, "adapters are refused where products are in 8 bits"
+            return quantized.row(self.ways(), x, weight)
+        return sum((self.multiply(*pair) for pair in beside), start=self.multiply(x, weight))
 
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
@@ -250,3 +293,30 @@ def _gradients(
         x.T @ dy if each is None else each.gradient(x, dy).tile
         for dy, each in zip(dys, tiled or (None,) * len(dys), strict=True)
     )
+
+
+Whole = tuple[Weights, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gather(comm: Communicator, prefix: str, params: Arrays, after: jax.Array) -> Whole:
+    """`comm.gather` made of its `fetch` and `scatter`."""
+    params, after = lax.optimization_barrier((params, after))
+    whole = comm.fetch(params, prefix)
+    return {
+        k: quantized.standing_for(w, quantized.differentiated(w)) for k, w in whole.items()
+    }, after
+
+
+def _gather_forward(comm: Communicator, prefix: str, params: Arrays, after: jax.Array) -> Any:
+    # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
+    return gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
+
+
+def _gather_backward(comm: Communicator, prefix: str, like: Arrays, grads: Whole) -> Any:
+    whole = {k: quantized.cotangent(g) for k, g in grads[0].items()}
+    made = {k: g.astype(like[k].dtype) for k, g in comm.scatter(whole, prefix).items()}
+    return {k: made.get(k) for k in like}, grads[1]
+
+
+gather.defvjp(_gather_forward, _gather_backward)

@@ -16,11 +16,13 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import Index, vary
+from jaxtrain.collectives.vary import Index, MeshAxes, vary
 from jaxtrain.mesh.axes import STACKING_AXES
-from jaxtrain.mesh.sharding import Leaf, ways
+from jaxtrain.mesh.sharding import STAGE, Leaf, ways
 from jaxtrain.nn.bundle import LeafSplits, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.communicator import Arrays, Experts, Local, Pair
+from jaxtrain.nn.communicator import Arrays, Experts, Local, Pair, Weights, gather
+from jaxtrain.nn.quantized import products as quantized
+from jaxtrain.nn.quantized.products import QuantizedWeight, Ways
 from jaxtrain.nn.tiles import Body, TiledProducts
 
 
@@ -43,8 +45,6 @@ class Explicit(Local):
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
-    products: frozenset[str] = frozenset()
-    """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
     tiled: Mapping[int, Tiled] = field(default_factory=dict)
     """What is multiplied by in the place of an array, by its identity."""
 
@@ -52,23 +52,46 @@ class Explicit(Local):
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sizes)
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Arrays, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.gather_weights:
-            return self.fetch(params, prefix), after
-        return _gather(self, prefix, params, after)
+            return super().gather(params, prefix, after)
+        return gather(self, prefix, params, after)
 
-    def fetch(self, params: Arrays, prefix: str) -> Arrays:
+    def fetch(self, params: Arrays, prefix: str) -> Weights:
         def cast(name: str, value: jax.Array) -> jax.Array:
             stacked = sum(axis in STACKING_AXES for axis in self.places[prefix + name].axes)
             one_dim = len(self.places[prefix + name].axes) - stacked < 2
             return value if one_dim else value.astype(self.compute_dtype)
 
         whole = {k: cast(k, v) for k, v in params.items()}
+        names = self.narrow(params, prefix)
+        whole = self.quantize(whole, names, self._parts_of(names, prefix, params))
         if not self.gather_weights:
             return whole
+        sent = {k: quantized.as_sent(w) for k, w in whole.items()}
         for split in self._bundles(params, prefix):
-            whole = gather_bundle(whole, split, self.collectives.fsdp)
-        return whole
+            sent = gather_bundle(sent, split, self.collectives.fsdp)
+        return {k: quantized.received(w, sent[k]) for k, w in whole.items()}
+
+    def fetch_once(self, params: Arrays) -> Arrays:
+        """All parameters by their full names, in the compute dtype, as `whole()` takes them: each
+        layer makes its own 8-bit numbers of them."""
+        return replace(self, quantized=None).fetch(params, "")
+
+    def _parts_of(self, names: Sequence[str], prefix: str, params: Arrays) -> MeshAxes:
+        """The mesh axes over which any of those leaves is split before it is gathered."""
+        split = set()
+        for name in names:
+            place = self.places[prefix + name]
+            dims = place.params if self.gather_weights else place.in_use
+            split |= {axis for dim in dims[len(dims) - params[name].ndim :] for axis in dim}
+        return tuple(axis for axis in self.axes if axis in split)
+
+    def ways(self) -> Ways:
+        # A stage's microbatch is another's than that of the next, unless all stages share it.
+        maxima = tuple(axis for axis in self.axes if axis != STAGE or STAGE in self.tensor)
+        by = self.collectives.tensor
+        return replace(super().ways(), maxima=maxima, tensor=self.tensor, by=by)
 
     def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
         """tiles: gradients of other leaves, that were scattered when they were made."""
@@ -80,7 +103,7 @@ class Explicit(Local):
             grads = scatter_bundle(grads, split, self.collectives.scatters)
         return {**grads, **(tiles or {})}
 
-    def _bundles(self, params: Arrays, prefix: str) -> list[LeafSplits]:
+    def _bundles(self, params: Weights, prefix: str) -> list[LeafSplits]:
         """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
         FSDP gathers."""
         splits = {}
@@ -94,7 +117,7 @@ class Explicit(Local):
         by_product = isinstance(self.collectives.weight_gradients, Ring) and self.gather_weights
         return TiledProducts(self, prefix, body_of) if by_product else None
 
-    def tiles(self, params: Arrays, prefix: str) -> dict[str, Tiled]:
+    def tiles(self, params: Weights, prefix: str) -> dict[str, Tiled]:
         """Those of `products` that are trained, and rest split along one dim of what they are in
         use; none with its arrays."""
         ring = self.collectives.weight_gradients
@@ -110,14 +133,18 @@ class Explicit(Local):
     def tiling(self, tiled: Mapping[int, Tiled]) -> Explicit:
         return replace(self, tiled=tiled)
 
-    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    def column(self, x: jax.Array, *weights: Any) -> tuple[jax.Array, ...]:
+        if isinstance(weights[0], QuantizedWeight):
+            return super().column(x, *weights)
         by, used = self.collectives.tensor, tuple(self.tiled.get(id(w), w) for w in weights)
         if isinstance(by, Ring):
             return gather_matmul(x, used, self.tensor, by)
         x = gather_tokens("column gradients", self.tensor, by, x)
         return tuple(multiply(x, w) for w in used)
 
-    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
+    def row(self, x: jax.Array, weight: Any, *beside: Pair) -> jax.Array:
+        if isinstance(weight, QuantizedWeight):
+            return super().row(x, weight, *beside)
         by = self.collectives.tensor
         xs, weights = zip((x, self.tiled.get(id(weight), weight)), *beside, strict=True)
         if isinstance(by, Ring):
@@ -180,28 +207,6 @@ class Explicit(Local):
     def whole(self) -> Explicit:
         """The same, for parameters that were gathered once before."""
         return replace(self, gather_weights=False)
-
-
-Gathered = tuple[Arrays, jax.Array]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(comm: Explicit, prefix: str, params: Arrays, after: jax.Array) -> Gathered:
-    params, after = lax.optimization_barrier((params, after))
-    return comm.fetch(params, prefix), after
-
-
-def _gather_forward(comm: Explicit, prefix: str, params: Arrays, after: jax.Array) -> Any:
-    # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
-    return _gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
-
-
-def _gather_backward(comm: Explicit, prefix: str, like: Arrays, grads: Gathered) -> Any:
-    made = {k: g.astype(like[k].dtype) for k, g in comm.scatter(grads[0], prefix).items()}
-    return {k: made.get(k) for k in like}, grads[1]
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

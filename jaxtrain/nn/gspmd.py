@@ -30,7 +30,9 @@ from jaxtrain.nn.communicator import (
     Pair,
     Queries,
     Starts,
+    Weights,
 )
+from jaxtrain.nn.quantized.products import as_sent, received
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,26 +47,21 @@ class Gspmd(Local):
     places: Mapping[str, Leaf] = field(kw_only=True)
     reduce_dtype: Any = jnp.float32
 
-    def _place(self, params: Arrays, prefix: str, what: str) -> Arrays:
+    def _place(self, params: Weights, prefix: str, what: str) -> Weights:
         out = {}
         for name, value in params.items():
             split = getattr(self.places[prefix + name], what)
             split = split[len(split) - value.ndim :]
             sharding = named_sharding(self.mesh, split)
-            out[name] = lax.with_sharding_constraint(value, sharding)
+            placed = lax.with_sharding_constraint(as_sent(value), sharding)
+            out[name] = received(value, placed)
         return out
 
-    def fetch(self, params: Arrays, prefix: str) -> Arrays:
+    def fetch(self, params: Arrays, prefix: str) -> Weights:
         return self._place(super().fetch(params, prefix), prefix, "in_use")
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         return self._place(super().scatter(grads, prefix), prefix, "params")
-
-    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(self.multiply(x, w) for w in weights)
-
-    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        return sum((self.multiply(*pair) for pair in beside), start=self.multiply(x, weight))
 
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return _matmul(self.reduce_dtype, x, weight)

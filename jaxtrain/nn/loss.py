@@ -36,14 +36,15 @@ class HeadConfig:
 
     vocab: ids below this are real; rows above pad the table and never get probability.
     softcap: logits are softcap * tanh(logits / softcap) (Gemma 2). scale: multiplies them first.
-    chunk_tokens: tokens a chunk, at most; chunks divide the tokens evenly. frozen: no gradient of
-    the head is made. accuracy: count what was right too; it sends nothing more.
+    chunk_tokens: tokens a chunk, at most, None for the communicator's; chunks divide the tokens
+    evenly. frozen: no gradient of the head is made. accuracy: count what was right too; it sends
+    nothing more.
     """
 
     vocab: int
     scale: float = 1.0
     softcap: float | None = None
-    chunk_tokens: int = 2048
+    chunk_tokens: int | None = None
     frozen: bool = False
     accuracy: bool = False
 
@@ -107,7 +108,7 @@ def cross_entropy(
     this device's slice of the vocabulary, in the compute dtype. rows: of the batch, whose tokens
     follow one another; tokens are chunked within rows, so the chunk count divides tokens / rows.
     """
-    chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens)
+    chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens or comm.chunk_tokens)
     return _cross_entropy(_Static(comm, config, chunks, rows), x, head, targets, weights)
 
 

@@ -18,9 +18,13 @@ ATTENTION = ("attention_out", "attention_lse")
 """Names under which attention kernels keep what their backward pass needs."""
 INPUT = "block_input"
 """The name of what a body begins with."""
+PRODUCT = "quantized_product"
+"""The name of the outputs of products in 8 bits, into which policies do not look."""
 
 _BY_KERNELS: Callable[..., bool] = policies.save_only_these_names(*ATTENTION)
-_DOTS: Callable[..., bool] = policies.dots_with_no_batch_dims_saveable
+_DOTS: Callable[..., bool] = policies.save_from_both_policies(
+    policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+)
 
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,

@@ -20,14 +20,17 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
+from jaxtrain.nn.quantized.products import differentiated, standing_for
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
 
 Arrays = dict[str, jax.Array]
+Weights = dict[str, Any]
+"""Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
 Stream = Float[Array, "tokens embed"]
 """The residual stream, or its cotangent: this device's share."""
 
-Body = Callable[[Arrays, Stream, PyTree, Index], Stream]
+Body = Callable[[Weights, Stream, PyTree, Index], Stream]
 """(parameters of one layer as used, x, extras, layer number) -> x."""
 
 
@@ -66,7 +69,7 @@ class Layers:
     """
 
     body: Body
-    fetch: Callable[[Arrays], Arrays]
+    fetch: Callable[[Arrays], Weights]
     scatter: Callable[[Arrays], Arrays]
     loop: LayerLoop
     frozen: frozenset[str] = frozenset()
@@ -124,17 +127,18 @@ def _run(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> Stream:
 
 
 def _forward_with_residuals(
-    stack: Layers, weights: Arrays, x: Stream, extras: PyTree, layer: Index
+    stack: Layers, weights: Weights, x: Stream, extras: PyTree, layer: Index
 ) -> tuple[Stream, Saved]:
     """The layer's output and its vector-Jacobian product as a pytree with holes in place of
     weights and extras, which the backward pass has anyway."""
     tiles = {} if stack.tiled is None else stack.tiled.zeros(weights, x, extras)
     held = {k: weights[k] for k in (*stack.frozen, *tiles)}
-    moved = {k: w for k, w in weights.items() if k not in held}
+    moved = {k: differentiated(w) for k, w in weights.items() if k not in held}
 
     def run(moved: Arrays, tiles: Arrays, x: Stream, extras: PyTree) -> Stream:
         body = stack.body if stack.tiled is None else stack.tiled.body(weights, tiles)
-        return body({**moved, **held}, named_input(x), extras, layer)
+        used = {k: standing_for(weights[k], by) for k, by in moved.items()}
+        return body({**used, **held}, named_input(x), extras, layer)
 
     again = remat(run, stack.loop.remat, stack.loop.offload)
     y, vjp = jax.vjp(again, moved, tiles, x, extras)
@@ -174,7 +178,7 @@ class Saved:
         leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def pull_back(self, weights: Arrays, extras: PyTree, dy: Stream) -> tuple[Made, Stream]:
+    def pull_back(self, weights: Weights, extras: PyTree, dy: Stream) -> tuple[Made, Stream]:
         """Gradients of the weights and of x."""
         dw, tiles, dx, _ = self.unpack((weights, extras))(dy)
         return (dw, tiles), dx
@@ -183,7 +187,7 @@ class Saved:
 Made = tuple[Arrays, Arrays]
 """Gradients of weights: whole ones, to be scattered, and those that were when they were made."""
 
-Kept = tuple[Saved, Arrays | None]
+Kept = tuple[Saved, Weights | None]
 """Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
 
 Residuals = tuple[Arrays, PyTree, PyTree]
@@ -197,11 +201,11 @@ def _forward(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> tuple[
     loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
-    def layer_step(x: Stream, weights: Arrays, layer: Index) -> tuple[Stream, Kept]:
+    def layer_step(x: Stream, weights: Weights, layer: Index) -> tuple[Stream, Kept]:
         y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
-    def fetched(layer: Index, x: Stream) -> tuple[Arrays, Stream]:
+    def fetched(layer: Index, x: Stream) -> tuple[Weights, Stream]:
         shards, x = pinned_slice(params, layer, x)
         return stack.fetch(shards), x
 
@@ -221,7 +225,7 @@ def _forward(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> tuple[
         x, out = lax.scan(step, x, jnp.arange(layers))
         return x, (params, extras, out)
 
-    def ahead(carry: tuple[Stream, Arrays], layer: Index) -> tuple[tuple[Stream, Arrays], Kept]:
+    def ahead(carry: tuple[Stream, Weights], layer: Index) -> tuple[tuple[Stream, Weights], Kept]:
         x, weights = carry
         following, x = fetched(layer + 1, x)
         x, saved = layer_step(x, weights, layer)
@@ -280,7 +284,7 @@ def _backward_prefetched(
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
-    def fetched(layer: Index, dx: Stream) -> tuple[Arrays, Stream]:
+    def fetched(layer: Index, dx: Stream) -> tuple[Weights, Stream]:
         shards, dx = pinned_slice(params, layer, dx)
         return stack.fetch(shards), dx
 

@@ -23,8 +23,11 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.nn.quantized.products import QuantizedWeight, standing_for
 
 Arrays = dict[str, jax.Array]
+Weights = dict[str, Any]
+"""`stack.Weights`."""
 Body = Callable[..., jax.Array]
 """`stack.Body`."""
 
@@ -36,7 +39,7 @@ class Tiling(Protocol):
     @property
     def axes(self) -> MeshAxes: ...
 
-    def tiles(self, params: Arrays, prefix: str) -> dict[str, Tiled]:
+    def tiles(self, params: Weights, prefix: str) -> dict[str, Tiled]:
         """Those of one layer's parameters, named below `prefix`, whose gradients may be made in
         tiles; without their arrays."""
         ...
@@ -60,11 +63,15 @@ class TiledProducts:
     body_of: Callable[[Any], Body]
     _found: list[frozenset[str]] = field(default_factory=list)
 
-    def zeros(self, weights: Arrays, x: jax.Array, extras: PyTree) -> Arrays:
+    def zeros(self, weights: Weights, x: jax.Array, extras: PyTree) -> Arrays:
         """By name what stands for each such weight where the layer is differentiated."""
         may = self.ways(weights)
         if not self._found:  # alike in all layers
-            self._found.append(self._used_once({k: weights[k] for k in may}, weights, x, extras))
+            # Nothing but a product reads one in 8 bits, and the gradients of several add up.
+            narrow = frozenset(k for k in may if isinstance(weights[k], QuantizedWeight))
+            others = {k: weights[k] for k in may if k not in narrow}
+            once = self._used_once(others, weights, x, extras) if others else frozenset[str]()
+            self._found.append(narrow | once)
         found = {}
         for name, tiled in may.items():
             if name in self._found[0]:
@@ -73,16 +80,21 @@ class TiledProducts:
                 found[name] = vary(jnp.zeros(shape, tiled.dtype), self.comm.axes)
         return found
 
-    def body(self, weights: Arrays, zeros: Arrays) -> Body:
+    def body(self, weights: Weights, zeros: Arrays) -> Body:
         """The layer's body, in which these zeros get the gradients of their weights."""
         may = self.ways(weights)
+        tiles = {k: replace(may[k], tile=zero) for k, zero in zeros.items()}
+        narrow = {k for k in tiles if isinstance(weights[k], QuantizedWeight)}
         tiled = {
-            id(weights[k]): replace(may[k], whole=weights[k], tile=zero)
-            for k, zero in zeros.items()
+            id(weights[k]): replace(tile, whole=weights[k])
+            for k, tile in tiles.items()
+            if k not in narrow
         }
-        return self.body_of(self.comm.tiling(tiled))
+        run = self.body_of(self.comm.tiling(tiled))
+        standing = {k: standing_for(weights[k], tiles[k]) for k in narrow}
+        return lambda weights, *others: run({**weights, **standing}, *others)
 
-    def ways(self, params: Arrays) -> dict[str, Tiled]:
+    def ways(self, params: Weights) -> dict[str, Tiled]:
         """How the gradients of one layer's parameters may be made in tiles."""
         return self.comm.tiles(params, self.prefix)
 
@@ -91,7 +103,7 @@ class TiledProducts:
         return self.comm.scatter(grads, self.prefix, tiles)
 
     def _used_once(
-        self, those: Arrays, weights: Arrays, x: jax.Array, extras: PyTree
+        self, those: Arrays, weights: Weights, x: jax.Array, extras: PyTree
     ) -> frozenset[str]:
         noted: Counter[str] = Counter()
 

@@ -10,8 +10,10 @@ from .optimizer import Muon as Muon
 from .precision import LossScale as LossScale
 from .precision import Precision as Precision
 from .precision import bf16 as bf16
+from .precision import fp8 as fp8
 from .precision import fp16 as fp16
 from .precision import fp32 as fp32
+from .precision import int8 as int8
 from .rate import ScaledRate as ScaledRate
 from .schedule import Constant as Constant
 from .schedule import InverseSqrt as InverseSqrt

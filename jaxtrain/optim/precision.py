@@ -8,12 +8,13 @@ every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
+from jaxtrain.nn.quantized.products import Fp8Products, Int8Products, Products
 from jaxtrain.violations import at_least, count, positive, raise_violations
 
 Tree = TypeVar("Tree")
@@ -89,7 +90,10 @@ class Precision:
     operations, `compute` unless it asks for more. Sums over microbatches are fp32.
     matmul: `jax.default_matmul_precision` of the program; accelerators take "default" to mean TF32
     or bfloat16 passes, "highest" is true fp32. loss_scale: what keeps gradients in the range of
-    float16, None for none.
+    float16, None for none. products: how layers multiply by their matrices, `Fp8Products()` or
+    `Int8Products()`; None: in the compute dtype. Those by which tokens are multiplied in
+    `Communicator.column` and `row` (attention's and feed-forward ones) are rounded to 8 bits, with
+    x and the gradients; not embedding, head, norms, routers and experts.
     """
 
     params: jax.typing.DTypeLike = jnp.float32
@@ -97,6 +101,7 @@ class Precision:
     reduce: jax.typing.DTypeLike = jnp.float32
     matmul: str = "highest"
     loss_scale: LossScale | None = None
+    products: Products | None = None
 
     def __post_init__(self) -> None:
         violations = []
@@ -109,12 +114,23 @@ class Precision:
             violations.append(
                 f"matmul={self.matmul!r} is unknown; use {', '.join(MATMUL_PRECISIONS)}"
             )
+        if self.products is not None and not isinstance(self.products, Products):
+            violations.append(
+                f"products={self.products!r} must be a value that says how to multiply; use "
+                f"{_products_like(self.products)}, or None for the compute dtype"
+            )
         if not violations and jnp.dtype(self.compute) == jnp.float16 and self.loss_scale is None:
             violations.append(
                 "compute=float16 loses gradients below 6e-8; use loss_scale=LossScale(), or "
                 "compute=jnp.bfloat16"
             )
         raise_violations(violations)
+
+
+def _products_like(given: Any) -> str:
+    """What was probably meant by the name of products, or by their class."""
+    name = str(getattr(given, "__name__", given)).lower()
+    return "Int8Products()" if "int" in name else "Fp8Products()"
 
 
 fp32 = Precision()
@@ -126,6 +142,12 @@ bf16 = Precision(compute=jnp.bfloat16, matmul="default")
 fp16 = Precision(compute=jnp.float16, matmul="default", loss_scale=LossScale())
 """fp16 compute with dynamic loss scaling, fp32 master weights and reductions of weight
 gradients."""
+
+fp8 = Precision(compute=jnp.bfloat16, matmul="default", products=Fp8Products())
+"""As bf16, and the products of dense layers in 8-bit floats."""
+
+int8 = Precision(compute=jnp.bfloat16, matmul="default", products=Int8Products())
+"""As bf16, and the products of dense layers in 8-bit whole numbers."""
 
 
 def select_if_finite(finite: Bool[Array, ""], new: Tree, old: PyTree) -> Tree:

@@ -85,7 +85,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
         sizes=assembly.sizes,
         tensor=assembly.tensor,
         tokens=rows * seq,
-        chunks=chunk_count(rows * seq, rows, model.head.chunk_tokens),
+        chunks=chunk_count(rows * seq, rows, assembly.chunk_tokens),
         microbatches=e.microbatches,
         leaves=leaves,
         model=model,
@@ -103,6 +103,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
             e.optimizer, {k: p for k, p in assembly.places.items() if p.trained}
         ),
         by=_algorithms(assembly),
+        narrow=e.precision.products is not None,
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
     )
 

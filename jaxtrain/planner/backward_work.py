@@ -36,12 +36,14 @@ KEPT: dict[str, frozenset[str]] = {
 }
 """The kinds of values that each remat policy keeps; "none" keeps all that is read."""
 PRODUCTS = frozenset({"columns", "rows", "experts"})
+Parallel = ColumnParallel | RowParallel
 
 
 class Value(NamedTuple):
     """One value of a chain. kind: "input"; "gather" and "scatter" of tokens; "columns", "rows",
-    "router" and "experts", products; "attention", "elementwise", "bias", "add". of: the numbers of
-    the values it is made of. block: the place in the chain of the block that makes it."""
+    "router" and "experts", products; "narrow", what a product in 8 bits makes of its input;
+    "attention", "elementwise", "bias", "add". of: the numbers of the values it is made of. block:
+    the place in the chain of the block that makes it."""
 
     kind: str
     of: tuple[int, ...] = ()
@@ -57,17 +59,20 @@ KINDS: dict[type, tuple[str, ...]] = {
     Elementwise: ("elementwise",),
     Bias: ("bias",),
 }
-"""The values that an operation makes, one after the other."""
+"""The values that an operation makes, one after the other; before them, of one in 8 bits, what it
+makes of its input."""
 
 
 @lru_cache(maxsize=256)
-def chain(blocks: tuple[Block, ...]) -> tuple[Value, ...]:
-    """The values of blocks, one after the other; the last is what they end with."""
+def chain(blocks: tuple[Block, ...], narrow: bool = False) -> tuple[Value, ...]:
+    """The values of blocks, one after the other; the last is what they end with. narrow: products
+    are in 8 bits."""
     values = [Value("input")]
 
     def make(operation: Operation, at: int, block: int) -> int:
         before = at
-        for kind in KINDS[type(operation)]:
+        first = ("narrow",) if narrow and isinstance(operation, Parallel) else ()
+        for kind in (*first, *KINDS[type(operation)]):
             of = (at, before + 1) if kind == "experts" else (at,)  # what was gathered, too
             values.append(Value(kind, of, operation, block))
             at = len(values) - 1
@@ -91,7 +96,12 @@ class Work(NamedTuple):
     """Of one turn of the remat policy's body. rows, columns: row products' output gradients are
     gathered, column products' input gradients scattered, so often; rows_again, columns_again: what
     the forward pass did, repeated. weights: whether any matrix is read. made: values made again,
-    by their numbers in the chain."""
+    by their numbers in the chain.
+
+    Of products in 8 bits: narrow_rows, narrow_again: how many of `rows` and `columns_again` are
+    theirs; regathered: gathers of column products' inputs for their weights' gradients; maxima: of
+    how many gradients each takes the greatest magnitudes together; maxima_again: of how many inputs
+    it is taken again."""
 
     rows: int = 0
     columns: int = 0
@@ -99,6 +109,11 @@ class Work(NamedTuple):
     columns_again: int = 0
     weights: bool = False
     made: frozenset[int] = frozenset()
+    narrow_rows: int = 0
+    narrow_again: int = 0
+    regathered: int = 0
+    maxima: tuple[int, ...] = ()
+    maxima_again: int = 0
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[Work, int]]]:
@@ -141,10 +156,11 @@ def fetched_again(facts: StepFacts, found: list[tuple[Work, int]]) -> int:
 def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
     """The backward pass of the blocks at these paths. below: the gradient of their input is
     needed."""
-    values = chain(tuple(facts.model.blocks[path] for path in paths))
+    values = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
     # Whether a gradient flows down to each value, and which ones it reads on its way.
     flows, read = [below], set()
-    rows = columns = 0
+    rows = columns = narrow_rows = regathered = 0
+    maxima: list[int] = []
     weights = False
     for number, value in enumerate(values[1:], start=1):
         flow = any(flows[of] for of in value.of)
@@ -152,22 +168,40 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
         flows.append(flow or own)
         columns += flow and value.kind == "gather"
         rows += flow and value.kind == "scatter"
+        if facts.narrow and isinstance(value.operation, Parallel):
+            narrow_rows += flow and value.kind == "scatter"
+            regathered += own and value.kind == "columns"
+            if value.kind in ("columns", "rows") and (flow or own):
+                maxima.append(len(value.operation.weights))
         # The gradients of experts' weights read the others of them.
         weights |= value.kind in PRODUCTS and (flow or (own and value.kind == "experts"))
         weights |= value.kind in PRODUCTS and _trains_adapter(facts, paths[value.block], value)
-        read |= reads(number, value, flow=flow, own=own)
+        read |= reads(number, value, flow=flow, own=own, narrow=facts.narrow)
     again = made_again(values, read, facts.loop.remat)
     kinds = [values[number].kind for number in again]
     weights |= not PRODUCTS.isdisjoint(kinds)
+    gathers, narrow_again = count_gathers(values, again)
     return Work(
-        rows, columns, kinds.count("scatter"), kinds.count("gather"), weights, frozenset(again)
+        *(rows, columns, kinds.count("scatter"), gathers, weights, frozenset(again)),
+        *(narrow_rows, narrow_again, regathered, tuple(maxima), kinds.count("narrow")),
     )
 
 
-def reads(number: int, value: Value, *, flow: bool = True, own: bool = True) -> set[int]:
-    """The values that the derivative of one reads. flow: of its inputs; own: of its parameters."""
+def count_gathers(values: Sequence[Value], among: Iterable[int]) -> tuple[int, int]:
+    """How many gathers of tokens are among those values, and how many of them in 8 bits."""
+    found = [number for number in among if values[number].kind == "gather"]
+    below = [values[values[number].of[0]].kind for number in found]
+    return len(found), below.count("narrow")
+
+
+def reads(
+    number: int, value: Value, *, flow: bool = True, own: bool = True, narrow: bool = False
+) -> set[int]:
+    """The values that the derivative of one reads. flow: of its inputs; own: of its parameters.
+    narrow: products are in 8 bits; they read what they have made of their inputs."""
     if value.kind in ("columns", "rows"):
-        return set(value.of) if own else set()
+        of = {number - 2} if narrow and value.kind == "columns" else set(value.of)
+        return of if own else set()
     if value.kind == "experts":  # all of its own inside: to make that again is to make it again
         return {number, *value.of} if flow or own else set()
     if value.kind == "attention":
@@ -184,27 +218,37 @@ def made_again(values: Sequence[Value], read: Iterable[int], remat: str) -> set[
     while left:
         number = left.pop()
         value = values[number]
-        if number in found or value.kind in KEPT[remat] or value.kind == "input":
+        if number in found or kept(values, number, remat) or value.kind == "input":
             continue
         found.add(number)
         left += value.of
     return found
 
 
+def kept(values: Sequence[Value], number: int, remat: str) -> bool:
+    """Whether a policy that makes anything again keeps a value. Of row products in 8 bits it does
+    so after the scatter."""
+    value = values[number]
+    if value.kind == "scatter" and isinstance(value.operation, RowParallel):
+        below = value.of[0]
+        return values[values[below].of[0]].kind == "narrow" and "rows" in KEPT[remat]
+    return value.kind in KEPT[remat]
+
+
 def needed_for_kept(
-    blocks: tuple[Block, ...], remat: str, *, split: bool = False
+    blocks: tuple[Block, ...], remat: str, *, split: bool = False, narrow: bool = False
 ) -> frozenset[int]:
     """Numbers of the values of a body of blocks that make what its backward pass finds kept: where
     its output is not used, what comes after them is not computed. split: the inputs of products are
-    kept for W, as they lie before they are gathered."""
-    values = chain(blocks)
-    read = {n for i, value in enumerate(values) for n in reads(i, value)}
+    kept for W, as they lie before they are gathered. narrow: products are in 8 bits."""
+    values = chain(blocks, narrow)
+    read = {n for i, value in enumerate(values) for n in reads(i, value, narrow=narrow)}
     if remat == "none":
         left = list(read)
     else:
         again = made_again(values, read, remat)
         used = read | {of for number in again for of in values[number].of}
-        left = [number for number in used if values[number].kind in KEPT[remat]]
+        left = [number for number in used if kept(values, number, remat)]
     if split:
         inputs = [value.of[0] for value in values if value.kind in ("columns", "rows")]
         gathered = [values[n].of[0] if values[n].kind == "gather" else n for n in inputs]
@@ -216,11 +260,6 @@ def needed_for_kept(
             found.add(number)
             left += values[number].of
     return frozenset(found)
-
-
-def count_values(block: Block, kind: str) -> int:
-    """How often a block gathers or scatters tokens in its forward pass."""
-    return sum(value.kind == kind for value in chain((block,)))
 
 
 def _trains(facts: StepFacts, path: str, value: Value) -> bool:

@@ -266,8 +266,12 @@ def compile_experiment(
 
 
 def _roofline(text: str, assembly: Assembly) -> Roofline:
-    bandwidth = assembly.spec.chip.hbm_bandwidth_gbytes
-    return roofline(text, peak_flops=assembly.peak_flops, bandwidth_gbytes=bandwidth)
+    return roofline(
+        text,
+        peak_flops=assembly.peak_flops,
+        bandwidth_gbytes=assembly.spec.chip.hbm_bandwidth_gbytes,
+        narrow_flops=assembly.product_flops,
+    )
 
 
 def _mfu_bound(assembly: Assembly, least: Roofline) -> float | None:

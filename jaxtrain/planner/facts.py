@@ -126,11 +126,12 @@ class PipelineFacts:
 @dataclass(frozen=True)
 class FlopFacts:
     """rows, seq: of a microbatch, on all devices together. needed: matmul FLOPs of a step, forward
-    and backward, with nothing made twice."""
+    and backward, with nothing made twice. narrow: as of `StepFacts`."""
 
     rows: int
     seq: int
     needed: int
+    narrow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,8 @@ class StepFacts:
       vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
       the loss takes them in. leaves: parameters by path.
     compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
-      once a step. pipeline: None without one; then all microbatches take the same way.
+      once a step. narrow: layers multiply in 8 bits. pipeline: None without one; then all
+      microbatches take the same way.
     by: algorithms.
     """
 
@@ -160,6 +162,7 @@ class StepFacts:
     sums: SumFacts
     optimizer: OptimizerFacts
     by: Algorithms
+    narrow: bool = False
     pipeline: PipelineFacts | None = None
 
     def trains(self, *prefixes: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.facts import FlopFacts
-from jaxtrain.planner.pipeline_work import Work, pipeline_bytes, pipeline_flops
+from jaxtrain.planner.pipeline.work import Work, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.telemetry.hlo import SENT
@@ -52,4 +52,6 @@ def flop_facts(assembly: Assembly) -> FlopFacts:
     """What the prediction may know of a step's matmuls."""
     model = assembly.described
     microbatches, rows, seq = assembly.abstract_batch()[model.tokens].shape
-    return FlopFacts(rows, seq, model.flops(seq=seq, sequences=microbatches * rows).train_full)
+    needed = model.flops(seq=seq, sequences=microbatches * rows).train_full
+    narrow = assembly.experiment.precision.products is not None
+    return FlopFacts(rows, seq, needed, narrow)

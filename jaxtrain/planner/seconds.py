@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.mesh.mesh import SCOPES, MeshSpec
+from jaxtrain.models.description import products
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.sent import MeshAxes
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.telemetry.flops import train_flops
 from jaxtrain.telemetry.hlo import SENT
 
 
 @dataclass(frozen=True)
 class StepSeconds:
     """compute_s: of the model's matmuls, causal attention counted half, at the dense peak of the
-    compute dtype. communication: (mesh axes, link) -> bytes a device sends and seconds at the
-    link's full bandwidth; None where XLA chooses the collectives."""
+    compute dtype, layers' products in 8 bits at theirs. communication: (mesh axes, link) -> bytes a
+    device sends and seconds at the link's full bandwidth; None where XLA chooses the
+    collectives."""
 
     compute_s: float
     communication: dict[tuple[MeshAxes, str], tuple[float, float]] | None
@@ -89,8 +92,12 @@ def matmul_seconds(assembly: Assembly) -> float:
     """`StepSeconds.compute_s`, of a model that says where its tokens are."""
     assert assembly.tokens is not None, "asked for of a model without tokens"
     seq = assembly.fields[assembly.tokens][0][0]
-    flops = assembly.described.flops(seq=seq, sequences=assembly.largest_batch).train_causal
-    return flops / (assembly.peak_flops * assembly.spec.devices)
+    model, rows = assembly.described, assembly.largest_batch
+    flops = model.flops(seq=seq, sequences=rows).train_causal
+    met = sum(weight.size for block in model.layers for weight in products(block))
+    of_products = train_flops(2 * met * seq * rows)
+    seconds = (flops - of_products) / assembly.peak_flops + of_products / assembly.product_flops
+    return seconds / assembly.spec.devices
 
 
 def scope_of(axes: MeshAxes, spec: MeshSpec) -> str:

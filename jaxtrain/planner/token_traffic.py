@@ -8,17 +8,21 @@ and scattered after a row-split one, twice a block, and the other way round in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtrain.models.description import Block
-from jaxtrain.planner.backward_work import Work, count_values
+from jaxtrain.planner.backward_work import Value, Work, chain, count_gathers
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times
 
 
-def token_gathers(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
-    """A microbatch's residual stream on a device, gathered over `axes` so often."""
-    yield from _token_collectives(facts, why, "all_gather", axes, count)
+def token_gathers(
+    facts: StepFacts, why: str, axes: MeshAxes, count: int, narrow: int = 0
+) -> Iterator[Sent]:
+    """A microbatch's residual stream on a device, gathered over `axes` so often, and of that
+    `narrow` times in 8 bits."""
+    yield from _token_collectives(facts, why, "all_gather", axes, count - narrow)
+    yield from _token_collectives(facts, why, "all_gather", axes, narrow, "uint8")
 
 
 def token_scatters(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> Iterator[Sent]:
@@ -27,12 +31,22 @@ def token_scatters(facts: StepFacts, why: str, axes: MeshAxes, count: int) -> It
 
 
 def _token_collectives(
-    facts: StepFacts, why: str, collective: str, axes: MeshAxes, count: int
+    facts: StepFacts, why: str, collective: str, axes: MeshAxes, count: int, dtype: str = ""
 ) -> Iterator[Sent]:
     size = facts.tokens * facts.model.embed
     by = facts.by.tensor if axes == facts.tensor else "lax"
-    one = collective_traffic(facts, why, collective, by, axes, facts.compute, size)
+    one = collective_traffic(facts, why, collective, by, axes, dtype or facts.compute, size)
     return times(one, count)
+
+
+def maxima(facts: StepFacts, why: str, axes: MeshAxes, sizes: Iterable[int]) -> Iterator[Sent]:
+    """Greatest magnitudes of what products in 8 bits are made of, so many together: over all
+    devices that have parts of them, of a pipeline those of a stage unless `axes`, which split the
+    tokens, have all stages in them."""
+    p = facts.pipeline
+    over = tuple(a for a in facts.sizes if p is None or a != p.axis or a in axes)
+    for count in sizes:
+        yield from collective_traffic(facts, why, "all_reduce", "lax", over, "float32", count)
 
 
 def embedding_lookup(facts: StepFacts, axes: MeshAxes, why: str = "embedding") -> Iterator[Sent]:
@@ -50,19 +64,32 @@ def forward(
     facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block], why: str = ""
 ) -> Iterator[Sent]:
     """The forward pass of these blocks; why: what is added to the names of its lines."""
-    blocks = list(blocks)
-    gathers, scatters = (
-        sum(count_values(b, kind) for b in blocks) for kind in ("gather", "scatter")
-    )
-    yield from token_gathers(facts, f"columns{why}", axes, gathers)
-    yield from token_scatters(facts, f"rows{why}", axes, scatters)
+    for block in blocks:
+        values = chain((block,), facts.narrow)
+        yield from forward_to(facts, axes, values, range(len(values)), why)
+
+
+def forward_to(
+    facts: StepFacts, axes: MeshAxes, values: Sequence[Value], needed: Iterable[int], why: str
+) -> Iterator[Sent]:
+    """The forward pass as far as these values of a chain, by their numbers."""
+    needed = list(needed)
+    kinds = [values[number].kind for number in needed]
+    yield from maxima(facts, f"greatest inputs{why}", axes, [1] * kinds.count("narrow"))
+    yield from token_gathers(facts, f"columns{why}", axes, *count_gathers(values, needed))
+    yield from token_scatters(facts, f"rows{why}", axes, kinds.count("scatter"))
 
 
 def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:
     """The backward pass of one turn of the remat policy's body."""
-    yield from token_gathers(facts, "rows, backward", axes, work.rows)
+    yield from maxima(facts, "greatest gradients", axes, work.maxima)
+    yield from token_gathers(facts, "rows, backward", axes, work.rows, work.narrow_rows)
     yield from token_scatters(facts, "columns, backward", axes, work.columns)
-    yield from token_gathers(facts, "columns, again", axes, work.columns_again)
+    again = (work.columns_again, work.narrow_again)
+    yield from token_gathers(facts, "columns, again", axes, *again)
+    found = (work.regathered, work.regathered)
+    yield from token_gathers(facts, "columns, for weight gradients", axes, *found)
+    yield from maxima(facts, "greatest inputs, again", axes, [1] * work.maxima_again)
     yield from token_scatters(facts, "rows, again", axes, work.rows_again)
 
 

@@ -16,9 +16,15 @@ from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
-from jaxtrain.planner.pipeline_traffic import pipeline_traffic
+from jaxtrain.planner.pipeline.traffic import pipeline_traffic
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
-from jaxtrain.planner.weight_traffic import gathers, scatters, to_optimizer, updated_param_gathers
+from jaxtrain.planner.weight_traffic import (
+    fetches,
+    gathers,
+    scatters,
+    to_optimizer,
+    updated_param_gathers,
+)
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
@@ -31,24 +37,27 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
     ]
     if facts.pipeline is not None:
         return [*pipeline_traffic(facts, facts.pipeline), *once]
-    micro = [*_activations(facts), *tokens.head(facts, facts.tensor)]
+    micro = [*_activations(facts), *tokens.head(facts, facts.tensor), *_weights(facts)]
     if facts.sharded:
-        micro += [*_weights(facts), *to_optimizer(facts, facts.leaves)]
+        micro += to_optimizer(facts, facts.leaves)
     else:
-        once += [*gathers(facts, "parameters", facts.leaves), *to_optimizer(facts, facts.leaves)]
+        once += [
+            *gathers(facts, "parameters", facts.leaves, once=True),
+            *to_optimizer(facts, facts.leaves),
+        ]
     return [*times(micro, facts.microbatches), *once]
 
 
 def _weights(facts: StepFacts) -> Iterator[Sent]:
-    """Parameters that rest split, gathered for use; their gradients scattered back. Leaves that are
-    used together travel together."""
+    """Parameters that rest split, gathered for use in each microbatch; their gradients scattered
+    back. Leaves that are used together travel together."""
     model, backward = facts.model, works(facts)
     for prefix in (*model.tables, *model.before, *model.after, STACK):
         stacked = prefix == STACK
         turns = model.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if named_by(k, (prefix,))}
         name = prefix.rstrip(".")
-        found = gathers(facts, f"weights of {name}", leaves, layers=turns)
+        found = fetches(facts, f"weights of {name}", leaves, layers=turns)
         yield from times(found, turns)
         if stacked:
             turns_again = fetched_again(facts, backward[prefix])
@@ -57,8 +66,9 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
             turns_again = int(facts.loop.remat != "none" and read)
         repeated = [replace(each, why=f"{each.why}, again") for each in found]
         yield from times(repeated, turns_again)
-        scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
-        yield from times(scattered, turns)
+        if facts.sharded:
+            scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
+            yield from times(scattered, turns)
 
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:

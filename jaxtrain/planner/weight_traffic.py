@@ -11,12 +11,41 @@ from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elem
 Leaves = Mapping[str, LeafFacts]
 
 
-def gathers(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
-    """Leaves that rest split, gathered for use: one all-gather for each dtype and set of mesh axes.
-    Of one layer in `layers`, where leaves are stacked."""
+def fetches(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
+    """The leaves of a layer made ready for use: gathered, where they are not once a step; those
+    that are multiplied by in 8 bits so, after the greatest magnitude of each is known."""
+    found = weight_maxima(facts, why, leaves, gathered=facts.sharded)
+    return found + (gathers(facts, why, leaves, layers=layers) if facts.sharded else [])
 
-    def dtype(leaf: LeafFacts) -> str:
-        return facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
+
+def weight_maxima(facts: StepFacts, why: str, leaves: Leaves, *, gathered: bool) -> list[Sent]:
+    """The greatest magnitudes of the matrices that a layer multiplies by in 8 bits, together: over
+    the mesh axes that split them where it takes them, at rest if they are `gathered` then."""
+    narrow = _narrow(facts, leaves)
+    split: set[str] = set()
+    for leaf in narrow.values():
+        dims = leaf.params if gathered else leaf.in_use
+        split |= {axis for dim in dims[leaf.stacked :] for axis in dim}
+    axes, count = tuple(a for a in facts.sizes if a in split), len(narrow)
+    return collective_traffic(facts, f"greatest {why}", "all_reduce", "lax", axes, "float32", count)
+
+
+def _narrow(facts: StepFacts, leaves: Leaves) -> Leaves:
+    return {k: leaf for k, leaf in leaves.items() if facts.narrow and k in facts.model.products}
+
+
+def gathers(
+    facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1, once: bool = False
+) -> list[Sent]:
+    """Leaves that rest split, gathered for use: one all-gather for each dtype and set of mesh axes.
+    Of one layer in `layers`, where leaves are stacked. once: for all of a step, in which layers
+    make 8-bit numbers of them."""
+    narrow = () if once else _narrow(facts, leaves)
+
+    def dtype(name: str) -> str:
+        leaf = leaves[name]
+        whole = facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
+        return "uint8" if name in narrow else whole
 
     found = []
     for axes, name, elements in _group(facts, leaves, dtype):
@@ -31,7 +60,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     leaves, by, found = _trained_leaves(leaves), facts.by.weight_gradients, []
     tiled = _tiled(facts, leaves)
     for axes, name, elements in _group(
-        facts, {k: v for k, v in leaves.items() if k not in tiled}, lambda leaf: facts.reduce
+        facts, {k: v for k, v in leaves.items() if k not in tiled}, lambda _: facts.reduce
     ):
         size = elements // layers
         found += collective_traffic(facts, why, "reduce_scatter", by, axes, name, size)
@@ -80,7 +109,7 @@ def _trained_leaves(leaves: Leaves) -> Leaves:
 
 
 def _group(
-    facts: StepFacts, leaves: Leaves, dtype: Callable[[LeafFacts], str]
+    facts: StepFacts, leaves: Leaves, dtype: Callable[[str], str]
 ) -> Iterator[tuple[MeshAxes, str, int]]:
     """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
     are gathered together. A leaf with several such dims takes a turn for each."""
@@ -89,7 +118,7 @@ def _group(
         found: dict[tuple[MeshAxes, str], int] = defaultdict(int)
         for name, axes in turn.items():
             held[name] *= ways(facts, axes)
-            found[axes, dtype(leaves[name])] += held[name]
+            found[axes, dtype(name)] += held[name]
         yield from ((*key, elements) for key, elements in found.items())
 
 

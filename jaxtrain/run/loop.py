@@ -33,6 +33,7 @@ from jaxtrain.run.hooks import (
     SlowProcess,
     callbacks_of,
 )
+from jaxtrain.run.memory import memory_remedies
 from jaxtrain.run.rates import Rates
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
@@ -88,7 +89,7 @@ def train(
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     refuse_without_saves(experiment, run)
     saves = checkpoints_of(run, experiment.checkpoints, spec)
-    with ExitStack() as stack:
+    with ExitStack() as stack, memory_remedies(spec):
         if saves is not None:
             stack.callback(saves.close)
             refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
@@ -174,7 +175,7 @@ class _Loop:
         self.saves.begin()
         self.tell(headline(self.session, self.run.last))
         self.health.begin()
-        with self.hooks.ended():
+        with self.hooks.ended(), memory_remedies(self.session.assembly.spec):
             try:
                 self.loop()
             except KeyboardInterrupt:

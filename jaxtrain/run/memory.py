@@ -1,14 +1,19 @@
-"""What a device holds in a step at the least, and whether its chip leaves a program so much."""
+"""What a device holds in a step at the least, whether its chip leaves a program so much, and what
+to do where it had too little."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.mesh.memory_pool import told_fraction
+from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import Dims
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.state import bytes_per_device
@@ -59,10 +64,10 @@ def memory_violations(assembly: Assembly) -> list[str]:
     if least <= room:
         return []
     told = ", ".join(f"{name} {count / 1e9:.1f}" for name, count in parts.items())
+    least_room = f"a program may take {room / 1e9:.1f} GB of a {spec.chip.name}"
     return [
         f"{spec.where}: a step holds {least / 1e9:.1f} GB on each device before any activation "
-        f"({told}), and a program may take {room / 1e9:.1f} GB of a {spec.chip.name}; "
-        f"{_remedy(assembly, room)}"
+        f"({told}), and {told_fraction(spec) or least_room}; {_remedy(assembly, room)}"
     ]
 
 
@@ -78,3 +83,20 @@ def _remedy(assembly: Assembly, room: float) -> str:
         f"all of it would fit {devices} device{'s' * (devices > 1)}: split it over more of the "
         f"{assembly.spec.devices}, by a larger fsdp under [axes] and sharding=fsdp()"
     )
+
+
+@contextmanager
+def memory_remedies(spec: MeshSpec) -> Iterator[None]:
+    """Where a device has no memory left for what it was asked, the error says what takes less."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) and not getattr(error, "__notes__", ()):
+            error.add_note(
+                "jaxtrain: a device has no memory left; use more microbatches or devices, "
+                "LayerLoop(remat='full'), or sharding=fsdp() over more of them; `jaxtrain compile` "
+                "tells beforehand what a step takes"
+            )
+            if told := told_fraction(spec):
+                error.add_note(f"jaxtrain: {told}")
+        raise

@@ -82,7 +82,7 @@ def _routers(assembly: Assembly) -> list[str]:
 
 def _chunks(assembly: Assembly) -> list[str]:
     """A head that makes its logits in far more chunks than their size asks for."""
-    limit, field = assembly.described.head.chunk_tokens, assembly.described.tokens
+    limit, field = assembly.chunk_tokens, assembly.described.tokens
     _, rows, seq = assembly.abstract_batch()[field].shape
     rows //= ways(assembly.batch_splits[field][1], assembly.sizes)
     chunks, wanted = chunk_count(rows * seq, rows, limit), -(-rows * seq // limit)

@@ -19,6 +19,7 @@ from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.run.batches import Batches
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.restore import restore_state
@@ -101,6 +102,14 @@ class Session:
         self.state, metrics = program(self.state, batch)
         self.guard.push(metrics)
         return metrics
+
+    def spare_bytes(self) -> int:
+        """What is free of the memory of each device of this process while a step runs; 0 where that
+        is not known. Waits for the step that runs: its memory is counted once."""
+        if self._latest is None:
+            return 0
+        jax.block_until_ready(self.state)
+        return spare_bytes(self.mesh.local_devices, self._latest)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
         """Go on from a state after fewer steps, with other batches where `skips` says so."""

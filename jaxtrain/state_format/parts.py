@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
 import numpy as np
 
 from jaxtrain.state_format.chunks import Box, Part, boxes_of
-from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, pieces_of
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Piece, pieces_of
 
 
-def owned_parts(arrays: dict[str, jax.Array], slots: AllSlots = AS_THEY_REST) -> list[Part]:
+@dataclass
+class OwnedParts:
+    """What this process writes of a state, whatever becomes of the arrays that it was read from.
+
+    held: of a leaf, pieces of an array on the host, or of a copy on its device that is on its way
+    there.
+    """
+
+    held: list[tuple[str, list[Piece], np.ndarray | jax.Array]]
+
+    def take(self) -> list[Part]:
+        """The parts, once they are on the host; nothing is held here then, and each copy on a
+        device only until it has come. Raises `jax.errors.JaxRuntimeError` where one has failed."""
+        parts = []
+        self.held.reverse()
+        while self.held:
+            leaf, pieces, data = self.held.pop()
+            host = np.asarray(data)
+            parts += [Part(leaf, piece.box, host[piece.at]) for piece in pieces]
+        return parts
+
+
+def owned_parts(
+    arrays: dict[str, jax.Array], slots: AllSlots = AS_THEY_REST, spare_bytes: int = 0
+) -> OwnedParts:
     """What this process writes of `arrays`: of each box that devices hold, one of them writes it,
     cut into boxes of the stored leaf where it rests in `slots`. What is padding nobody writes.
 
-    Replicas take turns, so that processes which hold the same arrays share the work. Copies start
-    for all arrays before one is waited for; on a CPU device there is no copy: the array is held,
-    and a step that donates it writes elsewhere. No program runs on the devices.
+    Replicas take turns, so that processes which hold the same arrays share the work. The arrays may
+    be donated when this returns. Where each device has `spare_bytes` of memory for a copy of what
+    is read from it, the copy is made there, and goes to the host beside the program that runs next.
+    Else this waits for the host's copies, which start for all arrays before one is waited for. On a
+    CPU device there is none: the array is held, and a step that donates it writes elsewhere.
     """
-    here, turn = [], 0
+    here: list[tuple[str, list[Piece], jax.Array]] = []
+    turn = 0
     for leaf, array in arrays.items():
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         for box, devices in placed_boxes(array.sharding, tuple(array.shape)):
@@ -27,13 +57,28 @@ def owned_parts(arrays: dict[str, jax.Array], slots: AllSlots = AS_THEY_REST) ->
             data = shards.get(devices[turn % len(devices)]) if pieces else None
             turn += 1
             if data is not None:
-                data.copy_to_host_async()
                 here.append((leaf, pieces, data))
-    parts = []
-    for leaf, pieces, data in here:
-        host = np.asarray(data)
-        parts += [Part(leaf, piece.box, host[piece.at]) for piece in pieces]
-    return parts
+    beside = 0 < _most_on_a_device(data for *_, data in here) <= spare_bytes
+    if beside:
+        here = [(leaf, pieces, _copied(data)) for leaf, pieces, data in here]
+    for *_, data in here:
+        data.copy_to_host_async()
+    return OwnedParts(
+        [(leaf, pieces, data if beside else np.asarray(data)) for leaf, pieces, data in here]
+    )
+
+
+def _most_on_a_device(arrays: Iterable[jax.Array]) -> int:
+    """Bytes of the arrays on the device that has most of them; each array is on one."""
+    taken: Counter[jax.Device] = Counter()
+    for array in arrays:
+        taken[array.device] += array.nbytes
+    return max(taken.values(), default=0)
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    """On the same device, in memory of its own; by no program, which would be compiled first."""
+    return jax.device_put(array, array.device, may_alias=False)
 
 
 @lru_cache(4096)

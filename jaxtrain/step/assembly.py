@@ -28,10 +28,12 @@ from jaxtrain.mesh.sharding import (
     named_sharding,
     partition_spec,
     place,
+    ways,
 )
 from jaxtrain.models.build import abstract_model
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
+from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
@@ -49,6 +51,7 @@ from jaxtrain.validation.experiment import (
     chosen_mode,
     field_violations,
     format_violations,
+    late_gradients,
     mesh_violations,
     unused_reducer,
 )
@@ -106,6 +109,16 @@ class Assembly:
         return description_of(self.experiment.model)
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at one time: as the model says, else as suits the chip."""
+        told = self.description
+        if told is not None and told.head.chunk_tokens is not None:
+            return told.head.chunk_tokens
+        if told is None or self.spec.simulated:
+            return LEAST_CHUNK
+        return chunk_tokens_of(self.spec.chip, told.head.padded // ways(self.tensor, self.sizes))
+
+    @property
     def described(self) -> ModelDescription:
         """The description of a model that has one."""
         assert self.description is not None, "asked for of a model that does not describe itself"
@@ -156,6 +169,14 @@ class Assembly:
     def peak_flops(self) -> float:
         """Dense peak of one device in the compute dtype, FLOP/s."""
         return self.spec.chip.peak_flops(jnp.dtype(self.experiment.precision.compute).name)
+
+    @property
+    def product_flops(self) -> float:
+        """Dense peak of one device in the products of layers, FLOP/s: of 8 bits where they are and
+        the chip has a rate for them."""
+        products = self.experiment.precision.products
+        known = None if products is None else getattr(self.spec.chip, f"{products.rate}_flops")
+        return self.peak_flops if known is None else known
 
     @property
     def check_vma(self) -> bool:
@@ -335,6 +356,8 @@ def _on_stages(
     except OSError as error:
         where = experiment.execution.pipeline.schedule
         return None, [f"execution.pipeline: {where} cannot be read: {error.strerror}"]
+    if violations := late_gradients(experiment, splits=schedule.weight is not None):
+        return None, violations
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 

@@ -64,7 +64,7 @@ def on_device(
         if assembly.experiment.execution.pipeline.keeps_residuals:
             loop = replace(loop, reshard_after_forward=True)
         if not reduction.sharded:
-            inner, blocks = comm.whole(), comm.fetch(blocks, "")
+            inner, blocks = comm.whole(), comm.fetch_once(blocks)
     reduce_microbatch = (lambda g: g) if reduction is None else reduction.reduce_microbatch
     # Of the rows that are here: a batch ramp has more than one number of them.
     shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
@@ -81,7 +81,7 @@ def on_device(
     return OnDevice(
         stage,
         {k.removeprefix(STACK): layout.by_chunk(p) for k, p in blocks.items()},
-        wide.fetch(outside, ""),
+        wide.fetch_once(outside),
         jax.ShapeDtypeStruct(shape, comm.compute_dtype),
         scale,
     )

@@ -246,7 +246,7 @@ def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
     if assembly.pipeline is not None:
         return pipeline_sums(assembly, comm, reduction)
     loss = make_loss(assembly, comm if reduction.sharded else comm.whole())
-    return microbatch_sums(loss, reduction, lambda params: comm.fetch(params, ""))
+    return microbatch_sums(loss, reduction, comm.fetch_once)
 
 
 def make_reduction(assembly: Assembly) -> Reduction:
@@ -284,34 +284,42 @@ class _SummedByLayer(Explicit):
 
 def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
     """`reduction`: of a backward pass; it may want to sum layer by layer."""
-    precision = assembly.experiment.precision
-    fields: dict[str, Any] = dict(
+    fields: dict[str, Any] = _local_fields(assembly) | dict(
         sizes=assembly.sizes,
         places=assembly.places,
         tensor=assembly.tensor,
-        reduce_dtype=precision.reduce,
+        reduce_dtype=assembly.experiment.precision.reduce,
         collectives=assembly.collectives,
-        frozen=assembly.frozen,
-        grouped_matmul=assembly.experiment.execution.grouped_matmul,
-        products=frozenset(assembly.described.stacked_products),
     )
     if reduction is not None and reduction.layers:
-        return _SummedByLayer(precision.compute, **fields, reduction=reduction)
-    return Explicit(precision.compute, **fields)
+        return _SummedByLayer(**fields, reduction=reduction)
+    return Explicit(**fields)
 
 
 def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
     """`Local` on one device: no constraints, plain code."""
-    e = assembly.experiment
-    common = (e.precision.compute, assembly.frozen, e.execution.grouped_matmul)
+    e, fields = assembly.experiment, _local_fields(assembly)
     if not assembly.sizes:
-        return Local(*common)
+        return Local(**fields)
     return Gspmd(
-        *common,
+        **fields,
         mesh=mesh,
         rules=e.sharding,
         places=assembly.places,
         reduce_dtype=e.precision.reduce,
+    )
+
+
+def _local_fields(assembly: Assembly) -> dict[str, Any]:
+    """What all communicators have."""
+    e, model = assembly.experiment, assembly.description
+    return dict(
+        compute_dtype=e.precision.compute,
+        frozen=assembly.frozen,
+        grouped_matmul=e.execution.grouped_matmul,
+        chunk_tokens=assembly.chunk_tokens,
+        quantized=e.precision.products,
+        products=frozenset(() if model is None else model.products),
     )
 
 

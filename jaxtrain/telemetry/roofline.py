@@ -9,12 +9,12 @@ see into have bytes but no FLOPs: a bound for a program's arithmetic, from above
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtrain.telemetry.hlo import SENT
 from jaxtrain.telemetry.hlo_matmul import matmul_flops
-from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls, parse
+from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, Shape, calls, parse
 from jaxtrain.telemetry.hlo_totals import fold
 
 FREE = frozenset(
@@ -54,10 +54,13 @@ class Roofline:
         return self.kernels > 0
 
 
-def roofline(text: str, *, peak_flops: float, bandwidth_gbytes: float) -> Roofline:
+def roofline(
+    text: str, *, peak_flops: float, bandwidth_gbytes: float, narrow_flops: float | None = None
+) -> Roofline:
     """Of a compiled program's text, loops multiplied. peak_flops: FLOP/s, dense, of all matmuls
-    alike. Raises ValueError where a loop has no static trip count."""
-    module = parse(text)
+    alike, but for those of two 8-bit operands where narrow_flops says theirs. Raises ValueError
+    where a loop has no static trip count."""
+    module, narrow_flops = parse(text), narrow_flops or peak_flops
     inside = {
         name
         for body in module.computations.values()
@@ -69,7 +72,8 @@ def roofline(text: str, *, peak_flops: float, bandwidth_gbytes: float) -> Roofli
     def own(body: Computation, each: Instruction) -> Roofline:
         if body.name in inside or each.opcode in FREE or _collective(each):
             return Roofline()
-        compute = _flops(module, body, each) / peak_flops
+        wide, narrow = _flops(module, body, each)
+        compute = wide / peak_flops + narrow / narrow_flops
         memory = _bytes(module, body, each) / (bandwidth_gbytes * 1e9)
         return Roofline(1, max(compute, memory), memory if memory > compute else 0.0)
 
@@ -86,12 +90,19 @@ def _collective(each: Instruction) -> bool:
     return each.opcode.removesuffix("-start").removesuffix("-done") in SENT
 
 
-def _flops(module: Module, body: Computation, each: Instruction) -> float:
-    """Of an instruction and all that is fused into it."""
+def _flops(module: Module, body: Computation, each: Instruction) -> tuple[float, float]:
+    """Of an instruction and all that is fused into it: those of two 8-bit operands second."""
     if each.opcode != "fusion":
-        return matmul_flops(body, each)
+        flops = matmul_flops(body, each)
+        narrow = flops > 0 and all(_in_8_bits(shapes) for shapes in body.operand_shapes(each)[:2])
+        return (0.0, flops) if narrow else (flops, 0.0)
     inner = (module.computations[name] for group in calls(each) for name in group)
-    return math.fsum(_flops(module, part, one) for part in inner for one in _each(part))
+    found = [_flops(module, part, one) for part in inner for one in _each(part)]
+    return math.fsum(wide for wide, _ in found), math.fsum(narrow for _, narrow in found)
+
+
+def _in_8_bits(shapes: Sequence[Shape]) -> bool:
+    return all(shape.dtype.startswith("f8") or shape.dtype in ("s8", "u8") for shape in shapes)
 
 
 def _each(body: Computation) -> Iterator[Instruction]:

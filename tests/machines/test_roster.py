@@ -88,7 +88,7 @@ def test_a_lost_one_is_waited_for_a_moment_where_the_run_can_go_on_without() -> 
     assert roster.choose(lambda: False) and roster.layout.machines == 4
     machines.names, began = "abd", time.monotonic()
     assert roster.choose(lambda: False) and names(roster) == "ab"
-    assert 0.15 < time.monotonic() - began < 5
+    assert 0.15 < time.monotonic() - began < 25
     assert "on 2 machines, of 4 wanted and 3 here: two" in told[-1]
     assert not roster.could_grow(), "three are as good as two"
     machines.names = "abdc"
@@ -111,7 +111,7 @@ def test_one_that_was_left_out_or_has_left_is_not_waited_for() -> None:
     machines.names, began = "bc", time.monotonic()
     roster.hosts[0].leaving = True  # type: ignore[misc]
     assert roster.choose(lambda: False) and names(roster) == "c"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
 
 
 def test_who_stops_waits_for_nobody() -> None:

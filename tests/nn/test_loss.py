@@ -197,6 +197,16 @@ def test_chunks_divide_the_rows_and_hold_at_most_chunk_tokens(chunk_tokens, toke
         assert widest_logits(lambda *a, f=f: f(*a, config), *args, vocab=PADDED) == tokens * PADDED
 
 
+def test_a_head_that_does_not_say_takes_the_communicators_chunks():
+    def loss(comm, config):
+        return lambda *args: cross_entropy(comm, *args, config, rows=ROWS)
+
+    comm, args = Local(chunk_tokens=12), inputs()
+    own = HeadConfig(PADDED, chunk_tokens=24)
+    for config, tokens in ((HeadConfig(PADDED), 12), (own, 24)):
+        assert widest_logits(loss(comm, config), *args, vocab=PADDED) == tokens * PADDED
+
+
 def test_memory_does_not_grow_with_batch_x_seq_x_vocab():
     """Vocabulary of 128k: four times the tokens cost their activations, not their logits."""
     vocab, embed, chunk_tokens = 131072, 16, 32

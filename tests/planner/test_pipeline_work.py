@@ -21,9 +21,9 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline.analysis import bubble
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.overhead import executed_over_useful
-from jaxtrain.planner import pipeline_work
 from jaxtrain.planner.compile import CompileReport
 from jaxtrain.planner.overhead import flop_facts, overhead
+from jaxtrain.planner.pipeline import work as pipeline_work
 from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.hlo import dot_flops
 from jaxtrain.telemetry.hlo_text import program_text

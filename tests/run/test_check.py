@@ -361,7 +361,8 @@ def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_onc
         "data: no file matches 'no/*.txt', 'nor/*.md'",
         "data: no file matches 'none/*.tokens'",
         "data: there is no tokenizer no.json",
-        "63.7 GB of a h100_sxm; use 2 devices or more",
+        "63.7 GB, 75% of the memory of a h100_sxm",
+        "; use 2 devices or more",
     ):
         assert part in message, part
     assert message.startswith(f"{message.count(chr(10) + '  - ')} things to mend")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny import Asking
@@ -20,6 +21,7 @@ from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.cluster import agreement
 from jaxtrain.data import BigramChain
 from jaxtrain.run.directory import RunDirectory, left_in
+from jaxtrain.run.memory import memory_remedies
 from jaxtrain.telemetry.metrics import read_metrics
 
 
@@ -52,6 +54,33 @@ def test_held_out_data_is_opened_before_anything_is_written(
     with pytest.raises(ValueError, match="no held-out text"):
         trained(tmp_path, replace(own, data=data, evaluation=jaxtrain.Evaluation(every=2)))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["compile_step", "Session._dispatch"])
+def test_a_device_without_memory_is_told_with_what_takes_less(
+    own: jaxtrain.Experiment, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling for a TPU or in a step; on a GPU with the part of its memory that a program gets.
+    An error of another kind is as it was."""
+    spec = jaxtrain.mesh_from_axes(fsdp=2)
+
+    def notes_of(words: str) -> list[str]:
+        def fails(*args: Any, **options: Any) -> Any:
+            raise jax.errors.JaxRuntimeError(words)
+
+        monkeypatch.setattr(f"jaxtrain.run.session.{where}", fails)
+        with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+            jaxtrain.train(own, spec, stream=io.StringIO())
+        return getattr(raised.value, "__notes__", [])
+
+    assert notes_of("INTERNAL: a link is down") == []
+    (note,) = notes_of("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+    assert "microbatches" in note and "remat='full'" in note
+    gpu = replace(spec, chip=jaxtrain.load_mesh("h100_64").chip, simulated=False)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_remedies(gpu):
+        raise error
+    assert "XLA_CLIENT_MEM_FRACTION=0.92" in error.__notes__[1]
 
 
 def test_a_second_run_in_the_same_directory_is_refused(

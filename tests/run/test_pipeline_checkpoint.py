@@ -371,9 +371,9 @@ def test_an_interrupted_pipeline_is_saved(
             patch.setattr(arguments[0], "_step", slowly)
             return evaluate(*arguments)
 
-    def watched(*arguments: Any) -> None:
+    def watched(*arguments: Any, **options: Any) -> None:
         assert all(each.is_ready() for each in running), "an evaluation still runs"
-        save(*arguments)
+        save(*arguments, **options)
 
     monkeypatch.setattr(CheckpointManager, "save", watched)
     asked: list[None] = []

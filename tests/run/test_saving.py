@@ -157,6 +157,32 @@ def test_a_save_for_which_a_device_has_no_memory_is_told(
     assert result.saved == 3 and {"1", "3"} == {p for p in steps_of(tmp_path) if p.isdecimal()}
 
 
+def test_saves_that_are_copied_on_the_devices_are_those_that_are_not(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both tiers, where a step runs on, which donates what was copied."""
+    from jaxtrain.run.session import Session
+    from jaxtrain.state_format.parts import OwnedParts
+
+    def trained(name: str, spare: int) -> list[str]:
+        monkeypatch.setattr(Session, "spare_bytes", lambda session: spare)
+        local = jaxtrain.checkpoint.LocalTier(every=1, directory=str(tmp_path / name / "memory"))
+        run(tmp_path / name, saving(own, local=local, every=2), steps=5)
+        manifests = [read_manifest(tmp_path / name / "run" / "checkpoints" / "4")]
+        return [chunk.digest for m in manifests for of in m.chunks.values() for chunk in of]
+
+    expected = trained("waited", 0)
+    taken, take = [], OwnedParts.take
+
+    def noted(owned: OwnedParts) -> Any:
+        taken.append({type(data) is not np.ndarray for *_, data in owned.held})
+        return take(owned)
+
+    monkeypatch.setattr(OwnedParts, "take", noted)
+    assert trained("beside", 2**30) == expected
+    assert len(taken) == 8 and all(kinds == {True} for kinds in taken)  # 5 local, 3 durable
+
+
 def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True)
     if done.returncode:

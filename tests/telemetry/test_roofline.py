@@ -113,3 +113,32 @@ def test_totals_add_and_multiply():
     one = Roofline(2, 3.0, 1.0)
     assert one + one == one * 2 == Roofline(4, 6.0, 2.0)
     assert not Roofline() and one
+
+
+NARROW = """HloModule narrow, is_scheduled=true
+
+fused (x: bf16[64,64], w: f8e4m3fn[64,64]) -> f32[64,64] {
+  x = bf16[64,64]{1,0} parameter(0)
+  w = f8e4m3fn[64,64]{1,0} parameter(1)
+  small = f8e5m2[64,64]{1,0} convert(x)
+  ROOT made = f32[64,64]{1,0} dot(small, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY main (x: bf16[64,64], w: f8e4m3fn[64,64], i: s8[64,64]) -> s32[64,64] {
+  x = bf16[64,64]{1,0} parameter(0)
+  w = f8e4m3fn[64,64]{1,0} parameter(1)
+  i = s8[64,64]{1,0} parameter(2)
+  wide = f32[64,64]{1,0} dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  mixed = f32[64,64]{1,0} dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  floats = f32[64,64]{1,0} fusion(x, w), kind=kOutput, calls=fused
+  ROOT whole = s32[64,64]{1,0} dot(i, i), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_products_of_two_8_bit_operands_have_a_rate_of_their_own() -> None:
+    """Of four products of one size two: one of floats in a fusion, one of whole numbers."""
+    given = dict(peak_flops=1e6, bandwidth_gbytes=1e9)
+    one = 2 * 64**3 / 1e6
+    assert roofline(NARROW, **given).seconds == pytest.approx(4 * one)
+    assert roofline(NARROW, **given, narrow_flops=4e6).seconds == pytest.approx(2.5 * one)

@@ -16,6 +16,7 @@ from jaxtrain.bench.gpu.layer import error
 from jaxtrain.bench.gpu.setting import ExpertShape, Setting
 from jaxtrain.bench.gpu.timing import timed
 from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.layer import moe_layer, route
 
 Weights = tuple[Float[Array, "experts _ _"], ...]
@@ -23,14 +24,16 @@ Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
 """(x [tokens, embed], router [embed, experts], (gate, up, down), experts a token) -> as x."""
 
 
-def ours(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
-    """The layer that models have, by the platform's kernel."""
-    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu)
-
-
-def loop(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
-    """The same by the loop over blocks."""
-    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu, kernel=BlockLoop())
+def ours(
+    x: jax.Array,
+    router: jax.Array,
+    weights: Weights,
+    k: int,
+    *,
+    kernel: GroupedMatmul | None = None,
+) -> jax.Array:
+    """The layer that models have; with None by the platform's kernel."""
+    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu, kernel=kernel)
 
 
 def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
@@ -55,7 +58,11 @@ def dense(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Arra
     return jnp.einsum("txh,xhe,tx->te", h, down, share).astype(x.dtype)
 
 
-LAYERS: dict[str, Layer] = {"jaxtrain": ours, "loop": loop, "ragged_dot": ragged}
+LAYERS: dict[str, Layer] = {
+    "jaxtrain": ours,
+    "loop": partial(ours, kernel=BlockLoop()),
+    "ragged_dot": ragged,
+}
 
 
 def measure(setting: Setting, name: str) -> None:

@@ -256,6 +256,7 @@ def bound_of(assembly: Assembly) -> float:
     dtypes = (precision.params, precision.compute, precision.reduce)
     narrow = min(jnp.dtype(each).itemsize for each in dtypes) < 4
     narrow = narrow or isinstance(assembly.experiment.execution.reducer, Rounded)
+    narrow = narrow or precision.products is not None
     passes = precision.matmul != "highest" and platform_of(assembly.spec) != "cpu"
     return BOUNDS["bfloat16" if narrow or passes else "float32"]
 

@@ -108,7 +108,8 @@ class Saving:
             "spikes": None if self.watch is None else self.watch.saved(),
         }
         state, slots = self.session.state, self.session.at_rest.slots
-        self.manager.save(step, state, metadata, slots, durable=durable)
+        spare = self.session.spare_bytes()
+        self.manager.save(step, state, metadata, slots, durable=durable, spare_bytes=spare)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")

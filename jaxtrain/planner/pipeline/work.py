@@ -28,7 +28,7 @@ from jaxtrain.planner.backward_work import (
     stack_works,
 )
 from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
-from jaxtrain.planner.pipeline_traffic import run_again
+from jaxtrain.planner.pipeline.traffic import run_again
 from jaxtrain.planner.sent import Sent
 
 
@@ -108,7 +108,7 @@ def _of_value(flops: FlopFacts, value: Value) -> int:
 
 
 def _all(flops: FlopFacts, block: Block) -> int:
-    return sum(_of_value(flops, value) for value in chain((block,)))
+    return sum(_of_value(flops, value) for value in chain((block,), flops.narrow))
 
 
 def _rerun(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> float:
@@ -123,7 +123,8 @@ def _needed(
     flops: FlopFacts, blocks: tuple[Block, ...], remat: str, *, split: bool = False
 ) -> float:
     """Of a body of blocks forward, as far as what its backward pass finds kept."""
-    values, needed = chain(blocks), needed_for_kept(blocks, remat, split=split)
+    values = chain(blocks, flops.narrow)
+    needed = needed_for_kept(blocks, remat, split=split, narrow=flops.narrow)
     return sum(_of_value(flops, values[number]) for number in needed)
 
 
@@ -133,7 +134,7 @@ def _remat_flops(
     """What a policy has made again of a turn of these blocks. split: W has the inputs of products
     saved for it; of attention B then needs the scores alone, unless its output goes into what else
     is made again."""
-    again, values = set(made), chain(blocks)
+    again, values = set(made), chain(blocks, flops.narrow)
     total = sum(_of_value(flops, values[number]) for number in again)
     goes_on = {of for number in again for of in values[number].of}
     half = [n for n in again if split and values[n].kind == "attention" and n not in goes_on]

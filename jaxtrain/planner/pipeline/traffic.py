@@ -8,7 +8,7 @@ the pipeline tokens are split over (tensor, stage): a stage is handed its share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtrain.models.description import (
     STACK,
@@ -28,8 +28,15 @@ from jaxtrain.planner.backward_work import (
     stack_works,
 )
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
-from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
-from jaxtrain.planner.weight_traffic import Leaves, gathers, scatters, to_optimizer
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times, ways
+from jaxtrain.planner.weight_traffic import (
+    Leaves,
+    fetches,
+    gathers,
+    scatters,
+    to_optimizer,
+    weight_maxima,
+)
 
 AGAIN = ", again for B"
 KEEPS_PRODUCTS = ("dots", "dots_and_attention")
@@ -54,12 +61,12 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from times(_stage_sends(facts, p, "gradients to the stage before"), p.sent_back)
     blocks, outside = _stack_and_outside(facts)
     why = "weights outside the pipeline"
-    yield from gathers(facts, why, outside)
+    yield from gathers(facts, why, outside, once=True)
     if facts.sharded:
         yield from scatters(facts, f"gradients of {why}", outside)
         yield from to_optimizer(facts, outside)
     else:
-        yield from gathers(facts, "weights of all chunks", blocks)
+        yield from gathers(facts, "weights of all chunks", blocks, once=True)
         yield from to_optimizer(facts, facts.leaves)
 
 
@@ -89,6 +96,7 @@ def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     wide = (*facts.tensor, p.axis)
     yield from tokens.embedding_lookup(facts, wide)
     yield from tokens.forward(facts, wide, facts.model.before.values())
+    yield from _maxima(facts, facts.model.before)
     yield from _between(facts, p, "pipeline input", "all_gather")
 
 
@@ -103,8 +111,9 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         *whole, last = before.values()
         yield from tokens.forward(facts, wide, whole, AGAIN)
         yield from _rerun_to_kept(facts, wide, (last,))
-    for path in before:
-        yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
+        rerun = [*before] if _kept(facts, (last,), split=False) else [*before][:-1]
+        yield from _maxima(facts, rerun)
+    yield from _outside_backward(facts, wide, before)
     yield from tokens.embedding_lookup_backward(facts, wide)
 
 
@@ -113,10 +122,27 @@ def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     wide, behind = (*facts.tensor, p.axis), facts.model.after
     yield from _between(facts, p, "pipeline output", "reduce_scatter")
     yield from tokens.forward(facts, wide, behind.values())
+    yield from _maxima(facts, behind)
     yield from tokens.head(facts, wide)
-    for path in behind:
-        yield from tokens.backward(facts, wide, body_work(facts, [path], below=True))
+    yield from _outside_backward(facts, wide, behind)
     yield from _between(facts, p, "pipeline output gradients", "all_gather")
+
+
+def _outside_backward(facts: StepFacts, wide: MeshAxes, paths: Iterable[str]) -> Iterator[Sent]:
+    """Of the blocks at these paths, outside the pipeline."""
+    for path in paths:
+        work = body_work(facts, [path], below=True)
+        yield from tokens.backward(facts, wide, work)
+        if work.weights and facts.loop.remat != "none":
+            yield from _maxima(facts, [path])
+
+
+def _maxima(facts: StepFacts, paths: Iterable[str]) -> Iterator[Sent]:
+    """Those of the weights of each block at these paths, where it is run."""
+    for path in paths:
+        leaves = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(path)}
+        why = f"weights of {path.rstrip('.')}"
+        yield from weight_maxima(facts, why, leaves, gathered=False)
 
 
 def _forward(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -164,7 +190,7 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     are for what it keeps, or are kept themselves, or come in a loop for the turn after."""
     loop = facts.loop
     ahead = loop.prefetch and not loop.unroll and p.depth > 2
-    needed = needed_for_kept(facts.model.period, facts.loop.remat, split=p.weight > 0)
+    needed = _kept(facts, facts.model.period, split=p.weight > 0)
     return bool(needed) or not loop.reshard or ahead
 
 
@@ -176,10 +202,12 @@ def _rerun_to_kept(
     split: bool = False,
 ) -> Iterator[Sent]:
     """A body of blocks forward again as far as what its backward pass finds kept."""
-    needed = needed_for_kept(blocks, facts.loop.remat, split=split)
-    kinds = [chain(blocks)[number].kind for number in needed]
-    yield from tokens.token_gathers(facts, f"columns{AGAIN}", axes, kinds.count("gather"))
-    yield from tokens.token_scatters(facts, f"rows{AGAIN}", axes, kinds.count("scatter"))
+    values = chain(blocks, facts.narrow)
+    yield from tokens.forward_to(facts, axes, values, _kept(facts, blocks, split=split), AGAIN)
+
+
+def _kept(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> frozenset[int]:
+    return needed_for_kept(blocks, facts.loop.remat, split=split, narrow=facts.narrow)
 
 
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -215,10 +243,9 @@ def mixtures(blocks: Sequence[Block]) -> int:
 
 
 def _weight_gathers(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:
-    """A turn's weights, gathered for use so often; nothing where they are gathered once a step."""
-    if facts.sharded:
-        blocks, _ = _stack_and_outside(facts)
-        yield from times(gathers(facts, why, blocks, layers=p.chunks * p.depth), turns)
+    """A turn's weights, made ready for use so often."""
+    blocks, _ = _stack_and_outside(facts)
+    yield from times(fetches(facts, why, blocks, layers=p.chunks * p.depth), turns)
 
 
 def _weight_gradients(facts: StepFacts, p: PipelineFacts, blocks: Leaves) -> Iterator[Sent]:

@@ -1,0 +1,163 @@
+"""Products in 8 bits: what they send, predicted and compiled; the arithmetic they ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import held, lowered
+
+import jaxtrain
+from jaxtrain.certificate.layouts import Layout, experiment_on
+from jaxtrain.certificate.shrink import shrink
+from jaxtrain.mesh.hardware import CHIPS, LINKS
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.nn import Fp8Products, Int8Products
+from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.planner.assembled import facts_of
+from jaxtrain.planner.overhead import overhead
+from jaxtrain.planner.seconds import step_seconds
+from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.step.assembly import Assembly, assemble
+from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.telemetry.hlo_text import program_text
+
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
+CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
+STAGES = (("fsdp", 2), ("stage", 2), ("tensor", 2))
+FULL, DOTS = "scanned, prefetch, remat full", "scanned, remat dots_and_attention"
+KEPT, PLAIN = "scanned, prefetch, kept weights", "unrolled, remat none"
+PIPED = Layout(STAGES, microbatches=2, periods=4, pipeline="1F1B", packing=False)
+BESIDE = dict(layers=4, prefix=1, suffix=1)
+LAYOUTS: list[tuple[Layout, dict[str, int]]] = [
+    *((Layout(((axis, 2),), loop=PLAIN), {}) for axis in ("data", "fsdp", "tensor")),
+    *((Layout(CUBE, mode, loop=loop), {}) for mode in ("explicit", "explicit, ring")
+      for loop in (FULL, KEPT, DOTS, PLAIN)),
+    *((Layout(CUBE, sharding=sharding, loop=loop), {}) for sharding, loop in (
+        ("zero1", FULL), ("zero2", KEPT), ("data parallel", DOTS), ("fsdp, reduced once", PLAIN))),
+    *((PIPED._replace(loop=loop), {}) for loop in (FULL, KEPT, DOTS, PLAIN)),
+    (PIPED._replace(pipeline="GPipe, residuals", loop=DOTS), {}),
+    (Layout(CUBE, loop=FULL), BESIDE),
+    (Layout(CUBE, "explicit, ring", "fsdp, reduced once", loop=PLAIN), BESIDE),
+    (PIPED._replace(periods=None, loop=FULL), BESIDE),
+    (PIPED._replace(axes=(("data", 2), ("stage", 2), ("tensor", 2)), mode="explicit, ring",
+                    periods=None, loop=PLAIN), BESIDE),
+]  # fmt: skip
+SHOWN = (Layout(CUBE, "explicit, ring", loop=DOTS), {})
+
+
+def assembled(layout: Layout, products: Any = Fp8Products(), **counts: int) -> Assembly:  # noqa: B008
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    (block,) = small.model.period
+    beside: Any = {k: (block,) * v if k != "layers" else v for k, v in counts.items()}
+    placed = experiment_on(replace(small, model=replace(small.model, **beside)), layout)
+    given = replace(placed, precision=replace(placed.precision, products=products))
+    return assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes)))
+
+
+def name_of(case: Any) -> str:
+    return " ".join(map(str, case)) if isinstance(case, tuple) else str(case)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [SHOWN, *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS if case != SHOWN)],
+    ids=name_of,
+)
+def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) -> None:
+    found = held(assembled(layout, **counts))
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+    assert layout.axes == (("data", 2),) or any(e.key.dtype == "u8" for e in found.lines)
+
+
+def sent(assembly: Assembly, part: str, kind: str = "all-gather") -> Counter[str]:
+    """Bytes of the buffers of lines with these words, by dtype."""
+    found: Counter[str] = Counter()
+    for each in step_traffic(facts_of(assembly)):
+        if part in each.why and each.kind == kind:
+            found[each.dtype] += each.count * each.buffer_bytes
+    return found
+
+
+def test_weights_and_tokens_are_gathered_a_byte_each() -> None:
+    """A quarter of fp32's weights; of tokens each column product gathers once more, for dw. Sums,
+    and what is of no product, are as they were."""
+    wide, narrow = assembled(Layout(CUBE), None), assembled(Layout(CUBE), Int8Products())
+    for part in ("weights of period", "rows, backward"):
+        before, after = sent(wide, part), sent(narrow, part)
+        assert before["float32"] == 4 * after["uint8"] > 0 and set(after) == {"uint8"}
+    assert sent(narrow, "columns")["uint8"] * 4 == 2 * sent(wide, "columns")["float32"]
+    for part in ("weights of embedding", "head", "embedding, backward"):
+        assert sent(narrow, part) == sent(wide, part)
+    assert sent(wide, "", "reduce-scatter") == sent(narrow, "", "reduce-scatter")
+
+
+def test_greatest_magnitudes_are_few_numbers() -> None:
+    """Of a layer: 7 of weights twice, 4 of products' inputs, 7 of gradients in 4 all-reduces."""
+    assembly = assembled(Layout(CUBE, loop=PLAIN))
+    e, found = assembly.experiment, Counter()
+    for each in step_traffic(facts_of(assembly)):
+        if "greatest" in each.why and "logit" not in each.why:
+            found[each.buffer_bytes // 4] += each.count
+    layers = e.microbatches * e.model.layers
+    assert found == {7: 2 * layers, 1: (4 + 2) * layers, 3: layers, 2: layers}
+
+
+@pytest.mark.parametrize("remat", [FULL, pytest.param(DOTS, marks=pytest.mark.slow)])
+def test_what_is_asked_for_is_what_is_compiled(remat: str) -> None:
+    """Of dense layers of few tokens: all but the head's and attention's is of products."""
+    assembly = assembled(Layout((("tensor", 2),), "explicit, ring", loop=remat))
+    asked = asked_flops(assembly)
+    options = assembly.compiler_options or None
+    text = program_text(lowered(assembly).compile(compiler_options=options))
+    assert asked is not None and dot_flops(text) <= 1.01 * asked
+    assert dot_flops(text) > 0.7 * asked
+
+
+def machine(chip: str) -> MeshSpec:
+    links = (("host", LINKS["nvlink4"]),)
+    return MeshSpec(
+        name="m", path="", chip=CHIPS[chip], axes=(("fsdp", 8),), devices=8,
+        devices_per_host=8, links=links,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chip", "products", "times"),
+    [
+        ("h100_sxm", Fp8Products(), 2.0),
+        ("h100_sxm", Int8Products(), 2.0),
+        ("a100_80g", Fp8Products(), 1.0),
+        ("a100_80g", Int8Products(), 2.0),
+        ("tpu_v6e", Fp8Products(), 1.0),
+        ("tpu_v6e", Int8Products(), 2.0),
+    ],
+)
+def test_products_are_reckoned_at_the_chips_own_rate(
+    chip: str, products: Any, times: float
+) -> None:
+    """Six FLOPs a weight and token of layers at that of 8 bits, the others at bfloat16's."""
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    wide = replace(small, precision=jaxtrain.bf16, sharding=jaxtrain.fsdp())
+    narrow = replace(wide, precision=replace(jaxtrain.bf16, products=products))
+    before, after = (step_seconds(assemble(e, machine(chip))) for e in (wide, narrow))
+    assert before is not None and after is not None
+    m, block = small.model, small.model.period[0]
+    heads = block.attention.heads * block.attention.size(m.embed)
+    keys = block.attention.key_heads * block.attention.size(m.embed)
+    weights = m.embed * (2 * heads + 2 * keys + 3 * block.mlp.hidden) * m.layers
+    saved = 6 * weights * small.batch * small.data.seq / CHIPS[chip].bf16_flops / 8
+    expected = before.compute_s - saved * (1 - 1 / times)
+    assert after.compute_s == pytest.approx(expected, rel=2e-4)
+
+
+def test_a_pipeline_in_8_bits_does_the_same_arithmetic() -> None:
+    """And sends what the parts of a step say that it sends."""
+    works = [overhead(assembled(PIPED._replace(loop=FULL), p)) for p in (None, Fp8Products())]
+    flops = [work.flops for work in works if work is not None]
+    assert flops[0] == flops[1] and flops[0] is not None
+    sizes = [work.sent for work in works if work is not None]
+    assert sizes[0] is not None and sizes[1] is not None and sum(sizes[1]) < sum(sizes[0])
