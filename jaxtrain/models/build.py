@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
+from jaxtrain.models.scales import add_scales
 from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
 
@@ -19,10 +20,11 @@ def build_model(
     *,
     kernel: AttentionKernel | None = None,
     adapters: Adapters | None = None,
+    scales: bool = False,
 ) -> nnx.Module:
-    """The module with its initial parameters, a function of `key`. kernel: of attention; adapters:
-    put beside its matrices; both only of a model that describes itself. A user's own is
-    `build(rngs)` of a config, or a function of `nnx.Rngs`."""
+    """The module with its initial parameters, a function of `key`. kernel: of attention; adapters,
+    and leaves of delayed scales: put beside its matrices; all only of a model that describes
+    itself. A user's own is `build(rngs)` of a config, or a function of `nnx.Rngs`."""
     if not isinstance(model, ModelConfig):
         make = getattr(model, "build", model)
         return build(lambda key: make(nnx.Rngs(key)), key)
@@ -31,17 +33,24 @@ def build_model(
         module: Any = model.build(key, kernel=kernel)
         if adapters is not None:
             add_adapters(module, adapters, model.describe(), key)
+        if scales:
+            add_scales(module, model.describe())
         return module
 
     return build(made, key)
 
 
 def abstract_model(
-    model: Any, *, adapters: Adapters | None = None, kernel: AttentionKernel | None = None
+    model: Any,
+    *,
+    adapters: Adapters | None = None,
+    kernel: AttentionKernel | None = None,
+    scales: bool = False,
 ) -> ModuleSplit:
     """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
 
     def make() -> nnx.Module:
-        return build_model(model, jax.random.key(0), kernel=kernel, adapters=adapters)
+        how: Any = dict(kernel=kernel, adapters=adapters, scales=scales)
+        return build_model(model, jax.random.key(0), **how)
 
     return take_apart(nnx.eval_shape(make))

@@ -8,8 +8,9 @@ from .norm import Norm as Norm
 from .norm import RMSNorm as RMSNorm
 from .param import Initialisation as Initialisation
 from .param import normal as normal
-from .quantized.products import Fp8Products as Fp8Products
-from .quantized.products import Int8Products as Int8Products
+from .quantized.delayed import Delayed as Delayed
+from .quantized.recipe import Fp8Products as Fp8Products
+from .quantized.recipe import Int8Products as Int8Products
 from .rotary import LinearScaling as LinearScaling
 from .rotary import Llama3Scaling as Llama3Scaling
 from .rotary import Rope as Rope

@@ -25,7 +25,9 @@ from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index, MeshAxes
 from jaxtrain.nn.head_chunk import LEAST_CHUNK
 from jaxtrain.nn.quantized import products as quantized
-from jaxtrain.nn.quantized.products import Products, QuantizedWeight, Ways
+from jaxtrain.nn.quantized.delayed import SCALES
+from jaxtrain.nn.quantized.products import QuantizedWeight, Ways
+from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.nn.tiles import TiledProducts
 
 Queries = Float[Array, "rows seq heads head_dim"]
@@ -196,10 +198,15 @@ class Local:
 
     def quantize(self, weights: Arrays, names: Sequence[str], axes: MeshAxes = ()) -> Weights:
         """The weights, those of `names` in 8 bits, of each the parts on the devices of `axes`
-        alike: by one all-reduce for them all."""
+        alike: by one all-reduce for them all, or by their delayed scales."""
         if self.quantized is None or not names:
             return weights
-        made = quantized.scaled_alike([weights[k] for k in names], self.quantized.forward, axes)
+        form = self.quantized.forward
+        if self.quantized.scaling is not None:
+            before = {k: weights[k + SCALES] for k in names}
+            made = {k: quantized.scaled_before(weights[k], s, form) for k, s in before.items()}
+            return {**weights, **made}
+        made = quantized.scaled_alike([weights[k] for k in names], form, axes)
         pairs = zip(names, made, strict=True)
         return {**weights, **{k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}}
 

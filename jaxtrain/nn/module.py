@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from jaxtrain.mesh.axes import STACKING_AXES
+from jaxtrain.nn.quantized.delayed import SCALES
+from jaxtrain.nn.quantized.products import QuantizedWeight
 
 Arrays = dict[str, Any]
 
@@ -58,9 +61,16 @@ def take_apart(module: nnx.Module) -> ModuleSplit:
 
 
 def put_together(static: _Static, arrays: Arrays) -> Any:
-    """The module with these arrays; `arrays` holds parameters and other state together."""
+    """The module with these arrays; `arrays` holds parameters and other state together. A matrix
+    in 8 bits gets its delayed scales, which its products read."""
+
+    def found(name: str) -> Any:
+        value = arrays[name]
+        narrow = isinstance(value, QuantizedWeight)
+        return replace(value, scales=arrays.get(name + SCALES)) if narrow else value
+
     flat = [
-        (path, variable.replace(arrays[".".join(map(str, path))]))
+        (path, variable.replace(found(".".join(map(str, path)))))
         for path, variable in static.variables
     ]
     return nnx.merge(static.graph, nnx.from_flat_state(flat))

@@ -21,6 +21,8 @@ from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
 from jaxtrain.nn.loss import chunk_count
+from jaxtrain.nn.quantized.delayed import without_scales
+from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
@@ -100,12 +102,19 @@ def facts_of(assembly: Assembly) -> StepFacts:
         sharded=e.sharding.accumulate_sharded,
         sums=_sum_facts(assembly),
         optimizer=_optimizer_facts(
-            e.optimizer, {k: p for k, p in assembly.places.items() if p.trained}
+            e.optimizer, {k: p for k, p in without_scales(assembly.places).items() if p.trained}
         ),
         by=_algorithms(assembly),
-        narrow=e.precision.products is not None,
+        scaling=_scaling(e.precision.products),
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
     )
+
+
+def _scaling(products: Products | None) -> str | None:
+    """As of `StepFacts`."""
+    if products is None:
+        return None
+    return "current" if products.scaling is None else "delayed"
 
 
 def _algorithms(assembly: Assembly) -> Algorithms:

@@ -143,8 +143,8 @@ class StepFacts:
       vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
       the loss takes them in. leaves: parameters by path.
     compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
-      once a step. narrow: layers multiply in 8 bits. pipeline: None without one; then all
-      microbatches take the same way.
+      once a step. scaling: "current" or "delayed" of layers that multiply in 8 bits, else None.
+      pipeline: None without one; then all microbatches take the same way.
     by: algorithms.
     """
 
@@ -162,8 +162,13 @@ class StepFacts:
     sums: SumFacts
     optimizer: OptimizerFacts
     by: Algorithms
-    narrow: bool = False
+    scaling: str | None = None
     pipeline: PipelineFacts | None = None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether layers multiply in 8 bits."""
+        return self.scaling is not None
 
     def trains(self, *prefixes: str) -> bool:
         """Whether any leaf is trained that these name (`models.description.named_by`)."""

@@ -42,7 +42,9 @@ def _token_collectives(
 def maxima(facts: StepFacts, why: str, axes: MeshAxes, sizes: Iterable[int]) -> Iterator[Sent]:
     """Greatest magnitudes of what products in 8 bits are made of, so many together: over all
     devices that have parts of them, of a pipeline those of a stage unless `axes`, which split the
-    tokens, have all stages in them."""
+    tokens, have all stages in them. None where scales are those of the steps before."""
+    if facts.scaling != "current":
+        return
     p = facts.pipeline
     over = tuple(a for a in facts.sizes if p is None or a != p.axis or a in axes)
     for count in sizes:

@@ -20,7 +20,10 @@ def fetches(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 
 def weight_maxima(facts: StepFacts, why: str, leaves: Leaves, *, gathered: bool) -> list[Sent]:
     """The greatest magnitudes of the matrices that a layer multiplies by in 8 bits, together: over
-    the mesh axes that split them where it takes them, at rest if they are `gathered` then."""
+    the mesh axes that split them where it takes them, at rest if they are `gathered` then. None
+    where scales are those of the steps before."""
+    if facts.scaling != "current":
+        return []
     narrow = _narrow(facts, leaves)
     split: set[str] = set()
     for leaf in narrow.values():

@@ -7,6 +7,7 @@ import jax
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import ExpertCall, operations
 from jaxtrain.nn.loss import chunk_count
+from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.plain import Optax, mixing
 from jaxtrain.optim.rate import injected_rate
@@ -52,7 +53,7 @@ def _plain_optax(assembly: Assembly) -> list[str]:
             "optimizer: no learning rate is logged, for the state of this optax transformation "
             "says none; use optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
         )
-    places = {k: place for k, place in assembly.places.items() if place.trained}
+    places = {k: p for k, p in without_scales(assembly.places).items() if p.trained}
     stacks = [place.path for place in places.values() if leaf_dims(place.axes).stacked]
     params = {k: assembly.abstract.params[k] for k in places}
     met = mixing(assembly.transform, params, state) if stacks else []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Sample
+from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.run.result import Result
 from jaxtrain.run.session import Session
 from jaxtrain.step.layer_order import natural_shapes
@@ -14,7 +15,8 @@ from jaxtrain.weights.generate import generate
 
 def headline(session: Session, last: int) -> str:
     """What is trained, on what, until which step."""
-    parameters = sum(leaf.size for leaf in natural_shapes(session.assembly).params.values())
+    shapes = without_scales(natural_shapes(session.assembly).params)
+    parameters = sum(leaf.size for leaf in shapes.values())
     sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
     begin = f"resuming at step {session.start}, " if session.start else session.beginning
     return (

@@ -35,6 +35,7 @@ from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.nn.module import ModuleSplit
+from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
@@ -45,7 +46,7 @@ from jaxtrain.step.batches import token_fields
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.platform_kernels import types_checked, with_kernels
 from jaxtrain.step.state import TrainState, state_splits
-from jaxtrain.step.tuning import adapters_of, trained_leaves, with_trained
+from jaxtrain.step.tuning import adapters_of, delays_scales, trained_leaves, with_trained
 from jaxtrain.validation.experiment import (
     batch_sizes,
     chosen_mode,
@@ -280,11 +281,9 @@ def try_assemble(
     if unbuildable:
         return None, violations
     adapters, untuned = adapters_of(experiment)
-    split = abstract_model(
-        experiment.model,
-        adapters=None if untuned else adapters,
-        kernel=experiment.execution.attention,
-    )
+    adapters, kernel = None if untuned else adapters, experiment.execution.attention
+    scales = delays_scales(experiment)
+    split = abstract_model(experiment.model, adapters=adapters, kernel=kernel, scales=scales)
     violations += untuned + untrue(experiment.model, split)
     pipeline, unpiped = _on_stages(experiment, sizes)
     violations += unpiped
@@ -332,7 +331,7 @@ def _build(fields: Any, **found: Any) -> Assembly:
 def _trained_axes(
     axes: Mapping[str, LogicalAxes], places: Mapping[str, Leaf]
 ) -> dict[str, LogicalAxes]:
-    return {k: names for k, names in axes.items() if places[k].trained}
+    return {k: names for k, names in without_scales(axes).items() if places[k].trained}
 
 
 def platform_of(spec: MeshSpec) -> str:

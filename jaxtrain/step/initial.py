@@ -12,11 +12,13 @@ from flax import nnx
 from jaxtrain.compression.residuals import CompressedLeaf, no_residuals
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.build import build_model
+from jaxtrain.models.scales import first_scales
 from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.param import named_key
+from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.step.state import TrainState
-from jaxtrain.step.tuning import adapters_of
+from jaxtrain.step.tuning import adapters_of, delays_scales
 
 
 def initial_state(
@@ -36,8 +38,9 @@ def initial_state(
             k: layout.to_slots(v) if "layers" in split.axes[k] else v for k, v in params.items()
         }
     dtype = experiment.precision.params
-    params = {k: v.astype(dtype) for k, v in {**params, **(given or {})}.items()}
-    moved = {k: v for k, v in params.items() if k in trained}
+    params = first_scales({**params, **(given or {})}, experiment.precision.products)
+    params = {k: v.astype(dtype) for k, v in params.items()}
+    moved = {k: v for k, v in without_scales(params).items() if k in trained}
     scale = experiment.precision.loss_scale
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -55,4 +58,5 @@ def make_model(experiment: Experiment) -> nnx.Module:
     """The module with its initial parameters, those of adapters too."""
     key = named_key(jax.random.key(experiment.seed), "model")
     kernel, adapters = experiment.execution.attention, adapters_of(experiment)[0]
-    return build_model(experiment.model, key, kernel=kernel, adapters=adapters)
+    scales = delays_scales(experiment)
+    return build_model(experiment.model, key, kernel=kernel, adapters=adapters, scales=scales)

@@ -11,6 +11,7 @@ import jax
 
 from jaxtrain.compression.residuals import CompressedLeaf, residual_axes, residual_splits
 from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
+from jaxtrain.optim.gradients import ema_update
 from jaxtrain.optim.optimizer import state_axes
 
 Arrays = dict[str, Any]
@@ -37,6 +38,13 @@ class TrainState:
 def averaged_params(state: TrainState) -> Arrays:
     """The parameters, averaged where an average is kept."""
     return {**state.params, **state.ema}
+
+
+def updated_averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
+    """The average after a step to `params`, {} where none is kept."""
+    if decay is None:
+        return {}
+    return ema_update(state.ema, params, decay, state.step, warmup=True)
 
 
 def state_splits(

@@ -16,13 +16,15 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import codec_state, usable_codec_state
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
+from jaxtrain.models.scales import next_scales
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
-from jaxtrain.optim.gradients import clip_by_global_norm, ema_update
+from jaxtrain.nn.quantized.delayed import without_scales
+from jaxtrain.optim.gradients import clip_by_global_norm
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.precision import select_if_finite
 from jaxtrain.optim.rate import injected_rate, rate_fn
@@ -44,7 +46,7 @@ from jaxtrain.step.guard import make_watch
 from jaxtrain.step.own_module import own_loss
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
-from jaxtrain.step.state import TrainState
+from jaxtrain.step.state import TrainState, updated_averages
 from jaxtrain.step.step_sums import ExactSums, WithCompression
 
 Arrays = dict[str, Any]
@@ -83,7 +85,8 @@ def make_train_step(
         key = jax.random.fold_in(step_key, state.step)
         g = sums(state.params, state.rest, batch, key, seed, usable_codec_state(state.residuals))
         count = jnp.where(g.sums.count > 0, g.sums.count, 1.0)
-        grads, exact = jax.tree.map(lambda x: x / (count * seed), (g.grads, g.exact))
+        summed = without_scales(g.grads), g.exact
+        grads, exact = jax.tree.map(lambda x: x / (count * seed), summed)
         (grad_norm,) = norm((grads,), "optimizer")
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.sums.loss)
         verdict, compared = watch(grads, exact, state)
@@ -92,8 +95,9 @@ def make_train_step(
             clipped = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         params, optimizer, updates = update(state, clipped)
         (update_norm,) = norm((updates,), "optimizer")
-        (param_norm,) = norm(({**state.params, **params},), "params")
-        ema = update_averages(state, params, e.ema_decay)
+        (param_norm,) = norm((without_scales({**state.params, **params}),), "params")
+        ema = updated_averages(state, params, e.ema_decay)
+        params |= next_scales(state.params, g.grads, e.precision.products)
         found = (params, optimizer, g.rest, ema, g.residuals)
         after = next_state(state, found, finite, verdict, assembly)
         metrics = {
@@ -135,9 +139,9 @@ def make_update(
 def next_state(
     state: TrainState, found: tuple[Any, ...], finite: jax.Array, verdict: Any, assembly: Assembly
 ) -> TrainState:
-    """The state one step later: with what was `found` (trained parameters, optimizer state, rest,
-    averages, residuals) where the gradients are finite, else as it was. verdict: on compressed
-    sums; it stands after a skipped step too, for its sums may be why it is one."""
+    """The state one step later: with what was `found` (trained parameters and scales, optimizer
+    state, rest, averages, residuals) where the gradients are finite, else as it was. verdict: on
+    compressed sums; it stands after a skipped step too, for its sums may be why it is one."""
     trained = {k: state.params[k] for k in found[0]}
     kept = (trained, state.optimizer, state.rest, state.ema, codec_state(state.residuals))
     params, optimizer, rest, ema, residuals = select_if_finite(finite, found, kept)
@@ -166,13 +170,6 @@ def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
         return {} if found is None else {"learning_rate": found.astype(jnp.float32)}
 
     return said
-
-
-def update_averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
-    """The average after a step to `params`, {} where none is kept."""
-    if decay is None:
-        return {}
-    return ema_update(state.ema, params, decay, state.step, warmup=True)
 
 
 def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:

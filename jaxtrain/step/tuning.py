@@ -11,6 +11,7 @@ from jaxtrain.mesh.sharding import STAGE, Leaf
 from jaxtrain.models.adapters import Adapters, adapter_places, is_adapter
 from jaxtrain.models.description import STACK
 from jaxtrain.models.layered import description_of
+from jaxtrain.nn.quantized.delayed import is_scales
 
 
 def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
@@ -39,17 +40,25 @@ def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
     return Adapters(lora.rank, lora.alpha / lora.rank, chosen), problems
 
 
+def delays_scales(experiment: Experiment) -> bool:
+    """Whether the model's matrices have leaves of delayed scales."""
+    products = experiment.precision.products
+    delayed = products is not None and products.scaling is not None
+    return delayed and description_of(experiment.model) is not None
+
+
 def trained_leaves(
     experiment: Experiment, names: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[frozenset[str], list[str]]:
-    """Of all leaves those that are trained, and what is wrong with that on these mesh axes."""
+    """Of all leaves those that have a gradient, and what is wrong with that on these mesh axes."""
     tuning, everything = experiment.fine_tuning, frozenset(names)
     if tuning is None or (tuning.trainable is None and tuning.lora is None):
         return everything, []
     problems: list[str] = []
-    found = frozenset(name for name in everything if is_adapter(name))
+    scales = frozenset(filter(is_scales, everything))
+    found = frozenset(filter(is_adapter, everything))
     if tuning.trainable is not None:
-        others = sorted(everything - found)
+        others = sorted(everything - found - scales)
         chosen, problems = match_patterns(tuning.trainable, others, "fine_tuning.trainable")
         found |= set(chosen)
     described = description_of(experiment.model)
@@ -61,7 +70,7 @@ def trained_leaves(
             f"fine_tuning trains only {', '.join(sorted(found))}, behind the pipeline of stage="
             f"{sizes[STAGE]}, whose backward passes would make nothing; set stage=1"
         )
-    return found, problems
+    return found | scales, problems
 
 
 def match_patterns(

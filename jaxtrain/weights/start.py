@@ -18,6 +18,7 @@ from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.essence import differences, essence
+from jaxtrain.nn.quantized.delayed import is_scales, without_scales
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.state_format.reader import Damaged, read_arrays
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
@@ -113,7 +114,7 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     e, wanted = at_rest.assembly.experiment, at_rest.template.params
     slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
-        base = {k: spec for k, spec in wanted.items() if not is_adapter(k)}
+        base = {k: v for k, v in without_scales(wanted).items() if not is_adapter(k)}
         return share_failure(
             lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
         )
@@ -146,6 +147,8 @@ def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) ->
     """
     step, manifest = manifest_of(start.run_dir, start.step)
     held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
+    held = {k for k in held if not is_scales(k)}
+    wanted = without_scales(wanted)  # delayed ones begin with the run
     chosen, problems = list(wanted), []
     if start.leaves is not None:
         found, problems = match_patterns(start.leaves, wanted, "leaves")

@@ -118,7 +118,9 @@ MISTAKES: dict[str, tuple[Mistake, str, set[str]]] = {
     "none": (lambda patch, e: e, "own", set()),
     "no weight decay": (lambda patch, e: without_decay(e), "own", {"state_rel"}),
     "averages frozen": (
-        patched("jaxtrain.step.train_step.update_averages", lambda state, params, decay: state.ema),
+        patched(
+            "jaxtrain.step.train_step.updated_averages", lambda state, params, decay: state.ema
+        ),
         "SGD, averages",
         {"state_rel", "eval_rel"},
     ),

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxtrain.nn import Fp8Products, Int8Products
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.quantized.formats import (
     E4M3,
@@ -23,8 +24,6 @@ from jaxtrain.nn.quantized.formats import (
 )
 from jaxtrain.nn.quantized.products import (
     MOST_TERMS,
-    Fp8Products,
-    Int8Products,
     QuantizedWeight,
     Ways,
     column,

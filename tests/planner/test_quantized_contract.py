@@ -15,7 +15,7 @@ from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.nn import Fp8Products, Int8Products
+from jaxtrain.nn import Delayed, Fp8Products, Int8Products
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.overhead import overhead
@@ -47,6 +47,11 @@ LAYOUTS: list[tuple[Layout, dict[str, int]]] = [
                     periods=None, loop=PLAIN), BESIDE),
 ]  # fmt: skip
 SHOWN = (Layout(CUBE, "explicit, ring", loop=DOTS), {})
+DELAYED = [
+    (Layout(CUBE, loop=FULL), {}),
+    (Layout(CUBE, "explicit, ring", "fsdp, reduced once", loop=PLAIN), BESIDE),
+    (PIPED._replace(periods=None, loop=DOTS), BESIDE),
+]
 
 
 def assembled(layout: Layout, products: Any = Fp8Products(), **counts: int) -> Assembly:  # noqa: B008
@@ -71,6 +76,22 @@ def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) 
     found = held(assembled(layout, **counts))
     assert found.lines and not found.broken, "\n".join(map(str, found.broken))
     assert layout.axes == (("data", 2),) or any(e.key.dtype == "u8" for e in found.lines)
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [DELAYED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DELAYED[1:])],
+    ids=name_of,
+)
+def test_with_delayed_scales_no_greatest_magnitude_is_sent(
+    layout: Layout, counts: dict[str, int]
+) -> None:
+    """But what was seen, once a step, with the gradients that are whole on every device."""
+    found = held(assembled(layout, Fp8Products(Delayed()), **counts))
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+    assert any(e.key.dtype == "u8" for e in found.lines)
+    traffic = step_traffic(facts_of(assembled(layout, Fp8Products(Delayed()), **counts)))
+    assert not any("greatest" in each.why and "logit" not in each.why for each in traffic)
 
 
 def sent(assembly: Assembly, part: str, kind: str = "all-gather") -> Counter[str]:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.collectives import Collectives, Ring
+from jaxtrain.collectives import Collectives, Compressed, Int8, Ring
 from jaxtrain.mesh.hardware import CHIPS
-from jaxtrain.nn import Fp8Products, Int8Products, LayerLoop
+from jaxtrain.models.scales import first_scales
+from jaxtrain.nn import Delayed, Fp8Products, Int8Products, LayerLoop
+from jaxtrain.nn.quantized.delayed import SCALES, scale_of, without_scales
 from jaxtrain.optim import Precision, fp32
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.pipeline.config import Pipeline
@@ -23,6 +25,7 @@ from jaxtrain.step.assembly import assemble
 PRECISIONS = {
     "fp8": replace(fp32, products=Fp8Products()),
     "int8": replace(fp32, products=Int8Products()),
+    "delayed": replace(fp32, products=Fp8Products(Delayed(4))),
 }
 RINGS = Collectives(Ring(), Ring(), Ring(1))
 SCANNED = LayerLoop(unroll=False, remat="full")
@@ -55,7 +58,7 @@ def blocks(decoder: jaxtrain.Experiment) -> jaxtrain.Experiment:
 
 
 def run(opened: Any, experiment: Any, axes: dict[str, int], how: dict[str, Any]) -> Any:
-    """Losses of two steps, and the parameters after them, as one vector."""
+    """Losses of two steps, the parameters after them, as one vector, and leaves of scales."""
     sharding = jaxtrain.fsdp() | jaxtrain.tensor()
     if how.get("loop") == LayerLoop(remat="dots_and_attention"):
         sharding = sharding.whole_until_update()
@@ -67,7 +70,9 @@ def run(opened: Any, experiment: Any, axes: dict[str, int], how: dict[str, Any])
         layout = session.assembly.on_stages.layout
         natural = lambda k, p: layout.from_slots(p) if k.startswith("period") else p  # noqa: E731
         whole = {k: natural(k, p) for k, p in whole.items()}
-    return np.array(losses), np.concatenate([np.ravel(whole[k]) for k in sorted(whole)])
+    params = without_scales(whole)
+    scales = {k: np.asarray(leaf) for k, leaf in whole.items() if k not in params}
+    return np.array(losses), np.concatenate([np.ravel(params[k]) for k in sorted(params)]), scales
 
 
 ONE: dict[str, Any] = {}
@@ -79,8 +84,9 @@ def one_device(opened: Any, experiment: Any, name: str) -> Any:
     return ONE[name]
 
 
-CASES = [(layout, "int8") for layout in LAYOUTS]
-SLOW_CASES = [(k, "fp8") for k in (*LAYOUTS, *SLOW)] + [(k, "int8") for k in SLOW]
+CASES = [(layout, name) for layout in LAYOUTS for name in ("int8", "delayed")]
+SLOW_CASES = [(k, "fp8") for k in (*LAYOUTS, *SLOW)]
+SLOW_CASES += [(k, name) for k in SLOW for name in ("int8", "delayed")]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +101,12 @@ def test_a_run_in_8_bits_is_the_same_on_every_mesh(
     1.2e-7 at the most), in int8 by 4.8e-5 on two meshes. With scales of a device's own part they
     are apart by more than 1e-3."""
     experiment = replace(blocks, precision=PRECISIONS[name])
-    losses, params = one_device(opened, experiment, name)
-    found, moved = run(opened, experiment, *{**LAYOUTS, **SLOW}[layout])
+    losses, params, scales = one_device(opened, experiment, name)
+    found, moved, after = run(opened, experiment, *{**LAYOUTS, **SLOW}[layout])
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     np.testing.assert_allclose(moved, params, rtol=0, atol=2e-5)
+    assert after.keys() == scales.keys() and bool(scales) == (name == "delayed")
+    assert all(np.array_equal(after[k], leaf) for k, leaf in scales.items())
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -106,8 +114,8 @@ def test_steps_in_8_bits_are_near_those_without(
     blocks: jaxtrain.Experiment, opened: Any, name: str
 ) -> None:
     """And are not those."""
-    losses, params = one_device(opened, replace(blocks, precision=PRECISIONS[name]), name)
-    wide, without = one_device(opened, blocks, "fp32")
+    losses, params, _ = one_device(opened, replace(blocks, precision=PRECISIONS[name]), name)
+    wide, without, _ = one_device(opened, blocks, "fp32")
     assert 1e-5 < np.abs(losses / wide - 1).max() < 1e-3
     assert 1e-4 < np.abs(params - without).max() < 3e-2
 
@@ -142,11 +150,60 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def test_a_skipped_step_leaves_delayed_scales(
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any, poisoned: Any
+) -> None:
+    """And one that is taken moves those of every tensor: weights grow, so that none stays alone."""
+    for data, same in ((poisoned(decoder.data, row=3), True), (decoder.data, False)):
+        session = opened(replace(decoder, data=data, precision=PRECISIONS["delayed"]))
+        before = jax.tree.map(np.asarray, session.state.params)
+        assert stepped(session)["skipped"] == same
+        for name, leaf in session.state.params.items():
+            if name.endswith(SCALES):
+                assert np.array_equal(leaf, before[name]) == same, name
+
+
+def test_the_first_scales_are_those_of_the_weights(
+    blocks: jaxtrain.Experiment, opened: Any
+) -> None:
+    """Each layer's own, of the parameters that a run begins with; and they are no parameters of
+    the optimizer, of averages, or in what is counted."""
+    given = replace(blocks, precision=PRECISIONS["delayed"], ema_decay=0.9)
+    state, largest = opened(given).state, 448.0
+    assert sum(k.endswith(SCALES) for k in state.params) == 3 * 7
+    layers = jnp.array([1.0, 1 / 64])[:, None, None]
+    begun = {k: p * layers if p.ndim == 3 else p for k, p in state.params.items()}
+    made = first_scales(begun, given.precision.products)
+    for name in (k for k in begun if k.startswith("period") and k.endswith(SCALES)):
+        for w, table in zip(begun[name.removesuffix(SCALES)], made[name], strict=True):
+            scale, greatest = float(scale_of(table, "w")), float(jnp.max(jnp.abs(w)))
+            assert largest * scale / 2 < greatest <= largest * scale
+    assert all(
+        np.array_equal(first_scales(state.params, given.precision.products)[k], p)
+        for k, p in state.params.items()
+    )
+    others = jax.tree_util.tree_leaves_with_path((state.optimizer, state.ema))
+    assert not any(SCALES in jax.tree_util.keystr(path) for path, _ in others)
+    wide = opened(replace(given, precision=fp32)).assembly
+    spec = jaxtrain.mesh_from_axes(data=1)
+    counts = [jaxtrain.check(e, spec).parameters for e in (given, wide.experiment)]
+    assert counts[0] == counts[1]
+
+
+def test_no_compressed_sum_takes_what_was_seen(blocks: jaxtrain.Experiment) -> None:
+    reducer = Compressed(codec=Int8())
+    execution = jaxtrain.Execution(reducer=reducer, small_leaf=0)
+    given = replace(blocks, precision=PRECISIONS["delayed"], execution=execution)
+    parts = assemble(given, jaxtrain.mesh_from_axes(data=2)).parts
+    assert parts and parts == without_scales(parts)
+
+
+@pytest.mark.parametrize("name", ["fp8", "delayed"])
 def test_frozen_matrices_are_multiplied_by_in_8_bits(
-    decoder: jaxtrain.Experiment, opened: Any, stepped: Any
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any, name: str
 ) -> None:
     tuning = jaxtrain.FineTuning(trainable=("period.*.mlp.*",))
-    given = replace(decoder, precision=PRECISIONS["fp8"], fine_tuning=tuning)
+    given = replace(decoder, precision=PRECISIONS[name], fine_tuning=tuning)
     wide = opened(replace(given, precision=fp32))
     session = opened(given)
     kept = np.asarray(session.state.params["period.0.attention.query"])
@@ -160,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "adapters": (
         {"fine_tuning": jaxtrain.FineTuning(lora=jaxtrain.LoRA(rank=2))},
         {"data": 1},
-        r"products=Fp8Products\(\) and fine_tuning.lora=.* use products=None, or lora=None",
+        r"products=Fp8Products\(.*\) and fine_tuning.lora=.* use products=None, or lora=None",
     ),
     "W": (
         {"execution": jaxtrain.Execution(pipeline=Pipeline("zero_bubble")), "microbatches": 4},

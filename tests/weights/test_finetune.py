@@ -21,6 +21,8 @@ from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn import Delayed, Fp8Products
+from jaxtrain.nn.quantized.delayed import scale_of, without_scales
 from jaxtrain.planner.assembled import why_not_predicted
 from jaxtrain.planner.contract import contract
 from jaxtrain.run.session import _first_state
@@ -193,6 +195,24 @@ def test_a_resumed_run_goes_on_from_its_own_weights(
     with pytest.raises(ValueError, match=r"source.checkpoints has no committed checkpoint"):
         trained(tuned, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_delayed_scales_begin_with_the_run_that_has_them(
+    source: TrainState, decoder: jaxtrain.Experiment, trained: Any, tmp_path: Path
+) -> None:
+    """From a run that has none, with those of its weights; and a run that has them is read without
+    them by one that has none, and by what generates and exports."""
+    delayed = replace(jaxtrain.fp32, products=Fp8Products(Delayed(3)))
+    tuned = of(decoder, FineTuning(FromRun(tmp_path / "source")), precision=delayed)
+    state = first_state(tuned)[1]
+    assert bits(without_scales(state.params)) == bits(source.params)
+    w, table = (state.params[f"period.0.mlp.up{end}"][1] for end in ("", "_scales"))
+    assert float(jnp.max(jnp.abs(w))) <= 448 * float(scale_of(table, "w"))
+    assert float(jnp.max(jnp.abs(w))) > 224 * float(scale_of(table, "w"))
+    made = trained(tuned, tmp_path / "run", steps=1).session.state.params
+    begun = first_state(of(decoder, FineTuning(FromRun(tmp_path / "run"))))[1].params
+    assert bits(begun) == bits(without_scales(made))
+    assert bits(load(tmp_path / "run").params) == bits(begun)
 
 
 def test_a_damaged_start_is_refused(

@@ -1,7 +1,8 @@
 """Products x @ w of a layer in 8 bits, forward and backward written out.
 
 Three products of 8-bit numbers with sums in fp32 (int32 of whole numbers), times both scales: y of
-x and w, dx of dy and w, dw of x and dy. What follows from rounding has no derivative: gradients are
+x and w, dx of dy and w, dw of x and dy. Scales are those of the moment, or of the steps before
+(`delayed`). What follows from rounding has no derivative: gradients are
 those of x @ w at what was rounded (straight-through, Bengio et al. 2013).
 
 The backward pass keeps x as 8-bit numbers, on a device its own tokens alone: where others' are
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,13 @@ from jaxtrain.collectives.matmul import PRODUCT_SCATTERS, Tiled, gather_products
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.nn.quantized.delayed import quantized_by, scale_of, seen
 from jaxtrain.nn.quantized.formats import (
-    E4M3,
-    E5M2,
-    INT8,
     Format,
     Scaled,
     greatest_magnitude,
 )
+from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.nn.remat import PRODUCT
 
 Value = TypeVar("Value")
@@ -47,51 +47,10 @@ MOST_TERMS = (2**31 - 1) // 127**2
 """So many products of whole numbers int32 holds the sum of, however large they are."""
 
 
-@dataclass(frozen=True)
-class Fp8Products:
-    """Products in 8-bit floats: activations and weights as e4m3, the gradients of outputs as e5m2
-    (Micikevicius et al. 2022), each tensor with one scale from its greatest magnitude of the
-    moment, a power of two (`formats.Format.scale`)."""
-
-    rate: ClassVar[str] = "fp8"
-    """Of `mesh.hardware.Chip`'s rates, that of such products."""
-
-    @property
-    def forward(self) -> Format:
-        """Of x and w."""
-        return E4M3
-
-    @property
-    def backward(self) -> Format:
-        """Of dy."""
-        return E5M2
-
-
-@dataclass(frozen=True)
-class Int8Products:
-    """Products of whole numbers from -127 to 127, each tensor with one scale, its greatest
-    magnitude / 127, rounded to nearest; dy as x and w, so that all three products are of 8 bits
-    (as AQT trains: Abdolrashidi et al. 2021, "Pareto-optimal quantized ResNet is mostly 4-bit")."""
-
-    rate: ClassVar[str] = "int8"
-    """Of `mesh.hardware.Chip`'s rates, that of such products."""
-
-    @property
-    def forward(self) -> Format:
-        """Of x and w."""
-        return INT8
-
-    @property
-    def backward(self) -> Format:
-        """Of dy."""
-        return INT8
-
-
-Products = Fp8Products | Int8Products
-
-
 @partial(
-    jax.tree_util.register_dataclass, data_fields=("value", "stand_in"), meta_fields=("dtype",)
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "stand_in", "scales", "seen"),
+    meta_fields=("dtype",),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -99,12 +58,15 @@ class QuantizedWeight:
 
     value: its numbers and scale. stand_in: what gets the gradient of that array: one of its shape
     and dtype; or a `Tiled` without `whole`, whose tile does; None where nobody asks. Its numbers
-    are not read.
+    are not read. Of delayed scaling, else None: scales, the matrix's leaf of them, whose gradient
+    is what the products of a step see; seen, that of the array, on this device.
     """
 
     value: PyTree  # a Scaled, or what JAX puts in its place
     stand_in: PyTree
     dtype: DTypeLike
+    scales: PyTree = None
+    seen: PyTree = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,6 +119,14 @@ def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAx
         found = vary(lax.pmax(found, axes), varying_axes(found))
     scales = form.scale(found)
     return [Scaled(form.numbers(x, scale), scale) for x, scale in zip(arrays, scales, strict=True)]
+
+
+def scaled_before(
+    weight: Float[Array, "k columns"], scales: Float[Array, 3 * 256], form: Format
+) -> QuantizedWeight:
+    """A matrix in `form`, with the scale that its leaf of delayed scales has for it."""
+    made = quantized_by(scale_of(scales, "w"), weight, form)
+    return QuantizedWeight(made, None, weight.dtype, seen=seen(weight, form))
 
 
 def differentiated(weight: Value) -> Value | jax.Array:
@@ -285,8 +255,34 @@ def _scattered(
     return sum_scatter(reduction, total, ways.tensor, 0, ways.by)
 
 
-def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled) -> QuantizedWeight:
-    """The cotangent of a weight in whose place `_kept` has been."""
+def _input(ways: Ways, x: Float[Array, "_ k"], weight: QuantizedWeight) -> tuple[Scaled, Any]:
+    """The input of a product with that weight (and with those of the same input), and what was seen
+    of it for its delayed scale."""
+    form = ways.products.forward
+    if weight.scales is None:
+        return scaled_alike([x], form, ways.maxima)[0], None
+    return quantized_by(scale_of(weight.scales, "x"), x, form), seen(x, form)
+
+
+def _output_gradients(
+    ways: Ways, weights: Sequence[QuantizedWeight], dys: Sequence[Float[Array, ...]], of_x: Any
+) -> tuple[list[Scaled], list[Any]]:
+    """The gradients of the outputs of each weight, and the cotangent of its leaf of delayed
+    scales."""
+    form = ways.products.backward
+    if weights[0].scales is None:
+        return scaled_alike(dys, form, ways.maxima), [None for _ in weights]
+    pairs = list(zip(weights, dys, strict=True))
+    narrow = [quantized_by(scale_of(w.scales, "dy"), dy, form) for w, dy in pairs]
+    found = [jnp.concatenate([of_x, w.seen, seen(dy, form)]) for w, dy in pairs]
+    return narrow, [
+        vary(each.astype(w.scales.dtype), varying_axes(w.scales))
+        for w, each in zip(weights, found, strict=True)
+    ]
+
+
+def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, found: Any) -> QuantizedWeight:
+    """The cotangent of a weight in whose place `_kept` has been; found: that of its scales."""
     wanted, made = weight.stand_in, None
     if isinstance(wanted, Tiled):
         scale = x.scale * dy.scale
@@ -297,7 +293,7 @@ def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled) -> QuantizedWeight
         made = wanted.gradient(x.numbers, dy.numbers, product=scaled)
     elif wanted is not None:
         made = product(x.numbers.T, _times(dy, x.scale)).astype(weight.dtype)
-    return replace(weight, value=None, stand_in=made)
+    return replace(weight, value=None, stand_in=made, scales=found, seen=None)
 
 
 def _kept(weight: QuantizedWeight) -> QuantizedWeight:
@@ -337,25 +333,26 @@ def _column(
 
 def _column_forward(
     ways: Ways, x: Float[Array, "tokens k"], weights: tuple[QuantizedWeight, ...]
-) -> tuple[Outputs, tuple[Scaled, tuple[QuantizedWeight, ...]]]:
-    (narrow,) = scaled_alike([x], ways.products.forward, ways.maxima)
+) -> tuple[Outputs, tuple[Scaled, Any, tuple[QuantizedWeight, ...]]]:
+    narrow, of_x = _input(ways, x, weights[0])
     outs = _column_outputs(ways, narrow, tuple(w.value for w in weights))
-    return outs, (narrow, tuple(map(_kept, weights)))
+    return outs, (narrow, of_x, tuple(map(_kept, weights)))
 
 
 def _column_backward(
-    ways: Ways, saved: tuple[Scaled, tuple[QuantizedWeight, ...]], dys: Outputs
+    ways: Ways, saved: tuple[Scaled, Any, tuple[QuantizedWeight, ...]], dys: Outputs
 ) -> tuple[Float[Array, "tokens k"], tuple[QuantizedWeight, ...]]:
-    x, weights = saved
-    narrow = scaled_alike(dys, ways.products.backward, ways.maxima)
+    x, of_x, weights = saved
+    narrow, found = _output_gradients(ways, weights, dys, of_x)
     transposed = [_transposed(w.value) for w in weights]
     dx = _scattered(ways, "column gradients", narrow, transposed)
-    if all(w.stand_in is None for w in weights):
-        return dx, tuple(replace(w, value=None) for w in weights)
-    # Not before the gradients are there: what is gathered is as large as all that is kept.
-    numbers, narrow = lax.optimization_barrier((x.numbers, narrow))
-    whole = Scaled(_all_tokens(ways, Scaled(numbers, x.scale)), x.scale)
-    return dx, tuple(_gradient(w, whole, dy) for w, dy in zip(weights, narrow, strict=True))
+    whole = x
+    if any(w.stand_in is not None for w in weights):
+        # Not before the gradients are there: what is gathered is as large as all that is kept.
+        numbers, narrow = lax.optimization_barrier((x.numbers, narrow))
+        whole = Scaled(_all_tokens(ways, Scaled(numbers, x.scale)), x.scale)
+    each = zip(weights, narrow, found, strict=True)
+    return dx, tuple(_gradient(w, whole, dy, scales) for w, dy, scales in each)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -367,18 +364,18 @@ def _row(
 
 def _row_forward(
     ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
-) -> tuple[Float[Array, "tokens columns"], tuple[Scaled, QuantizedWeight]]:
-    (narrow,) = scaled_alike([x], ways.products.forward, ways.maxima)
-    return _row_output(ways, narrow, weight.value), (narrow, _kept(weight))
+) -> tuple[Float[Array, "tokens columns"], tuple[Scaled, Any, QuantizedWeight]]:
+    narrow, of_x = _input(ways, x, weight)
+    return _row_output(ways, narrow, weight.value), (narrow, of_x, _kept(weight))
 
 
 def _row_backward(
-    ways: Ways, saved: tuple[Scaled, QuantizedWeight], dy: Float[Array, "tokens columns"]
+    ways: Ways, saved: tuple[Scaled, Any, QuantizedWeight], dy: Float[Array, "tokens columns"]
 ) -> tuple[Float[Array, "all_tokens k"], QuantizedWeight]:
-    x, weight = saved
-    (narrow,) = scaled_alike([dy], ways.products.backward, ways.maxima)
+    x, of_x, weight = saved
+    (narrow,), (found,) = _output_gradients(ways, [weight], [dy], of_x)
     (dx,), whole = _gathered(ways, narrow, [_transposed(weight.value)])
-    return dx, _gradient(weight, x, Scaled(whole, narrow.scale))
+    return dx, _gradient(weight, x, Scaled(whole, narrow.scale), found)
 
 
 _column.defvjp(_column_forward, _column_backward)

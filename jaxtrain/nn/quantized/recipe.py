@@ -1,0 +1,67 @@
+"""What products in 8 bits round to what, and by which scales: values of an experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtrain.nn.quantized.delayed import Delayed
+from jaxtrain.nn.quantized.formats import E4M3, E5M2, INT8, Format
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """Products in 8-bit floats: activations and weights as e4m3, the gradients of outputs as e5m2
+    (Micikevicius et al. 2022), each tensor with one scale, a power of two
+    (`formats.Format.scale`).
+
+    scaling: None takes it from the tensor's greatest magnitude of the moment, for which devices
+    wait for each other in every product; `Delayed()` from those of the steps before.
+    """
+
+    scaling: Delayed | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scaling, Delayed | None):
+            raise ValueError(
+                f"scaling={self.scaling!r} must say where scales come from; use Delayed(), or None "
+                "for those of the moment"
+            )
+
+    rate: ClassVar[str] = "fp8"
+    """Of `mesh.hardware.Chip`'s rates, that of such products."""
+
+    @property
+    def forward(self) -> Format:
+        """Of x and w."""
+        return E4M3
+
+    @property
+    def backward(self) -> Format:
+        """Of dy."""
+        return E5M2
+
+
+@dataclass(frozen=True)
+class Int8Products:
+    """Products of whole numbers from -127 to 127, each tensor with one scale, its greatest
+    magnitude / 127, rounded to nearest; dy as x and w, so that all three products are of 8 bits
+    (as AQT trains: Abdolrashidi et al. 2021, "Pareto-optimal quantized ResNet is mostly 4-bit")."""
+
+    rate: ClassVar[str] = "int8"
+    """Of `mesh.hardware.Chip`'s rates, that of such products."""
+    scaling: ClassVar[None] = None
+    """Scales are of the moment."""
+
+    @property
+    def forward(self) -> Format:
+        """Of x and w."""
+        return INT8
+
+    @property
+    def backward(self) -> Format:
+        """Of dy."""
+        return INT8
+
+
+Products = Fp8Products | Int8Products
