@@ -3,7 +3,7 @@ trillion tokens: its peak rate, context and batch of 4M tokens, and a shorter wa
 
     jaxtrain train experiments/llama3_8b.py --mesh meshes/v5p_512.toml
     jaxtrain train experiments/llama3_8b.py --mesh meshes/h100_64.toml
-    jaxtrain check experiments/llama3_8b.py --mesh meshes/h100_64.toml     (no device, no data)
+    jaxtrain check experiments/llama3_8b.py --mesh meshes/h100_64.toml --data-elsewhere
 
 What you provide, relative to where the command runs:
     data/llama3/*.tokens           token files, written by `jaxtrain tokenize`

@@ -3,6 +3,7 @@
 from . import attention as attention
 from . import checkpoint as checkpoint
 from . import collectives as collectives
+from . import context as context
 from . import data as data
 from . import mesh as mesh
 from . import models as models
@@ -34,11 +35,11 @@ from .mesh.sharding import fsdp as fsdp
 from .mesh.sharding import tensor as tensor
 from .mesh.sharding import zero1 as zero1
 from .mesh.sharding import zero2 as zero2
-from .models.block import AttentionConfig as AttentionConfig
-from .models.block import BlockConfig as BlockConfig
-from .models.block import MlpConfig as MlpConfig
-from .models.block import MoeConfig as MoeConfig
 from .models.decoder import DecoderConfig as DecoderConfig
+from .models.transformer.attention import AttentionConfig as AttentionConfig
+from .models.transformer.block import BlockConfig as BlockConfig
+from .models.transformer.feed_forward import MlpConfig as MlpConfig
+from .models.transformer.mixture import MoeConfig as MoeConfig
 from .nn.stack import LayerLoop as LayerLoop
 from .optim.optimizer import SGD as SGD
 from .optim.optimizer import AdamW as AdamW

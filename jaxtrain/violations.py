@@ -67,6 +67,13 @@ def count(name: str, value: object, least: int = 1) -> list[str]:
     return [f"{name}={value!r} must be a whole number of {least} or more"]
 
 
+def power_of_two(name: str, value: object, least: int = 1) -> list[str]:
+    """`value` must be 1, 2, 4, .., and at least `least`."""
+    if isinstance(value, int) and value >= least and not value & (value - 1):
+        return []
+    return [f"{name}={value!r} must be a power of two of {least} or more"]
+
+
 def ratio(name: str, value: object) -> list[str]:
     """`value` must lie in (0, 1]: a part of a whole."""
     if is_number(value) and 0 < value <= 1:

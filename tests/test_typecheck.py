@@ -22,7 +22,7 @@ from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.collectives.matmul import gather_matmul
 from jaxtrain.collectives.ring import Ring, take
 from jaxtrain.nn.norm import Norm, RMSNorm
-from jaxtrain.nn.rotary import Rope, rotate
+from jaxtrain.nn.rotary.rope import Rope, rotate
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.layout import StageLayout
@@ -51,11 +51,13 @@ def test_what_an_annotation_forbids_is_refused(call):
 
 def test_a_wrong_result_is_refused_too():
     class Longer:
-        def scaled(self, frequencies: np.ndarray) -> list[float]:
+        attention_scaling = 1.0
+
+        def scaled(self, frequencies: np.ndarray, theta: float, seq: int) -> list[float]:
             return list(frequencies)
 
     with pytest.raises(TypeCheckError, match="return value of"):
-        Rope(scaling=Longer()).frequencies(8)
+        Rope(scaling=Longer()).frequencies(8, 16)
 
 
 def test_shapes_are_checked_while_a_program_is_traced_and_are_a_device_s_own():

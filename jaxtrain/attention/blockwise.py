@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
 from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
@@ -45,13 +45,16 @@ class Blockwise:
         if low:
             raise ValueError(f"Blockwise takes sizes of 1 or more; raise {', '.join(low)}")
 
+    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+        return []
+
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         """The output and the log-sum-exp of each query's logits, chunk by chunk."""
 
@@ -64,7 +67,7 @@ class Blockwise:
         # The output is written over a copy of q: a buffer made of constants would be made, and
         # held, from the start of the program on, for all layers at once.
         written = (q, full((*q.shape[:3], 1), 0.0, q))
-        ahead = () if starts is None else (starts,)
+        ahead = _told(starts)
         o, lse = _over_chunks(self, chunk, written=written, read=(k, v), ahead=ahead)
         return o, lse[..., 0]
 
@@ -84,7 +87,7 @@ class Blockwise:
 
         # Each chunk's gradients are written over its own inputs: no further buffers. dk goes over
         # v, which it depends on: dv does not, and written there would make XLA copy v each turn.
-        ahead = (lse[..., None],) if starts is None else (lse[..., None], starts)
+        ahead = (lse[..., None], *_told(starts))
         written, read = (q, v, k), (o, do)
         dq, dk, dv = _over_chunks(self, chunk, written=written, read=read, ahead=ahead)
         return dq, dk, dv
@@ -92,7 +95,12 @@ class Blockwise:
 
 def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, starts: ArrayTuple) -> Tiling:
     sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
-    return Tiling(*sizes, seq, scoring, starts[0] if starts else None)
+    return Tiling(*sizes, seq, scoring, (starts[0], starts[-1]) if starts else None)
+
+
+def _told(starts: Starts | TwoStarts | None) -> ArrayTuple:
+    """Starts of queries, and of keys where they are others."""
+    return () if starts is None else starts if isinstance(starts, tuple) else (starts,)
 
 
 def chunk_shape(

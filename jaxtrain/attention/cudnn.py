@@ -10,19 +10,19 @@ grouped queries that is another document's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32, Int
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.documents import Documents, Starts, table
+from jaxtrain.attention.documents import Starts, TwoStarts, table
 from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
-from jaxtrain.attention.online_softmax import Scoring
+from jaxtrain.attention.online_softmax import MASKED, Scoring
 from jaxtrain.attention.refusal import refuse
-from jaxtrain.telemetry.hlo_totals import FALLBACK
+from jaxtrain.telemetry.hlo.totals import FALLBACK
 
 GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
 """Not measured: larger tiles than elsewhere, for fewer kernels."""
@@ -30,6 +30,19 @@ GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
 Statistics = Float32[Array, "sequences heads seq"]
 """cuDNN's log-sum-exp: of packed rows each document has a sequence of its own, from its first
 token on; of others each row."""
+
+
+class Sequences(NamedTuple):
+    """What cuDNN is told of packed rows, of queries or of keys: how many tokens each sequence has,
+    and with which token of the whole batch it begins; once more at the end, with the number of
+    tokens."""
+
+    lengths: Int[Array, " sequences"]
+    firsts: Int[Array, " sequences+1"]
+
+
+Packed = tuple[Sequences, Sequences]
+"""Of queries, and of keys."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Cudnn:
     multiple of 8 or above 128, a q of 2**31 elements or more.
     """
 
+    runs_on: ClassVar[str] = "gpu"
+    """The platform that it is of."""
     documents: int = 64
 
     def __post_init__(self) -> None:
@@ -60,26 +75,35 @@ class Cudnn:
             found.append(f"dtype={jnp.dtype(dtype)} is not bfloat16 or float16")
         return found
 
+    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+        found = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
+        if q.size >= 2**31:
+            found.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
+        if between and scoring.mask.window is not None:
+            found.append(f"window={scoring.mask.window} between different places is not supported")
+        return found
+
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
-        problems = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
-        if q.size >= 2**31:
-            problems.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
-        refuse("Cudnn", problems)
+        documents = starts is not None
+        refuse("Cudnn", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         if starts is None:
             o, statistics = _forward(q, k, v, None, scoring)
             return o, statistics.swapaxes(1, 2)
+        if isinstance(starts, tuple):
+            return _forward_between(q, k, v, starts, scoring)
         room = len(q) * self.documents
         packed = table(starts, room)
+        documents = (Sequences(packed.lengths, packed.firsts),) * 2
 
         def fused() -> Attended:
-            o, statistics = _forward(q, k, v, packed, scoring)
+            o, statistics = _forward(q, k, v, documents, scoring)
             at = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - starts
             return o, statistics[packed.number, :, at]
 
@@ -93,15 +117,18 @@ class Cudnn:
         q, k, v, starts, o, lse = saved
         if starts is None:
             return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
+        if isinstance(starts, tuple):
+            return _backward_between(saved, starts, do, scoring)
         room = len(q) * self.documents
         packed = table(starts, room)
+        documents = (Sequences(packed.lengths, packed.firsts),) * 2
 
         def fused() -> tuple[Heads, Keys, Keys]:
             _, seq, heads = lse.shape
             at = jnp.arange(seq, dtype=jnp.int32)[None] - starts
             empty = jnp.zeros_like(lse, shape=(room, heads, seq))
             statistics = empty.at[packed.number, :, at].set(lse, mode="drop")
-            return _backward(q, k, v, packed, statistics, do, o, scoring)
+            return _backward(q, k, v, documents, statistics, do, o, scoring)
 
         def portable() -> tuple[Heads, Keys, Keys]:
             with jax.named_scope(FALLBACK):
@@ -110,7 +137,45 @@ class Cudnn:
         return lax.cond(packed.count <= room, fused, portable)
 
 
-def _options(packed: Documents | None, scoring: Scoring) -> dict[str, Any]:
+def _spanning(
+    of_queries: Starts, of_keys: Starts
+) -> tuple[Packed, Bool[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Of runs of a row's tokens, keys before all queries: the one document that can have some of
+    both, which has the last of the keys and the first of the queries; and which of both are
+    its."""
+    batch, seq = of_queries.shape
+    spans = of_queries[:, :1] == of_keys[:, -1:]
+    mine = (of_queries == of_queries[:, :1]) & spans
+    theirs = (of_keys == of_keys[:, -1:]) & spans
+    lengths, of_k = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (mine, theirs))
+    rows, end = jnp.arange(batch, dtype=jnp.int32) * seq, jnp.full(1, batch * seq, jnp.int32)
+    queries = Sequences(lengths, jnp.concatenate([rows, end]))
+    return (queries, Sequences(of_k, jnp.concatenate([rows + seq - of_k, end]))), mine, theirs
+
+
+def _forward_between(q: Heads, k: Keys, v: Keys, starts: TwoStarts, scoring: Scoring) -> Attended:
+    packed, mine, _ = _spanning(*starts)
+    o, statistics = _forward(q, k, v, packed, scoring)
+    # A row's sequence begins with its first query. What lies beyond it was not written.
+    lse = jnp.where(mine[:, :, None], statistics.swapaxes(1, 2), MASKED)
+    return jnp.where(mine[:, :, None, None], o, jnp.zeros((), o.dtype)), lse
+
+
+def _backward_between(
+    saved: Saved, starts: TwoStarts, do: Heads, scoring: Scoring
+) -> tuple[Heads, Keys, Keys]:
+    q, k, v, _, o, lse = saved
+    packed, mine, theirs = _spanning(*starts)
+    found = _backward(q, k, v, packed, lse.swapaxes(1, 2), do, o, scoring)
+    seen = (mine, theirs, theirs)
+    dq, dk, dv = (
+        jnp.where(at[:, :, None, None], dx, jnp.zeros((), dx.dtype))
+        for at, dx in zip(seen, found, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _options(packed: Packed | None, scoring: Scoring) -> dict[str, Any]:
     """The static arguments of both primitives."""
     from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
@@ -127,7 +192,7 @@ def _options(packed: Documents | None, scoring: Scoring) -> dict[str, Any]:
     )
 
 
-def _operands(q: Heads, k: Keys, v: Keys, packed: Documents | None) -> tuple[jax.Array, ...]:
+def _operands(q: Heads, k: Keys, v: Keys, packed: Packed | None) -> tuple[jax.Array, ...]:
     """Arrays of both primitives: bias and page tables, which are empty, and of documents the
     lengths and the first elements in memory, of queries and of keys."""
     none = jnp.zeros(0, q.dtype)
@@ -137,14 +202,14 @@ def _operands(q: Heads, k: Keys, v: Keys, packed: Documents | None) -> tuple[jax
     # What is one too many of the places lies behind them all, and says where the last one ends.
     batch = len(q)
     ends = jnp.full(batch - 1, q.shape[0] * q.shape[1], jnp.int32)
-    places = jnp.concatenate([packed.firsts, ends]).reshape(batch, -1)
-    lengths = packed.lengths.reshape(batch, -1)
-    of_q, of_k = (places * (x.shape[2] * x.shape[3]) for x in (q, k))
-    return (q, k, v, none, lengths, lengths, of_q, of_k, none, none)
+    lengths = [of.lengths.reshape(batch, -1) for of in packed]
+    places = [jnp.concatenate([of.firsts, ends]).reshape(batch, -1) for of in packed]
+    of_q, of_k = (at * (x.shape[2] * x.shape[3]) for at, x in zip(places, (q, k), strict=True))
+    return (q, k, v, none, *lengths, of_q, of_k, none, none)
 
 
 def _forward(
-    q: Heads, k: Keys, v: Keys, packed: Documents | None, scoring: Scoring
+    q: Heads, k: Keys, v: Keys, packed: Packed | None, scoring: Scoring
 ) -> tuple[Heads, Statistics]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -157,7 +222,7 @@ def _backward(
     q: Heads,
     k: Keys,
     v: Keys,
-    packed: Documents | None,
+    packed: Packed | None,
     statistics: Statistics,
     do: Heads,
     o: Heads,

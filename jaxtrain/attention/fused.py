@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.collectives.vary import vary, varying_axes
 
@@ -33,17 +33,28 @@ class Saved(NamedTuple):
     q: Heads
     k: Keys
     v: Keys
-    starts: Starts | None
+    starts: Starts | TwoStarts | None
     o: Heads
     lse: LogSumExp
 
 
 @runtime_checkable
 class FusedKernel(Protocol):
-    """Values, hashable: they are static in a traced program."""
+    """Values, hashable: they are static in a traced program.
+
+    Queries and keys may be of different places of a row, as many of each: then the mask has the
+    distance, `starts` are two, and o and log-sum-exp those of these keys alone, of a query that
+    sees none of them any number and MASKED, or about that. A backward pass reads o and log-sum-exp
+    of all keys, wherever they are: its gradients are these keys' parts.
+    """
+
+    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+        """Why both passes cannot compute this, a reason each. documents: whether there are starts.
+        between: whether queries and keys are of different places."""
+        ...
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended: ...
 
     def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:

@@ -56,14 +56,41 @@ def attention(
     head_dim ** -0.5. kernel: None is `choose` for the default backend; state it when compiling for
     another platform. Raises ValueError for shapes that do not fit, every violation at once.
     """
-    _check(q, k, v, starts, softcap)
-    scoring = Scoring(
-        AttentionMask(causal=causal, window=window),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-    )
-    kernel = PlatformKernel(jax.default_backend()) if kernel is None else kernel
-    return kernel(q, k, v, starts, scoring)[0]
+    return SelfAttention(causal, window, softcap, scale, kernel)(q, k, v, starts)
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """`attention` with its options, as a value: what a communicator is given, which may have only a
+    part of a row on each device (context/). causal, window, softcap, scale, kernel: as `attention`
+    has them."""
+
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    kernel: AttentionKernel | None = None
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None
+    ) -> jax.Array:
+        self.check(q, k, v, starts)
+        return self.settled_kernel(q, k, v, starts, self.scoring(q.shape[3]))[0]
+
+    @property
+    def settled_kernel(self) -> AttentionKernel:
+        return _kernel_here() if self.kernel is None else self.kernel
+
+    def scoring(self, head_dim: int) -> Scoring:
+        mask = AttentionMask(causal=self.causal, window=self.window)
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        return Scoring(mask, scale=scale, softcap=self.softcap)
+
+    def check(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None = None
+    ) -> None:
+        """Raises ValueError for shapes that do not fit, every violation at once."""
+        _check(q, k, v, starts, self.softcap)
 
 
 def choose(
@@ -81,9 +108,9 @@ def choose(
     """The platform's fastest kernel that computes what is asked, else `Blockwise`.
 
     documents: whether rows are packed. checked: in a shard_map with `check_vma=True`, which Pallas
-    refuses. capability: the major compute capability of the GPU, None where it is not known: cuDNN
-    takes packed documents from 9 (Hopper) on. The vendors' kernels are for 16-bit inputs: cuDNN has
-    no others, and splash multiplies fp32 in bfloat16 passes.
+    refuses. capability: the major compute capability of the GPU: cuDNN takes packed documents from
+    9 (Hopper) on, and None, where it is not known, is taken for less. The vendors' kernels are for
+    16-bit inputs: cuDNN has no others, and splash multiplies fp32 in bfloat16 passes.
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if platform == "tpu" and half and not checked and not Splash().violations(seq, head_dim):
@@ -91,7 +118,7 @@ def choose(
     if platform in ("gpu", "cuda"):
         if not half:
             return GPU_BLOCKS
-        packs = not documents or capability is None or capability >= 9
+        packs = not documents or (capability is not None and capability >= 9)
         if packs and not Cudnn().violations(head_dim, softcap=softcap, dtype=dtype):
             return Cudnn()
         if not checked and not Triton().violations(seq, window=window, softcap=softcap):
@@ -113,28 +140,46 @@ class PlatformKernel:
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
-        kernel = choose(
+        kernel = self.settled(q, scoring, documents=starts is not None)
+        if isinstance(kernel, Blockwise) and self.platform != "cpu":
+            warnings.warn(portable(self.platform, q, scoring), stacklevel=2)
+        return kernel(q, k, v, starts, scoring)
+
+    def settled(self, q: Heads, scoring: Scoring, *, documents: bool) -> AttentionKernel:
+        """The kernel for queries like q."""
+        return choose(
             self.platform,
             dtype=q.dtype,
             seq=q.shape[1],
             head_dim=q.shape[3],
-            documents=starts is not None,
+            documents=documents,
             window=scoring.mask.window,
             softcap=scoring.softcap,
             checked=bool(varying_axes(q)),
             capability=self.capability,
         )
-        if isinstance(kernel, Blockwise) and self.platform != "cpu":
-            warnings.warn(portable(self.platform, q), stacklevel=2)
-        return kernel(q, k, v, starts, scoring)
 
 
-def portable(platform: str, q: Heads) -> str:
+def _kernel_here() -> PlatformKernel:
+    """The choice for the default backend, of whose first device the capability is read."""
+    told = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return PlatformKernel(jax.default_backend(), int(told) if told.isdigit() else None)
+
+
+def portable(platform: str, q: Heads, scoring: Scoring) -> str:
     """What it means that `Blockwise` runs on an accelerator."""
+    dtype, seq, size = q.dtype, q.shape[1], q.shape[3]
+    if platform == "tpu":
+        why = Splash().violations(seq, size)
+    else:
+        why = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
+        why += Triton().violations(seq, window=scoring.mask.window, softcap=scoring.softcap)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        why = [f"dtype={dtype} is not bfloat16 or float16"]
     return (
-        f"attention of {q.dtype} with head_dim={q.shape[3]}, seq={q.shape[1]} has no fused kernel "
-        f"for {platform} here and runs as XLA's loops over tiles: on an H100 about 8 times the "
-        f"time of a fused one, half of an 8B model's step"
+        f"attention of {dtype} with head_dim={size}, seq={seq} has no fused kernel for {platform} "
+        f"here ({'; '.join(why) or 'check_vma=True, which Pallas refuses'}) and runs as loops of "
+        "XLA's over tiles: several times the time of a fused one, on an H100 8 times"
     )
 
 

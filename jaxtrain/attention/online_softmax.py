@@ -29,10 +29,13 @@ MASKED = -1e30
 @dataclass(frozen=True)
 class AttentionMask:
     """What a query sees by position alone: with `causal` no later key, with `window` w only keys
-    i-w+1 .. i. Raises ValueError for a window below 1 or one that is not causal."""
+    i-w+1 .. i. offset: by how many positions the first query lies behind the first key, where they
+    are of different places of a row. Raises ValueError for a window below 1 or one that is not
+    causal."""
 
     causal: bool = True
     window: int | None = None
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -46,8 +49,8 @@ class AttentionMask:
     def visible(
         self, queries: Int[Array, "queries 1"], keys: Int[Array, "1 keys"]
     ) -> Bool[Array, "queries keys"]:
-        """Whether each query sees each key, from their positions."""
-        distance = queries - keys
+        """Whether each query sees each key, from their numbers."""
+        distance = queries - keys + self.offset if self.offset else queries - keys
         if not self.causal:
             return (distance >= 0) | (distance < 0)
         seen = distance >= 0
@@ -55,7 +58,7 @@ class AttentionMask:
 
     def tile(self, queries: range, keys: range) -> tuple[bool, bool]:
         """Of a tile of scores: whether any of it is visible, and whether all of it is."""
-        least, most = queries[0] - keys[-1], queries[-1] - keys[0]
+        least, most = (a + self.offset for a in (queries[0] - keys[-1], queries[-1] - keys[0]))
         if not self.causal:
             return True, True
         limit = most + 1 if self.window is None else self.window
@@ -63,8 +66,9 @@ class AttentionMask:
 
     def keys(self, queries: range, seq: int) -> range:
         """The shortest run of keys that holds all that these queries see."""
-        start = 0 if self.window is None else max(0, queries[0] - self.window + 1)
-        return range(start, queries[-1] + 1 if self.causal else seq)
+        first, last = queries[0] + self.offset, queries[-1] + self.offset
+        start = 0 if self.window is None else max(0, first - self.window + 1)
+        return range(start, min(last + 1, seq) if self.causal else seq)
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.refusal import pallas_violations, refuse
+from jaxtrain.violations import count, raise_violations
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class SplashBlocks:
     q_dq: int = 512
     kv_dq: int = 512
     fused_backward: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = (f.name for f in fields(self) if f.name != "fused_backward")
+        raise_violations([v for name in sizes for v in count(name, getattr(self, name))])
 
     def sizes(self) -> dict[str, int]:
         """Each size that is read, by its name."""
@@ -69,6 +74,8 @@ class Splash:
     ValueError unless seq is a multiple of 128 and of every size, and head_dim of 64.
     """
 
+    runs_on: ClassVar[str] = "tpu"
+    """The platform that it is of."""
     blocks: SplashBlocks | None = None
     interpret: bool = False
 
@@ -87,23 +94,26 @@ class Splash:
             found.append(f"head_dim={head_dim} is not a multiple of 64")
         return found
 
+    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+        return self.violations(q.shape[1], q.shape[3]) + pallas_violations(q)
+
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
-        problems = self.violations(q.shape[1], q.shape[3])
-        refuse("Splash", problems + pallas_violations(q))
+        documents = starts is not None
+        refuse("Splash", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         kernel = self._kernel(q, scoring)
 
         def one(q: jax.Array, k: jax.Array, v: jax.Array, *starts: jax.Array) -> Any:
             return kernel(q, k, v, segment_ids=_ids(starts))
 
-        documents = () if starts is None else (starts,)
-        o, (lse,) = jax.vmap(one)(*_by_heads(_scaled(q, scoring), k, v), *documents)
+        arrays = _by_heads(_scaled(q, scoring), k, v)
+        o, (lse,) = jax.vmap(one)(*arrays, *_documents(starts))
         return o.swapaxes(1, 2), lse.swapaxes(1, 2)
 
     def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
@@ -123,7 +133,7 @@ class Splash:
             return made[3:6]
 
         arrays = _by_heads(_scaled(q, scoring), k, v, o, lse, do)
-        dq, dk, dv = jax.vmap(one)(*arrays, *(() if starts is None else (starts,)))
+        dq, dk, dv = jax.vmap(one)(*arrays, *_documents(starts))
         dq = (dq.astype(jnp.float32) * scoring.scale).astype(q.dtype)
         return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
 
@@ -156,14 +166,21 @@ def _by_heads(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.swapaxes(1, 2) for x in arrays)
 
 
+def _documents(starts: Starts | TwoStarts | None) -> tuple[jax.Array, ...]:
+    """Starts of queries, and of keys where they are others."""
+    return () if starts is None else starts if isinstance(starts, tuple) else (starts,)
+
+
 def _ids(starts: Any) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    return splash.SegmentIds(q=starts[0], kv=starts[0]) if starts else None
+    return splash.SegmentIds(q=starts[0], kv=starts[-1]) if starts else None
 
 
 def _mask(splash: ModuleType, mask: AttentionMask, seq: int) -> Any:
     """The mask as the module `splash_attention` writes it."""
     if mask.window is not None:
-        return splash.LocalMask((seq, seq), window_size=(mask.window - 1, 0), offset=0)
-    return splash.CausalMask((seq, seq)) if mask.causal else splash.FullMask((seq, seq))
+        return splash.LocalMask((seq, seq), (mask.window - 1, 0), mask.offset)
+    if mask.causal:
+        return splash.CausalMask((seq, seq), mask.offset)
+    return splash.FullMask((seq, seq))

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from jaxtrain.attention.documents import TwoStarts
 from jaxtrain.attention.online_softmax import (
     MASKED,
     Partial,
@@ -40,14 +41,20 @@ Fetched = TypeVar("Fetched")
 
 
 class Tiling(NamedTuple):
-    """Tiles of query_block x key_block over the seq x seq scores; `starts`: the
-    first position of each position's document, None where a row is one."""
+    """Tiles of query_block x key_block over the seq x seq scores; `starts`: the first position of
+    the document of each query, and of each key; None where a row is one."""
 
     query_block: int
     key_block: int
     seq: int
     scoring: Scoring
-    starts: Int[Array, "rows seq"] | None
+    starts: TwoStarts | None
+
+    @property
+    def may_be_blind(self) -> bool:
+        """Whether there are queries that the mask lets see no key."""
+        mask = self.scoring.mask
+        return mask.window is not None and mask.offset >= mask.window
 
     def trimmed(self) -> list[tuple[range, list[range]]]:
         """Blocks of queries, each with the runs of keys it sees: tiles cut to the mask, of unequal
@@ -87,7 +94,7 @@ class Tiling(NamedTuple):
         there are none."""
         if self.starts is None:
             return ()
-        return _take(self.starts, a, queries), _take(self.starts, b, keys)
+        return _take(self.starts[0], a, queries), _take(self.starts[1], b, keys)
 
     def visible(
         self,
@@ -117,7 +124,8 @@ class Tiling(NamedTuple):
         if self.starts is None:
             return self
         longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
-        return self._replace(starts=_pad(self.starts, longest, 1))
+        of_q, of_k = (_pad(starts, longest, 1) for starts in self.starts)
+        return self._replace(starts=(of_q, of_k))
 
 
 def forward(
@@ -136,7 +144,7 @@ def forward(
             tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
             visible = tiling.visible_in(queries, run)
             parts.append(forward_tile(rows, *tile, visible, tiling.scoring))
-        found = normalise(reduce(merge, parts))
+        found = normalise(reduce(merge, parts or [_blind(rows)]))
         outs.append([x.reshape(*q.shape[:2], len(queries), -1) for x in found])
     o, lse = (jnp.concatenate(x, axis=2) for x in zip(*outs, strict=True))
     return o, lse
@@ -166,7 +174,8 @@ def backward(
             found.append(dq)
             dks.append(jnp.pad(dk, around))
             dvs.append(jnp.pad(dv, around))
-        dqs.append(reduce(jnp.add, found).reshape(*rows.q.shape[:2], len(queries), -1))
+        dq = reduce(jnp.add, found or [full(mine.q.shape, 0.0, mine.q)])
+        dqs.append(dq.reshape(*rows.q.shape[:2], len(queries), -1))
     return jnp.concatenate(dqs, axis=2), reduce(jnp.add, dks), reduce(jnp.add, dvs)
 
 
@@ -204,7 +213,8 @@ def _forward_scan(
         done, total = normalise(found)
         return _put(o, done, a), _put(lse, total, a), found
 
-    carry = q.astype(jnp.float32), full((*q.shape[:3], 1), 0.0, q), empty
+    o = full(q.shape, 0.0, q) if tiling.may_be_blind else q.astype(jnp.float32)
+    carry = o, full((*q.shape[:3], 1), MASKED, q), empty
     o, lse, _ = fetching_scan(body, carry, fetch, _turns(tiling))
     return o[:, :, : tiling.seq], lse[:, :, : tiling.seq]
 
@@ -242,9 +252,16 @@ def _backward_scan(
     n, keys, d = k.shape
     like, found = rows.q, _rows(rows.q, 0, size_q)
     sums = [full((n, d, keys), 0.0, like) for _ in range(2)]
-    carry = like.astype(jnp.float32), *sums, full(found.shape, 0.0, like)
+    dq = full(like.shape, 0.0, like) if tiling.may_be_blind else like.astype(jnp.float32)
+    carry = dq, *sums, full(found.shape, 0.0, like)
     dq, dk, dv, _ = fetching_scan(body, carry, fetch, _turns(tiling))
     return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq]
+
+
+def _blind(rows: Float[Array, "n queries head_dim"]) -> Partial:
+    """What queries find that see no key."""
+    one = (*rows.shape[:2], 1)
+    return Partial(full(rows.shape, 0.0, rows), full(one, MASKED, rows), full(one, 1.0, rows))
 
 
 def _turns(tiling: Tiling) -> Int32[Array, "tiles 3"]:

@@ -6,14 +6,15 @@ import math
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import pallas_violations, refuse
+from jaxtrain.violations import power_of_two, raise_violations
 
 LN_2 = math.log(2)
 """The kernel's log-sum-exp is of powers of two."""
@@ -26,36 +27,51 @@ class Triton:
     Key heads are repeated for the queries that share them. block: queries and keys of a tile of the
     forward kernel; backward_block: of the backward one. interpret: run it in Python, for tests
     without a GPU. In a shard_map it needs `check_vma=False`, as Pallas does.
-    Raises ValueError for a window, a softcap, and a seq that the blocks do not divide.
+    Raises ValueError for blocks that are no powers of two, a window, a softcap, and a seq that the
+    blocks do not divide.
     """
 
+    runs_on: ClassVar[str] = "gpu"
+    """The platform that it is of."""
     block: int = 128
     backward_block: int = 32
     interpret: bool = False
 
+    def __post_init__(self) -> None:
+        names = ("block", "backward_block")
+        raise_violations([v for name in names for v in power_of_two(name, getattr(self, name))])
+
     def violations(self, seq: int, *, window: int | None, softcap: float | None) -> list[str]:
         """Why it cannot compute this."""
         found = []
-        if any(seq % min(block, seq) for block in (self.block, self.backward_block)):
+        tiles = [min(block, seq) for block in (self.block, self.backward_block)]
+        if any(seq % tile or tile & (tile - 1) for tile in tiles):
             sizes = f"block={self.block} and backward_block={self.backward_block}"
-            found.append(f"{sizes} do not both divide seq={seq}")
+            found.append(f"{sizes} do not both divide seq={seq}, which is no smaller power of two")
         if window is not None:
             found.append(f"window={window} is not supported")
         if softcap is not None:
             found.append(f"softcap={softcap} is not supported")
         return found
 
+    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+        window = scoring.mask.window
+        found = self.violations(q.shape[1], window=window, softcap=scoring.softcap)
+        if between and documents:
+            found.append("documents between different places are not supported")
+        return found + pallas_violations(q)
+
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
-        window = scoring.mask.window
-        problems = self.violations(q.shape[1], window=window, softcap=scoring.softcap)
-        refuse("Triton", problems + pallas_violations(q))
+        documents = starts is not None
+        refuse("Triton", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
+        assert not isinstance(starts, tuple), "it takes the documents of queries for those of keys"
         k, v = (_repeat_heads(x, q) for x in (k, v))
         options = self._options(scoring, return_residuals=True)
         o, lse = _pallas().mha(q, k, v, starts, **options)

@@ -14,11 +14,13 @@ from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import fsdp, tensor
-from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import essence
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.nn.norm import RMSNorm
-from jaxtrain.nn.rotary import Rope
+from jaxtrain.nn.rotary.rope import Rope
 from jaxtrain.optim.optimizer import AdamW, everything
 
 BASELINE = Path("baselines") / "plain_loop.py"
@@ -77,8 +79,9 @@ def _plain(experiment: Experiment) -> Experiment:
     model, norm = experiment.model, RMSNorm(eps=1e-5)
     first = model.blocks[0]
     # Spelled out or left to the default, as many kv_heads as heads are the same model.
-    kv_heads = first.attention.kv_heads and first.attention.heads
-    head_dim = first.attention.head_dim and model.embed // first.attention.heads
+    told = {name: getattr(first.attention, name, None) for name in ("kv_heads", "head_dim")}
+    kv_heads = told["kv_heads"] and first.attention.heads
+    head_dim = told["head_dim"] and model.embed // first.attention.heads
     attention = AttentionConfig(first.attention.heads, kv_heads, head_dim, rope=Rope(1e4))
     block = BlockConfig(attention, MlpConfig(first.mlp.hidden), norm)
     plain = DecoderConfig(

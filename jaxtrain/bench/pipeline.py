@@ -25,9 +25,11 @@ from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
-from jaxtrain.models.block import AttentionConfig, BlockConfig, MlpConfig
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn.rotary import Rope
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import MlpConfig
+from jaxtrain.nn.rotary.rope import Rope
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
@@ -35,7 +37,7 @@ from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
 from jaxtrain.violations import at_least, count, raise_violations
@@ -143,7 +145,7 @@ class _Machine:
 
     def _batch(self, assembly: Assembly) -> Arrays:
         e = assembly.experiment
-        placed = PlacedRows(self.dataset, assembly.batch_shardings(self.mesh), e.microbatches)
+        placed = assembly.placed(self.dataset, self.mesh, e.microbatches)
         return placed.rows(row_numbers(e.batch)(0))
 
 

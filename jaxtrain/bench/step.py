@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxtrain.bench.baseline import find_baseline, plain_arguments
 from jaxtrain.bench.step_worker import PRECISIONS, arguments_of
-from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.experiment import Experiment, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.simulation import simulation_flags
 
@@ -144,27 +144,32 @@ def bench_step(
     steps: int,
     precisions: Sequence[str] = tuple(PRECISIONS),
     baseline: str | Path | None = None,
+    settings: Sequence[str] = (),
 ) -> BenchReport:
     """Measure an experiment file on a mesh: each execution mode in each precision.
 
     steps: timed steps of each, after `WARMUP` others, every one after an untimed step. baseline:
     the loop's script, None for `baselines/plain_loop.py` beside the experiment. The loop gets the
     experiment's sizes and mesh, not the mesh's compiler options nor huge pages: those are a
-    part of what is measured. On a simulated mesh the loop also runs in our environment.
+    part of what is measured. On a simulated mesh the loop also runs in our environment. settings:
+    other values of the experiment's fields, such as "model.layers=2", for ours and the loop.
 
     Raises ValueError for an experiment that does not fit the mesh, or that asks for what the plain
     loop lacks, each with all violations; RuntimeError, with its last words, when a process fails.
     Costs three or four processes for each precision, alive at once: one accelerator must hold
     them together.
     """
-    loaded = load_experiment(experiment)
+    loaded = with_fields(load_experiment(experiment), settings)
     own = _own(loaded, steps, precisions)
     loop = [str(baseline or find_baseline(experiment)), *plain_arguments(loaded, spec), "--turns"]
     ours, plain = environment(spec, os.environ), plain_environment(spec, os.environ)
     comparisons = []
     for precision in precisions:
         commands: dict[str, Command] = {
-            mode: (arguments_of(experiment, spec, mode=mode, precision=precision), ours)
+            mode: (
+                arguments_of(experiment, spec, mode=mode, precision=precision, settings=settings),
+                ours,
+            )
             for mode in MODES
         }
         commands[LOOP] = [*loop, "--dtype", precision], plain

@@ -16,15 +16,15 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.experiment import Experiment, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.optim.precision import bf16, fp32
-from jaxtrain.telemetry.hlo import peak_memory
+from jaxtrain.telemetry.hlo.collectives import peak_memory
 
 if TYPE_CHECKING:
     from jaxtrain.run.session import Session
@@ -32,10 +32,18 @@ if TYPE_CHECKING:
 PRECISIONS = {"fp32": fp32, "bf16": bf16}
 
 
-def arguments_of(experiment: str | Path, spec: MeshSpec, *, mode: str, precision: str) -> list[str]:
-    """What a worker is started with, after `python`."""
+def arguments_of(
+    experiment: str | Path,
+    spec: MeshSpec,
+    *,
+    mode: str,
+    precision: str,
+    settings: Sequence[str] = (),
+) -> list[str]:
+    """What a worker is started with, after `python`. settings: as `with_fields` takes them."""
     packed = base64.b64encode(pickle.dumps(spec)).decode()
-    return ["-m", "jaxtrain.bench.step_worker", str(experiment), packed, mode, precision]
+    module = ["-m", "jaxtrain.bench.step_worker"]
+    return [*module, str(experiment), packed, mode, precision, *settings]
 
 
 def variant(experiment: Experiment, *, mode: str, precision: str) -> Experiment:
@@ -48,12 +56,13 @@ def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.bench.step_worker")
     for name in ("experiment", "spec", "mode", "precision"):
         parser.add_argument(name)
+    parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     # What `jaxtrain train` imports, as its own first step would have to.
     from jaxtrain.run.session import CACHE_DIR, open_session
 
     spec = pickle.loads(base64.b64decode(options.spec))
-    experiment = load_experiment(options.experiment)
+    experiment = with_fields(load_experiment(options.experiment), options.settings)
     experiment = variant(experiment, mode=options.mode, precision=options.precision)
     try:
         session = open_session(experiment, spec, cache_dir=CACHE_DIR.expanduser())

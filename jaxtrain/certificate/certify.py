@@ -12,19 +12,23 @@ The last two are wider and of sums because Adam and its like divide a gradient b
 is rounding in an element near zero becomes a whole step, and moves the gradients that come after.
 In bf16 all bounds are wider, and gradients are those of the first step.
 
+Before all that, of a mixture, which experts each token goes through (`routing.py`): flips with
+margins under the bound of its precision are counted, and the layout is run again with the
+reference's routing; another one fails.
+
 The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to those of
-the layout, in half of the layouts its optimizer too; fp16 is in none. bf16 layouts of a mixture
-send every token to all experts: near a tie rounding decides which one is chosen.
+the layout, in half of the layouts its optimizer too; fp16 is in none.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +38,7 @@ import numpy as np
 
 from jaxtrain.certificate.layouts import PRECISIONS, Layout, layouts
 from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
+from jaxtrain.certificate.routing import Flips, flips
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.models.layered import description_of
@@ -68,24 +73,41 @@ class Difference(NamedTuple):
     state_rel: float = np.inf
     worst_state: str = ""
     error: str = ""
+    flips: Flips = Flips()
 
     def __str__(self) -> str:
         verdict = "ok    " if self.passed else "FAILED"
         if self.error:
             return f"{verdict} {self.layout}: {self.error}"
         init = "equal" if self.init_equal else "DIFFERS"
+        if not self.explained:
+            margin = f"a margin of {self.flips.margin:.1e} (bound {BOUNDS[self.dtype]:.0e})"
+            return f"{verdict} {self.flips.where}, {margin}  {self.layout}"
+        flips = f"flips {self.flips.count} ({self.flips.margin:.1e}) " if self.flips.count else ""
         return (
             f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
             f"norm {self.norm_rel:.1e} eval {self.eval_rel:.1e} state {self.state_rel:.1e} "
-            f"({self.worst_state}) init {init}  {self.layout}"
+            f"({self.worst_state}) init {init} {flips} {self.layout}"
         )
 
     @property
+    def dtype(self) -> str:
+        return jnp.dtype(PRECISIONS[self.layout.precision].compute).name
+
+    @property
+    def flip_margin(self) -> float:
+        return self.flips.margin
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains what experts were chosen."""
+        return self.flips.margin < BOUNDS[self.dtype]
+
+    @property
     def passed(self) -> bool:
-        dtype = jnp.dtype(PRECISIONS[self.layout.precision].compute).name
         worst = max(self.loss_rel, self.grad_rel, self.norm_rel, self.eval_rel)
-        near = worst <= BOUNDS[dtype] and self.state_rel <= STATE_BOUNDS[dtype]
-        return not self.error and self.init_equal and bool(near)
+        near = worst <= BOUNDS[self.dtype] and self.state_rel <= STATE_BOUNDS[self.dtype]
+        return not self.error and self.init_equal and self.explained and bool(near)
 
 
 @dataclass
@@ -111,8 +133,18 @@ class Certificate:
             f"gradient {self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}), "
             f"state after {STEPS} steps {self.worst('state_rel'):.1e} (bound "
             f"{STATE_BOUNDS['float32']:.0e}); worst bf16 gradient "
-            f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e})"
+            f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e}){self._flips()}"
         )
+
+    def _flips(self) -> str:
+        """Those of each precision, in words."""
+        said = ""
+        for name in PRECISIONS:
+            there = [d.flips for d in self.differences if d.layout.precision == name]
+            if count := sum(each.count for each in there):
+                worst = max(each.margin for each in there)
+                said += f"; {count} {name} flips of experts, margins up to {worst:.1e}"
+        return said
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -122,6 +154,8 @@ class Certificate:
             "worst_grad_rel": self.worst("grad_rel"),
             "worst_eval_rel": self.worst("eval_rel"),
             "worst_state_rel": self.worst("state_rel"),
+            "flips": sum(d.flips.count for d in self.differences),
+            "worst_flip_margin": self.worst("flip_margin"),
         }
 
 
@@ -156,17 +190,19 @@ def certify(
         )
     if not full:
         experiment = shrink(experiment, devices=devices)
-    due, closed_count = layouts(devices, which)
+    axes = dict(experts=bool(described.expert_calls), context="context" in described.can)
+    due, closed_count = layouts(devices, which, **axes)
+    of = partial(Layout.reference, balanced=described.balances_microbatches)
     if not hasattr(experiment.model, "varied"):
         # Said of a layout is what is run of it.
         due = [each._replace(dropout=0.0, activation="own", periods=None) for each in due]
     # What is compiled ahead is lost when a failure ends the certificate.
     ahead = 0 if stop_at_failure else os.cpu_count() or 1
     certificate, references = Certificate(closed_count), {}
-    left = Counter(layout.reference() for layout in due)
-    with closing(_programs(experiment, due, ahead)) as programs:
+    left = Counter(map(of, due))
+    with closing(_programs(experiment, due, of, ahead)) as programs:
         for layout in due:
-            reference = layout.reference()
+            reference = of(layout)
             if reference not in references:
                 references[reference] = next(programs).result()()
             difference = _compare(layout, next(programs), references[reference])
@@ -181,15 +217,15 @@ def certify(
 
 
 def _programs(
-    experiment: Experiment, due: list[Layout], ahead: int
+    experiment: Experiment, due: list[Layout], of: Callable[[Layout], Layout], ahead: int
 ) -> Generator[Future[Program], None, None]:
-    """The program of each layout, that of its reference before the first that needs it. XLA
+    """The program of each layout, that of the reference `of` it before the first that needs it. XLA
     compiles outside Python's lock: so many more are compiled while one runs. One runs at a time:
     the collectives of two hang simulated devices."""
-    references = {layout.reference(): at for at, layout in reversed([*enumerate(due)])}
+    references = {of(layout): at for at, layout in reversed([*enumerate(due)])}
     wanted: deque[Layout] = deque()
     for at, layout in enumerate(due):
-        reference = layout.reference()
+        reference = of(layout)
         wanted.extend([reference, layout] if references[reference] == at else [layout])
     compiling: deque[Future[Program]] = deque()
     with ThreadPoolExecutor(max(ahead, 1)) as pool:
@@ -209,7 +245,11 @@ def _compare(
     reference: Outcome,
 ) -> Difference:
     try:
-        found = compiled.result()()
+        run = compiled.result()
+        # Where products are rounded to 16 bits some token always goes elsewhere.
+        found = run(None if layout.precision == "fp32" else reference.routing)
+        if layout.precision == "fp32" and flips(found.routing, reference.routing).count:
+            found = run(reference.routing)
     except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
@@ -230,6 +270,7 @@ def difference(layout: Layout, found: Outcome, reference: Outcome) -> Difference
         _relative(found.eval_loss, reference.eval_loss, each=True),
         state[part],
         part,
+        flips=flips(found.routing, reference.routing),
     )
 
 

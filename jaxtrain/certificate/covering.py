@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-AXES = ("data", "fsdp", "stage", "tensor")
+AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
+"""Mesh axes that cut a run; `replica` joins several."""
 
 
 def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
@@ -34,29 +36,73 @@ def factorisation_count(devices: int, axes: int) -> int:
     return count
 
 
-def covering_array(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+Row = dict[str, Any]
+TURNS = 16
+"""Ways to break ties that are tried."""
+
+
+def covering_array(
+    options: Mapping[str, Sequence[Any]],
+    cost: Callable[[list[Row]], Any] = len,
+    usual: Sequence[str] = (),
+) -> list[Row]:
     """Rows in which every pair of values of every two options stands together at least once.
 
     Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: start from the first
-    uncovered pair and give each further option the value that covers most.
+    uncovered pair and give each further option the value that covers most. Of values that cover as
+    much the first one counts from another value in each row; of several ways to do that the one
+    whose rows have the lowest `cost` is taken. usual: options of which a row has the first value
+    where no pair needs another.
     """
+    arrays = (_rows(options, turn) for turn in range(TURNS))
+    return min((_with_usual(rows, options, usual) for rows in arrays), key=cost)
+
+
+def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
+    """Ties go to the value that is first when each row begins `turn` values later than the last."""
     names = list(options)
     index = {name: range(len(options[name])) for name in names}
     uncovered = {
         ((a, i), (b, j)) for a, b in combinations(names, 2) for i in index[a] for j in index[b]
     }
     order = {name: at for at, name in enumerate(names)}
-    rows = []
+    rows: list[Row] = []
     while uncovered:
-        first = min(uncovered, key=lambda pair: [(order[n], i) for n, i in pair])
+        begin = turn * len(rows)
+
+        def rank(name: str, i: int, begin: int = begin) -> int:
+            return (i - begin) % len(index[name])
+
+        first = min(uncovered, key=lambda pair: [(order[n], rank(n, i)) for n, i in pair])
         row = dict(first)
         for name in names:
             if name not in row:
                 gains = [_covers({**row, name: i}, name, order, uncovered) for i in index[name]]
-                row[name] = gains.index(max(gains))
+                best = [i for i in index[name] if gains[i] == max(gains)]
+                row[name] = min(best, key=lambda i: rank(name, i - turn))
         cells = sorted(row.items(), key=lambda cell: order[cell[0]])
         uncovered -= set(combinations(cells, 2))
         rows.append({name: options[name][row[name]] for name in names})
+    return rows
+
+
+def _with_usual(
+    rows: list[Row], options: Mapping[str, Sequence[Any]], usual: Sequence[str]
+) -> list[Row]:
+    """The first values of `usual` where every pair of the row's own value is met elsewhere too."""
+
+    def pairs(row: Row, name: str) -> list[tuple[str, int, str, int]]:
+        others = [(n, options[n].index(v)) for n, v in row.items() if n != name]
+        return [(name, options[name].index(row[name]), *other) for other in others]
+
+    for name in usual:
+        met = Counter(pair for row in rows for pair in pairs(row, name))
+        for row in rows:
+            mine = pairs(row, name)
+            if min(met[pair] for pair in mine) > 1:
+                met.subtract(mine)
+                row[name] = options[name][0]
+                met.update(pairs(row, name))
     return rows
 
 

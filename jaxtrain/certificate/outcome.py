@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.certificate.layouts import Layout, experiment_on
+from jaxtrain.certificate.routing import Replays, StepRouting
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rows import open_split
 from jaxtrain.run.session import CACHE_DIR, initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
@@ -32,7 +34,8 @@ class Outcome(NamedTuple):
     """Leaves are on the host and in natural layer order; of an optimizer's state by their paths.
     losses and norms are those of each step. grads: before clipping; of each step with SGD in fp32,
     else of the first alone, but for leaves where that is zero (A of an adapter: its B begins so) of
-    the second. The others are of the last step, but for `init`."""
+    the second. routing: of each step, as the layout would have it. The others are of the last step,
+    but for `init`."""
 
     init: HostArrays
     losses: np.ndarray
@@ -42,14 +45,19 @@ class Outcome(NamedTuple):
     averages: HostArrays
     optimizer: HostArrays
     eval_loss: float
+    routing: list[StepRouting]
 
 
-Program = Callable[[], Outcome]
+class Program(Protocol):
+    def __call__(self, given: list[StepRouting] | None = None) -> Outcome:
+        """given: the experts that tokens go through in each step, None for the routers' own."""
+        ...
 
 
 def program(experiment: Experiment, layout: Layout) -> Program:
-    """STEPS steps of the experiment on the layout, and an evaluation: compiled, not yet run. Raises
-    what assembling, tracing and compiling raise."""
+    """STEPS steps of the experiment on the layout, and an evaluation: compiled, not yet run. Tokens
+    of the evaluation go through the experts of those of the last step, wherever they would go.
+    Raises what assembling, tracing and compiling raise."""
     e = experiment_on(experiment, layout)
     cache_dir = CACHE_DIR.expanduser()
     dataset = open_split(e, "train", cache_dir)
@@ -67,26 +75,37 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     step = lowered.compile(compiler_options=options)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     evaluate.compile(where, options)
-    placed, rows = PlacedRows(dataset, by_shape, e.microbatches), row_numbers(e.batch)
+    placed, rows = assembly.placed(dataset, mesh, e.microbatches), row_numbers(e.batch)
 
-    def run() -> Outcome:
+    replays, buffers = Replays(assembly, where), assembly.buffers
+
+    def run(given: list[StepRouting] | None = None) -> Outcome:
         state = initialise({})
-        first, metrics = _on_host(assembly, state), []
+        first, metrics, routing = _on_host(assembly, state), [], []
         for at in range(STEPS):
+            if given is not None:
+                state = replays.given(state, given[at])
             state, found = jax.block_until_ready(step(state, placed.rows(rows(at))))
             metrics.append(jax.tree.map(np.asarray, found))
+            routing.append(replays.kept(metrics[-1]["gradients"]))
         last = _on_host(assembly, state)
+        state = replays.given(state, (given or routing)[-1])
         return Outcome(
             init=first.params,
             losses=np.array([m["loss"] for m in metrics]),
             norms=np.array([m["grad_norm"] for m in metrics]),
             grads=_bounded_gradients(
-                [_natural_order(assembly, m["gradients"]) for m in metrics], e
+                [
+                    _natural_order(assembly, without_buffers(m["gradients"], buffers))
+                    for m in metrics
+                ],
+                e,
             ),
             params=last.params,
             averages=last.ema,
             optimizer=_by_path(last.optimizer),
             eval_loss=evaluate(state, batches=1)["eval_loss"],
+            routing=routing,
         )
 
     return run
@@ -110,6 +129,12 @@ def _mesh(layout: Layout, assembly: Assembly) -> jax.sharding.Mesh:
 
 def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     names = state_axes_of(assembly.abstract, assembly.places)
+    # Routing that is given is no part of what a run comes to.
+    kept = assembly.buffers.replays
+    state, names = (
+        replace(each, params={k: v for k, v in each.params.items() if k not in kept})
+        for each in (state, names)
+    )
     # On the host first: an array that is split would be put in order by a program of its own.
     return jax.tree.map(
         lambda leaf, axes: np.asarray(to_natural_order(assembly, np.asarray(leaf), axes)),

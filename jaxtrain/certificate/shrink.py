@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment, FineTuning, Logging
-from jaxtrain.models.small import SEQ
+from jaxtrain.models.small import seq_of
 
 TEXT = frozenset({"tokens", "targets", "weights"})
 """Fields of a row of text that a model may read."""
@@ -14,15 +14,16 @@ TEXT = frozenset({"tokens", "targets", "weights"})
 
 def shrink(experiment: Experiment, *, devices: int) -> Experiment:
     """The model as its `shrunk(devices)` makes it, where it has one, and in place of a corpus a
-    bigram chain with 16 tokens a row; a model without, and rows of other fields than a text's, as
-    they are. A constant learning rate. Features stay: the model's, the optimizer.
+    bigram chain with some 16 tokens a row; a model without, and rows of other fields than a text's,
+    as they are. A constant learning rate. Features stay: the model's, the optimizer.
     """
     rate = getattr(experiment.optimizer, "learning_rate", None)
     model, data, optimizer = experiment.model, experiment.data, experiment.optimizer
     if hasattr(model, "shrunk"):
         model = model.shrunk(devices)
         if TEXT.issuperset(model.describe().fields):
-            data = BigramChain(model.describe().head.vocab, SEQ, isolate_documents=True)
+            vocab = model.describe().head.vocab
+            data = BigramChain(vocab, seq_of(devices), isolate_documents=True)
     return replace(
         experiment,
         model=model,

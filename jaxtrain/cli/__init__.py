@@ -21,11 +21,12 @@ from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     JSON,
     MESH,
-    SETTING,
     UNREAD,
+    add_settings,
     answer,
     experiment_of,
     mesh_of,
+    progress,
     set_simulation_flags,
     settle_streams,
     text_stream,
@@ -83,12 +84,6 @@ def _exit_code(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _add_settings(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=SETTING
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="A sharded training stack")
     parser.add_argument("--version", action=_Version, nargs=0, help="versions, for reports")
@@ -136,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
     for sub in (trained, fewer, check, compiled):
-        _add_settings(sub)
+        add_settings(sub)
     add_bench(commands)
 
     _add_readers(command)
@@ -218,7 +213,10 @@ def _compile(options: argparse.Namespace) -> int:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     from jaxtrain.planner.compile import compile_experiment
 
-    report = compile_experiment(experiment_of(options), spec, compiler_log=_compiler_log)
+    tell = progress(options)
+    report = compile_experiment(
+        experiment_of(options), spec, compiler_log=_compiler_log, progress=tell
+    )
     answer(options, report, report.table(), report.summary())
     return FAILED if report.violations or report.fits is False else 0
 

@@ -7,7 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.cli.shared import JSON, MESH, answer, mesh_of, progress, set_simulation_flags
+from jaxtrain.cli.shared import (
+    JSON,
+    MESH,
+    add_settings,
+    answer,
+    mesh_of,
+    progress,
+    set_simulation_flags,
+)
 from jaxtrain.cluster.exit_codes import FAILED
 
 
@@ -22,6 +30,7 @@ def add_bench(commands: Any) -> None:
     step.add_argument("experiment")
     step.add_argument("--mesh", default="cpu_1", help=MESH)
     step.add_argument("--steps", type=int, default=10)
+    add_settings(step)
 
     text = "every collective by every algorithm beside lax's own"
     collectives = kinds.add_parser("collectives", help=text, description=text)
@@ -92,7 +101,8 @@ def _bench_gpu(options: argparse.Namespace) -> int:
 def _bench_step(options: argparse.Namespace) -> int:
     from jaxtrain.bench.step import bench_step
 
-    found = bench_step(options.experiment, mesh_of(options), steps=options.steps)
+    spec, settings = mesh_of(options), options.settings
+    found = bench_step(options.experiment, spec, steps=options.steps, settings=settings)
     return answer(options, found, found.table())
 
 

@@ -35,6 +35,13 @@ def run_dir_of(options: argparse.Namespace) -> Path:
     return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
 
 
+def add_settings(sub: argparse.ArgumentParser) -> None:
+    """--set, for commands that take an experiment."""
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=SETTING
+    )
+
+
 def experiment_of(options: argparse.Namespace) -> Any:
     from jaxtrain.experiment import load_experiment, with_fields
 

@@ -14,5 +14,7 @@ from .powersgd import PowerSGD as PowerSGD
 from .recursive import Recursive as Recursive
 from .ring import Ring as Ring
 from .rounded import Rounded as Rounded
+from .rows import Padded as Padded
+from .rows import Ragged as Ragged
 
 __all__: list[str]

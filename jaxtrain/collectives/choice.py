@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.rows import Padded, Ragged
 from jaxtrain.violations import raise_violations
 
 Exact = Lax | Ring | Recursive
@@ -25,6 +26,8 @@ class Collectives:
     weight_gradients: gradients of gathered weights, scattered back to the shards that rest. None:
       by `fsdp`, a layer's together once all are made. A `Ring` here is a collective matmul where a
       product makes the gradient, each hop behind a tile of it; the others go by it together.
+    experts: rows of tokens to the devices of their experts and back: `Padded()`, or `Ragged()` for
+      no more than there are, on GPUs and TPUs.
 
     Raises ValueError for a field that holds no algorithm.
     """
@@ -32,6 +35,7 @@ class Collectives:
     fsdp: Exact = Lax()  # noqa: RUF009 (frozen)
     tensor: Exact = Lax()  # noqa: RUF009 (frozen)
     weight_gradients: Exact | None = None
+    experts: Padded | Ragged = Padded()  # noqa: RUF009 (frozen)
 
     @property
     def scatters(self) -> Exact:
@@ -42,6 +46,10 @@ class Collectives:
         found = algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor)
         if self.weight_gradients is not None:
             found += algorithm("weight_gradients", self.weight_gradients)
+        if not isinstance(self.experts, Padded | Ragged):
+            found.append(
+                f"experts={self.experts!r} must say how rows travel; use Padded(), or Ragged()"
+            )
         raise_violations(found)
 
 

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from jaxtrain.collectives.algorithm import only_on
+from jaxtrain.collectives.tiles import stack_tiles
 from jaxtrain.collectives.vary import MeshAxes, vary
 
 
@@ -21,7 +22,13 @@ class Lax:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        def along(x: jax.Array) -> jax.Array:
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+        def stacked(x: jax.Array) -> jax.Array:
+            return lax.psum_scatter(stack_tiles(x, dim, lax.axis_size(axes)), axes)
+
+        return lax.platform_dependent(x, cpu=stacked, default=along) if dim else along(x)
 
     def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         return vary(lax.psum(x, axes), axes)

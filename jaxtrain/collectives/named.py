@@ -44,10 +44,13 @@ SUMS: dict[str, Callable[[jax.Array, MeshAxes], jax.Array]] = {
     "loss": _sum,
     "gradient norm": _sum,
     "vocabulary": _sum,
+    "heads": _sum,
     "optimizer": _sum,
+    "expert loads": _sum,
 }
 """All-reduces: loss and token count; squared norms; exp-sums and target logits of the
-vocabulary; sums that an optimizer makes of a leaf."""
+vocabulary; squares of a norm over all heads, and their gradients; sums that an optimizer makes of a
+leaf; choices of each expert."""
 
 GRADIENT_SUMS: dict[str, Callable[[jax.Array, MeshAxes, AllReduce], jax.Array]] = {
     "gradients": _all_reduce,
@@ -72,11 +75,13 @@ SUM_SCATTERS: dict[str, Callable[[jax.Array, MeshAxes, int, Algorithm], jax.Arra
     "fast links": algorithm.reduce_scatter,
     "pipeline output": algorithm.reduce_scatter,
     "pipeline input gradients": algorithm.reduce_scatter,
+    "gathered key gradients": algorithm.reduce_scatter,
 }
 """Reduce-scatters: adjoint of the FSDP gather; gradients to ZeRO-1/2 owners; outputs of row-split
 matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head; those
 of hierarchical sums; what the last stage hands to all of them, and the gradient of what all hand to
-the first. Those made within a matmul are in `matmul.PRODUCT_SCATTERS`."""
+the first; gradients of keys that were gathered over `context`. Those made within a matmul are in
+`matmul.PRODUCT_SCATTERS`, of keys that travel in `context.ring.KEY_SUMS`."""
 
 
 def sum_over(name: str, x: jax.Array, axes: MeshAxes) -> jax.Array:

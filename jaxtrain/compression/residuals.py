@@ -22,7 +22,6 @@ from jaxtrain.collectives.powersgd import PowerSGD, first_factor
 from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
 from jaxtrain.nn.param import named_key
-from jaxtrain.nn.quantized.delayed import is_scales
 from jaxtrain.optim.leaves import leaf_dims, matrices
 from jaxtrain.pipeline.layout import StageLayout
 
@@ -86,7 +85,7 @@ def compressed_parts(
         return {}
     parts = {}
     for name, leaf in places.items():
-        if not leaf.trained or is_scales(name):
+        if not leaf.trained:
             continue
         elements = math.prod(leaf.shape)
         if layout is not None and "layers" in leaf.axes:

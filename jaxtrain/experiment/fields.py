@@ -12,6 +12,7 @@ from jaxtrain.collectives.buckets import SMALL_LEAF
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.reducer import Reducer
+from jaxtrain.context.choice import Method
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
@@ -149,6 +150,10 @@ class Execution:
       is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
       ever.
     pipeline: the schedule of a mesh's `stage` axis.
+    context: how attention sees whole rows where a mesh's `context` axis cuts them, in the explicit
+      step: a method of `jaxtrain.context`; None is the one that suits mesh and heads.
+    expert_chunk: tokens of a device that go to their experts at one time, None for all of them:
+      less memory for what is sent, which is made again in the backward pass.
     health: checks of what devices compute and keep, and what is done about spikes of the loss,
       which changes what is learned; a resumed run may change it.
     """
@@ -164,9 +169,14 @@ class Execution:
     reduce_layers: bool = False
     pipeline: Pipeline = Pipeline()  # noqa: RUF009 (frozen)
     health: Health = Health()
+    context: Method | None = None
+    expert_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        raise_violations(kind_violations(self) or count("small_leaf", self.small_leaf, 0))
+        found = count("small_leaf", self.small_leaf, 0)
+        if self.expert_chunk is not None:
+            found += count("expert_chunk", self.expert_chunk)
+        raise_violations(kind_violations(self) or found)
 
 
 def seed_violations(seed: int) -> list[str]:

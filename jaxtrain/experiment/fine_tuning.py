@@ -64,8 +64,8 @@ class LoRA:
     """Low-rank adapters (Hu et al. 2021): a matrix is used as w + (alpha / rank) A B, and only A
     [in, rank] and B [rank, out] are trained. A begins normal with variance 1 / in, B at 0.
 
-    targets: patterns of the matrices; those of blocks can have adapters, but for the router and
-    the experts of a mixture.
+    targets: patterns of the matrices; those of blocks can have adapters. Of a mixture of experts
+    each has A and B of its own.
     rank: columns of A. alpha: A B is multiplied by alpha / rank.
     """
 

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
 """What it may name. Of two functions of one name the first of the vocabulary: ours before JAX's."""
 
 
-def with_fields(experiment: Experiment, settings: list[str]) -> Experiment:
+def with_fields(experiment: Experiment, settings: Sequence[str]) -> Experiment:
     """The experiment with `path=value` settings applied, such as optimizer.weight_decay=0.1.
 
     Values are Python literals, or are written as in an experiment file: precision=bf16,

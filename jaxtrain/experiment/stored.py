@@ -14,12 +14,13 @@ from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.reading import Reader, Trust
 from jaxtrain.experiment.vocabulary import CLASSES, Slot, slots_of
-from jaxtrain.models.block import BlockConfig
+from jaxtrain.models.transformer.block import BlockConfig
 
 RESUMABLE = (
     "experiment.logging",
     "experiment.evaluation",
     "experiment.checkpoints",
+    "experiment.model.chunk_tokens",
     "experiment.execution.mode",
     "experiment.execution.loop",
     "experiment.execution.attention",
@@ -29,6 +30,7 @@ RESUMABLE = (
     "experiment.execution.reduce_layers",
     "experiment.execution.pipeline",
     "experiment.execution.health",
+    "experiment.execution.expert_chunk",
     "experiment.sharding",
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
@@ -45,8 +47,20 @@ MOVED = {
     "jaxtrain.nn.attention:PlatformKernel": "jaxtrain.attention.kernels:PlatformKernel",
     "jaxtrain.nn.attention:Reference": "jaxtrain.attention.kernels:Reference",
     "jaxtrain.nn.blockwise:Blockwise": "jaxtrain.attention.blockwise:Blockwise",
+    "jaxtrain.nn.rotary:Rope": "jaxtrain.nn.rotary.rope:Rope",
+    "jaxtrain.nn.rotary:LinearScaling": "jaxtrain.nn.rotary.scaling:LinearScaling",
+    "jaxtrain.nn.rotary:Llama3Scaling": "jaxtrain.nn.rotary.scaling:Llama3Scaling",
+} | {
+    f"jaxtrain.models.block:{name}": f"jaxtrain.models.transformer.{file}:{name}"
+    for file, names in {
+        "attention": "AttentionConfig",
+        "feed_forward": "MlpConfig silu gelu_tanh gelu_exact",
+        "mixture": "MoeConfig SharedExpert",
+        "block": "BlockConfig",
+    }.items()
+    for name in names.split()
 }
-"""Classes as older runs name them -> where those are now."""
+"""Classes and functions as older runs name them -> where those are now."""
 
 
 class ForeignField(ValueError):
@@ -131,12 +145,12 @@ def _classes_in(value: Any) -> set[type]:
 def _completed(stored: Any, known: dict[str, type]) -> Any:
     if isinstance(stored, list):
         return [_completed(each, known) for each in stored]
+    if isinstance(stored, str):
+        return MOVED.get(stored, stored)
     if not isinstance(stored, dict):
         return stored
     found = {name: _completed(each, known) for name, each in stored.items()}
-    name = stored.get("class")
-    if isinstance(name, str) and name in MOVED:
-        name = found["class"] = MOVED[name]
+    name = found.get("class")
     if name == stored_name(Splash) and isinstance(size := found.pop("block", None), int):
         # Once one size for all tiles.
         found["blocks"] = config_of(SplashBlocks()) | dict.fromkeys(SplashBlocks().sizes(), size)

@@ -46,13 +46,21 @@ from jaxtrain.data.source import Source
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
-from jaxtrain.models.block import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.models.families import FAMILIES
+from jaxtrain.models.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.router import Router, SigmoidRouter, SoftmaxRouter
 from jaxtrain.moe.triton_blocks import TritonBlocks
-from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, RopeScaling
+from jaxtrain.nn.rotary.scaling import (
+    DynamicNtk,
+    LinearScaling,
+    Llama3Scaling,
+    LongRope,
+    RopeScaling,
+    Yarn,
+)
 from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.rate import linear_scaling, square_root_scaling
@@ -89,7 +97,8 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
 PROTOCOLS: dict[Any, tuple[type, ...]] = {
     Algorithm: (Lax, Ring, Recursive),
     Codec: (Int8, Fp8, Sign, TopK, RandomK),
-    RopeScaling: (LinearScaling, Llama3Scaling),
+    RopeScaling: (LinearScaling, Llama3Scaling, Yarn, DynamicNtk, LongRope),
+    Router: (SoftmaxRouter, SigmoidRouter),
     Schedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
     Source: (StdlibSource, TextFiles, JsonLines, Parquet),
     Tokenizer: (ByteTokenizer, BpeTokenizer, TokenizerFile),

@@ -12,6 +12,9 @@ pipeline, `expert`, `context` sequence, `tensor` (Megatron)."""
 BATCH_AXES = ("replica", "data", "fsdp", "expert")
 """Mesh axes over which the batch is split."""
 
+TOKEN_AXES = (*BATCH_AXES, "context")
+"""Those whose devices have other tokens of the same microbatch."""
+
 LOGICAL_AXES = (
     "batch",
     "seq",
@@ -19,6 +22,7 @@ LOGICAL_AXES = (
     "heads",
     "kv_heads",
     "head_dim",
+    "latent",
     "mlp",
     "vocab",
     "layers",
@@ -32,3 +36,10 @@ LOGICAL_AXES = (
 
 STACKING_AXES = ("layers", "chunks", "experts")
 """Logical axes that stack whole tensors: an optimizer treats each slice as a tensor of its own."""
+
+
+def keeps_dtype(name: str, dims: int) -> bool:
+    """Whether a leaf with so many dims beside stacking ones is used in the dtype that it is kept
+    in. Those of one dim are small, and norms are computed in fp32; of routers, and of what adapts
+    them, choices should hang on rounding as little as they can (Fedus et al. 2022)."""
+    return dims < 2 or name.split(".")[-1].startswith("router")

@@ -44,7 +44,7 @@ class PaddedAxis(str):
         return (str(self), self.real)
 
 
-STAGE = "stage"
+STAGE, EXPERT = "stage", "expert"
 IN_USE_SPLIT = ("heads", "kv_heads", "mlp", "vocab")
 """Logical axes that stay split in use, over `tensor`."""
 
@@ -109,11 +109,29 @@ class ShardingRules:
         return self.params if self.optimizer is None else self.optimizer
 
     def of(self, axes: LogicalAxes, sizes: Mapping[str, int]) -> ShardingRules:
-        """These rules for a parameter of logical axes `axes` on mesh axes `sizes`: in a pipeline
-        `stage` splits what is stacked over layers by layer; all other parameters belong to every
-        stage, and are split over it as they are over `tensor` (and within that)."""
-        if sizes.get(STAGE, 1) == 1:
-            return self
+        """These rules for a parameter of logical axes `axes` on mesh axes `sizes`: `expert` splits
+        matrices that are stacked over experts by expert, in use too, and nothing else of them. In a
+        pipeline `stage` splits what is stacked over layers by layer; all other parameters belong to
+        every stage, and are split over it as they are over `tensor` (and within that)."""
+        rules = self
+        if sizes.get(EXPERT, 1) > 1 and "experts" in axes and not is_small(axes):
+            rules = self._by_expert()
+        return rules if sizes.get(STAGE, 1) == 1 else rules._by_stage(axes, sizes)
+
+    def _by_expert(self) -> ShardingRules:
+        def split(rules: Table) -> Table:
+            rest = {name: tuple(a for a in over if a != EXPERT) for name, over in rules}
+            return tuple((rest | {"experts": (EXPERT, *rest.get("experts", ()))}).items())
+
+        optimizer = None if self.optimizer is None else split(self.optimizer)
+        return replace(
+            self,
+            params=split(self.params),
+            optimizer=optimizer,
+            activations=split(self.activations),
+        )
+
+    def _by_stage(self, axes: LogicalAxes, sizes: Mapping[str, int]) -> ShardingRules:
         in_use = dict(self.activations)
         names = ("layers",) if "layers" in axes else IN_USE_SPLIT
         added = {name: (*in_use.get(name, ()), STAGE) for name in names}
@@ -158,23 +176,30 @@ def zero1() -> ShardingRules:
 
     Gradients are reduced once a step, each device updates its part, parameters are all-gathered.
     """
-    return ShardingRules(optimizer=table({"embed": ("fsdp", "data")}), accumulate_sharded=False)
+    return replace(zero2(), accumulate_sharded=False)
 
 
 def zero2() -> ShardingRules:
     """As `zero1`, and gradients are accumulated split (P_os+g)."""
-    return ShardingRules(optimizer=table({"embed": ("fsdp", "data")}))
+    split = ("fsdp", "data")
+    return ShardingRules(optimizer=table({"embed": split, "latent": split}))
 
 
 def fsdp() -> ShardingRules:
     """Parameters, gradients and optimizer state split (ZeRO-3, P_os+g+p)."""
-    return ShardingRules(params=table({"embed": ("fsdp", "expert")}))
+    split = ("fsdp", "expert")
+    return ShardingRules(params=table({"embed": split, "latent": split}))
 
 
 def tensor() -> ShardingRules:
     """Heads, hidden units and vocabulary split (Megatron; Shoeybi et al. 2019)."""
     split = table({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
     return ShardingRules(params=split, activations=_merge(_IN_USE, split))
+
+
+def is_small(axes: LogicalAxes) -> bool:
+    """Whether a leaf has fewer than two dims beside stacking ones."""
+    return sum(axis not in STACKING_AXES for axis in axes) < 2
 
 
 def dims(
@@ -187,7 +212,7 @@ def dims(
     and on a mesh axis used twice, showing the logical axes and the result.
     """
     lookup = dict(rules)
-    small = sum(axis not in STACKING_AXES for axis in axes) < 2
+    small = is_small(axes)
     out = []
     for axis in axes:
         if axis is not None and axis not in LOGICAL_AXES and axis not in lookup:

@@ -1,28 +1,35 @@
 """The public names and where they are: read by type checkers, and by `__init__.py`."""
 
 from .adapters import column as column
+from .adapters import replicated as replicated
 from .adapters import row as row
-from .block import AttentionConfig as AttentionConfig
-from .block import BlockConfig as BlockConfig
-from .block import MlpConfig as MlpConfig
-from .block import MoeConfig as MoeConfig
-from .block import gelu_exact as gelu_exact
-from .block import gelu_tanh as gelu_tanh
-from .block import silu as silu
 from .decoder import DecoderConfig as DecoderConfig
 from .description import AttentionCall as AttentionCall
 from .description import Bias as Bias
+from .description import Branches as Branches
 from .description import ColumnParallel as ColumnParallel
 from .description import Elementwise as Elementwise
 from .description import ExpertCall as ExpertCall
 from .description import Head as Head
 from .description import ModelDescription as ModelDescription
+from .description import NormAcrossHeads as NormAcrossHeads
+from .description import ReplicatedProduct as ReplicatedProduct
 from .description import Residual as Residual
 from .description import RowParallel as RowParallel
+from .description import TokenGather as TokenGather
 from .description import Weight as Weight
 from .layered import LayeredModel as LayeredModel
 from .layered import ModelConfig as ModelConfig
 from .layered import stacked_blocks as stacked_blocks
 from .layered import vocabulary_table as vocabulary_table
+from .transformer.attention import AttentionConfig as AttentionConfig
+from .transformer.block import BlockConfig as BlockConfig
+from .transformer.feed_forward import MlpConfig as MlpConfig
+from .transformer.feed_forward import gelu_exact as gelu_exact
+from .transformer.feed_forward import gelu_tanh as gelu_tanh
+from .transformer.feed_forward import silu as silu
+from .transformer.latent import LatentAttentionConfig as LatentAttentionConfig
+from .transformer.mixture import MoeConfig as MoeConfig
+from .transformer.mixture import SharedExpert as SharedExpert
 
 __all__: list[str]

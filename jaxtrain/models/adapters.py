@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.collectives.vary import Index
+from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.models.description import ADAPTER_A as INTO
 from jaxtrain.models.description import ADAPTER_B as OUT_OF
-from jaxtrain.models.description import ModelDescription, products
+from jaxtrain.models.description import ModelDescription, adaptable
 from jaxtrain.models.layered import layer_key
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.param import named_key
@@ -48,14 +49,15 @@ def add_adapters(
         weight = getattr(module, last)
         *stack, rows, columns = weight[...].shape
         *stacked, into, out = weight.get_metadata()["axes"]
+        layered = STACKING_AXES[0] in stacked
+        shape = (*stack[layered:], rows, adapters.rank)  # of experts one for each
 
-        def drawn(layer: Index, name: str = name, rows: int = rows) -> jax.Array:
+        def drawn(layer: Index, name: str = name, shape: tuple[int, ...] = shape) -> jax.Array:
             own = named_key(named_key(layer_key(key, layer), "adapters"), name)
-            normal = jax.random.normal(named_key(own, "a"), (rows, adapters.rank), jnp.float32)
-            return normal * rows**-0.5
+            return jax.random.normal(named_key(own, "a"), shape, jnp.float32) * shape[-2] ** -0.5
 
         numbers = description.layers_at(path)
-        a = jax.vmap(drawn)(jnp.asarray(numbers)) if stack else drawn(numbers[0])
+        a = jax.vmap(drawn)(jnp.asarray(numbers)) if layered else drawn(numbers[0])
         setattr(module, last + INTO, nnx.Param(a, axes=(*stacked, into, None)))
         b = jnp.zeros((*stack, adapters.rank, columns), jnp.float32)
         setattr(module, last + OUT_OF, nnx.Param(b, axes=(*stacked, None, out)))
@@ -67,7 +69,7 @@ def targets_in(adapters: Adapters, description: ModelDescription) -> list[tuple[
     return [
         (path, weight.leaf)
         for path, block in description.blocks.items()
-        for weight in products(block)
+        for weight in adaptable(block)
         if path + weight.leaf in adapters.targets
     ]
 
@@ -96,6 +98,32 @@ def row(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
     return comm.row(x, weight, (z, getattr(module, name + OUT_OF)[...]))
 
 
+def replicated(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
+    """x [tokens share, in] times the module's matrix of that name, which every device has whole:
+    [tokens share, out]."""
+    y = comm.multiply(x, getattr(module, name)[...])
+    if not hasattr(module, name + INTO):
+        return y
+    z = comm.multiply(x, getattr(module, name + INTO)[...]) * module.lora_scale
+    return y + comm.multiply(z, getattr(module, name + OUT_OF)[...])
+
+
+def matrix(module: Any, name: str) -> jax.Array:
+    """The module's matrix of that name, what its adapter adds to it included."""
+    weight = getattr(module, name)[...]
+    if not hasattr(module, name + INTO):
+        return weight
+    change = getattr(module, name + INTO)[...] @ getattr(module, name + OUT_OF)[...]
+    return weight + change * module.lora_scale
+
+
+def adapter(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
+    """A and B beside the module's matrix of that name; None without."""
+    if not hasattr(module, name + INTO):
+        return None
+    return getattr(module, name + INTO)[...], getattr(module, name + OUT_OF)[...]
+
+
 def merge_adapters(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array]:
     """The parameters of one layer or stacked over layers, matrices that have an adapter as
     w + scale A B; adapters stay."""
@@ -114,10 +142,9 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_places(description: ModelDescription) -> dict[str, int]:
-    """The matrices that can have an adapter, and the smaller side of each. Those of a mixture of
-    experts have none."""
+    """The matrices that can have an adapter, and the smaller side of each."""
     return {
         path + weight.leaf: min(weight.rows, weight.columns)
         for path, block in description.blocks.items()
-        for weight in products(block)
+        for weight in adaptable(block)
     }

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
+from jaxtrain.models.routers import add_tallies
 from jaxtrain.models.scales import add_scales
 from jaxtrain.nn.module import ModuleSplit, build, take_apart
 
@@ -21,10 +22,12 @@ def build_model(
     kernel: AttentionKernel | None = None,
     adapters: Adapters | None = None,
     scales: bool = False,
+    tallies: bool = False,
 ) -> nnx.Module:
     """The module with its initial parameters, a function of `key`. kernel: of attention; adapters,
-    and leaves of delayed scales: put beside its matrices; all only of a model that describes
-    itself. A user's own is `build(rngs)` of a config, or a function of `nnx.Rngs`."""
+    and leaves of delayed scales: put beside its matrices; tallies: beside its routers; all only of
+    a model that describes itself. A user's own is `build(rngs)` of a config, or a function of
+    `nnx.Rngs`."""
     if not isinstance(model, ModelConfig):
         make = getattr(model, "build", model)
         return build(lambda key: make(nnx.Rngs(key)), key)
@@ -35,6 +38,8 @@ def build_model(
             add_adapters(module, adapters, model.describe(), key)
         if scales:
             add_scales(module, model.describe())
+        if tallies:
+            add_tallies(module, model.describe())
         return module
 
     return build(made, key)
@@ -46,11 +51,12 @@ def abstract_model(
     adapters: Adapters | None = None,
     kernel: AttentionKernel | None = None,
     scales: bool = False,
+    tallies: bool = False,
 ) -> ModuleSplit:
     """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
 
     def make() -> nnx.Module:
-        how: Any = dict(kernel=kernel, adapters=adapters, scales=scales)
+        how: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=tallies)
         return build_model(model, jax.random.key(0), **how)
 
     return take_apart(nnx.eval_shape(make))

@@ -1,4 +1,4 @@
-"""The decoder transformer: GPT-2/3, Llama 2/3, Qwen 2/3, Mistral and Mixtral.
+"""The decoder transformer: GPT-2/3, Llama 2/3, Qwen 2/3, Mistral, mixtures of experts, DeepSeek.
 
 Layers are `prefix`, then a *period* of blocks repeated, then `suffix`; the repeated ones are
 stacked and looped over. Uniform models have a period of one block.
@@ -19,16 +19,8 @@ from jaxtyping import PyTree
 from jaxtrain.attention.documents import document_starts
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
-from jaxtrain.models.block import (
-    Activation,
-    Block,
-    BlockConfig,
-    Cache,
-    Context,
-    Place,
-    describe_block,
-)
 from jaxtrain.models.decoder_fields import DecoderFields
+from jaxtrain.models.describe import describe_block
 from jaxtrain.models.description import ABILITIES, Head, ModelDescription
 from jaxtrain.models.layered import (
     Batch,
@@ -39,16 +31,25 @@ from jaxtrain.models.layered import (
     vocabulary_table,
 )
 from jaxtrain.models.small import shrunk, varied
+from jaxtrain.models.transformer.attention import Cache
+from jaxtrain.models.transformer.block import Block, BlockConfig
+from jaxtrain.models.transformer.feed_forward import Activation
+from jaxtrain.models.transformer.latent import LatentCache
+from jaxtrain.models.transformer.place import Context, Place
 from jaxtrain.models.validate import violations
+from jaxtrain.moe.layer import TokenFacts
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy, logits
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.norm import Norm
 from jaxtrain.nn.param import normal
-from jaxtrain.nn.rotary import tables
+from jaxtrain.nn.rotary.rope import tables
+from jaxtrain.nn.rotary.scaling import Seq
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.telemetry.flops import ModelFlops
+
+Caches = Cache | LatentCache
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class DecoderConfig(DecoderFields):
             entering=positions,
             fields={name: ("seq",) for name in ("tokens", "targets", "weights")},
             positions=self.learned_positions,
+            switches=tuple(sorted({rope.switch for rope, _ in self.ropes if rope.switch})),
             can=ABILITIES,
         )
 
@@ -112,11 +114,10 @@ class DecoderConfig(DecoderFields):
         dropout: float,
         activation: Activation | None = None,
         periods: int | None = None,
-        every_expert: bool = False,
+        kept_routing: int | None = None,
     ) -> DecoderConfig:
-        """The same with these options, None for its own; every_expert: a mixture's tokens go
-        through all of them."""
-        options: Any = dict(activation=activation, periods=periods, every_expert=every_expert)
+        """The same with these options, None for its own; kept_routing: as mixtures have it."""
+        options: Any = dict(activation=activation, periods=periods, kept_routing=kept_routing)
         return replace(self, **varied(self, dropout=dropout, **options))
 
     def build(self, key: jax.Array, *, kernel: AttentionKernel | None = None) -> Decoder:
@@ -183,15 +184,14 @@ class Decoder(LayeredModel):
         """Sum of weighted negative log-likelihoods in nats, and of weights.
 
         batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
-        rows [rows], their global numbers.
+        rows [rows], their global numbers; with routing that is kept places [rows, seq], the number
+        of each token in the batch.
         """
         x = self.hidden(x, context, comm, loop)
         name = "embedding" if self.config.tied else "head"
         head, x = (tables[name], x) if self.config.tied else self.gather_param(comm, "head", x)
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
-        targets = batch["targets"].reshape(-1)
-        weights = batch.get("weights", jnp.ones(targets.shape, jnp.float32)).reshape(-1)
-        weights = weights.astype(jnp.float32)
+        targets, weights = batch["targets"].reshape(-1), _token_weights(batch)
         rows = len(batch["tokens"])
         total = cross_entropy(comm, x, head, targets, weights, config, rows=rows)
         return LossSums(total, jnp.sum(weights) / comm.vocab_ways())
@@ -207,8 +207,14 @@ class Decoder(LayeredModel):
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
         """What every layer is told of a batch's tokens."""
+        return self._context(batch, key, comm, comm.row_seq(batch["tokens"].shape[1]))
+
+    def _context(
+        self, batch: Batch, key: jax.Array | None, comm: Communicator, row_seq: Seq
+    ) -> Context:
+        """row_seq: tokens of a whole row so far, by which rotary embeddings may go."""
         rows, seq = batch["tokens"].shape
-        at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
+        at = jnp.broadcast_to(comm.positions(seq)[None], (rows, seq))
         # Of the tokens' type: of what is equal on devices that share the work a gradient would be
         # summed over them, though nobody reads that of positions.
         positions = batch["positions"] if "positions" in batch else at + 0 * batch["tokens"]
@@ -218,9 +224,11 @@ class Decoder(LayeredModel):
             keys = DropoutKeys(
                 key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(at.reshape(-1))
             )
-        ropes = tuple(tables(rope, positions, size) for rope, size in self.config.ropes)
+        ropes = tuple(tables(rope, positions, size, row_seq) for rope, size in self.config.ropes)
         starts = document_starts(batch["segments"]) if "segments" in batch else None
-        return Context(positions, starts, ropes, keys)
+        weights = _token_weights(batch) if self.config.balanced else None
+        places = batch["places"].reshape(-1) if "places" in batch else None
+        return Context(positions, starts, ropes, keys, facts=TokenFacts(weights, places))
 
     def _embed(
         self, table: jax.Array, ids: jax.Array, context: Context, comm: Communicator
@@ -235,26 +243,24 @@ class Decoder(LayeredModel):
         x = comm.constrain(x, "batch*seq", "embed")
         return dropout(x, config.dropout, context.keys, name="embedding")
 
-    def empty_cache(self, rows: int, max_seq: int, dtype: Any) -> list[Cache]:
+    def empty_cache(self, rows: int, max_seq: int, dtype: Any) -> list[Caches]:
         """Caches for `decode`: one a layer outside the period, stacked ones for its blocks."""
         config = self.config
 
-        def cache(block: BlockConfig, *lead: int) -> Cache:
-            a = block.attention
-            shape = (*lead, rows, max_seq, a.key_heads, a.size(config.embed))
-            return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        def cache(block: BlockConfig, *lead: int) -> Caches:
+            return block.attention.empty_cache(config.embed, (*lead, rows, max_seq), dtype)
 
         inner = [cache(b, config.periods) for b in config.period]
         return [*map(cache, config.prefix), *inner, *map(cache, config.suffix)]
 
     def decode(
-        self, ids: jax.Array, caches: list[Cache], index: jax.Array, *, comm: Local
-    ) -> tuple[jax.Array, list[Cache]]:
+        self, ids: jax.Array, caches: list[Caches], index: jax.Array, *, comm: Local
+    ) -> tuple[jax.Array, list[Caches]]:
         """fp32 logits [rows, new, padded vocab] of new tokens [rows, new] after `index` others."""
         rows, new = ids.shape
         positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
-        context = self.context({"tokens": ids, "positions": positions}, None, comm)
-        context = context._replace(index=index)
+        batch = {"tokens": ids, "positions": positions}
+        context = self._context(batch, None, comm, index + new)._replace(index=index)
         table, ids = self.gather_param(comm, "embedding", ids)
         x = self._embed(table, ids, context, comm)
         first, n = len(self.prefix), len(self.period)
@@ -283,6 +289,12 @@ class Decoder(LayeredModel):
         head = table if self.config.tied else self.gather_param(comm, "head", x)[0]
         z = logits(self.norm(x), head, self.head_config)
         return z.reshape(rows, new, -1), out
+
+
+def _token_weights(batch: Batch) -> jax.Array:
+    """[rows * seq] of each token in the loss."""
+    given = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
+    return given.reshape(-1).astype(jnp.float32)
 
 
 def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtrain.models.block import BlockConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.norm import NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation
-from jaxtrain.nn.rotary import Rope
+from jaxtrain.nn.rotary.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,14 @@ class DecoderFields:
         return (*self.prefix, *(self.period * self.periods), *self.suffix)
 
     @property
+    def balanced(self) -> bool:
+        """Whether any layer has experts whose choices are counted."""
+        mixtures = (block.mlp for block in self.blocks)
+        return any(isinstance(m, MoeConfig) and m.balance is not None for m in mixtures)
+
+    @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
-        """The distinct rotary embeddings, each with the head_dim it turns."""
-        found = dict.fromkeys((b.attention.rope, b.attention.size(self.embed)) for b in self.blocks)
+        """The distinct rotary embeddings, each with the head_dim it is of."""
+        each = (block.attention for block in self.blocks)
+        found = dict.fromkeys((a.rope, a.rotary_size(self.embed)) for a in each)
         return tuple((rope, size) for rope, size in found if rope is not None)

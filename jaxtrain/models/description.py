@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from jaxtrain.telemetry.flops import Attention, Matmul, ModelFlops, forward_flops
+
+if TYPE_CHECKING:
+    from jaxtrain.moe.replay import Replay
 
 STACK = "period."
 """What begins the names of leaves that are stacked over layers: those of the module's `period`."""
@@ -55,10 +59,27 @@ class RowParallel:
 
 
 @dataclass(frozen=True)
+class ReplicatedProduct:
+    """x @ w for weights that every device of `tensor` has whole, by `Communicator.multiply`: each
+    multiplies its own share of the tokens, and nothing is sent. weights: of one input."""
+
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class TokenGather:
+    """What the heads of every device read of all tokens, by `Communicator.all_tokens`. width: its
+    numbers of a token."""
+
+    width: int
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """Scores and values of all heads, by `Communicator.attend`. heads: of queries; kv_heads: of
-    keys and values; head_dim: of each; causal: a query sees no later key. window, softcap: as
-    `AttentionConfig` has them."""
+    keys and values; head_dim: of each as the kernel is given them; causal: a query sees no later
+    key. window, softcap: as `AttentionConfig` has them. needed: head_dim of queries and keys, and
+    that of values, without what pads the shorter to the longer; None where neither is padded."""
 
     heads: int
     kv_heads: int
@@ -66,26 +87,43 @@ class AttentionCall:
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
+    needed: tuple[int, int] | None = None
 
     @property
     def flops(self) -> Attention:
         """One layer's, for `telemetry.flops`."""
-        return Attention(self.heads, self.head_dim, self.window, causal=self.causal)
+        size, value = self.needed or (self.head_dim, None)
+        return Attention(self.heads, size, self.window, causal=self.causal, value_dim=value)
 
 
 @dataclass(frozen=True)
 class ExpertCall:
     """A mixture of experts, by `Communicator.experts`. router: its matrix; weights: those of one
-    expert; experts: how many there are; per_token: through how many of them a token goes."""
+    expert; experts: how many there are; per_token: through how many of them a token goes; shared:
+    matrices that every token meets beside them. learns: whether the router has a gradient from the
+    loss. rows_of_group: tokens that an expert takes of each `routing_group` of them, None for all.
+
+    tallied: a step counts its choices; sums_loads: and adds them up over devices in each pass, for
+    an auxiliary loss; bias_rate: by how much the router's bias moves in a step; replay: of routing
+    that is kept.
+    """
 
     router: Weight
     weights: tuple[Weight, ...]
     experts: int
     per_token: int
+    shared: tuple[Weight, ...] = ()
+    learns: bool = True
+    tallied: bool = False
+    sums_loads: bool = False
+    bias_rate: float = 0.0
+    routing_group: int | None = None
+    rows_of_group: int | None = None
+    replay: Replay | None = None
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        return (self.router.leaf, *(weight.leaf for weight in self.weights))
+        return (self.router.leaf, *(weight.leaf for weight in (*self.weights, *self.shared)))
 
 
 @dataclass(frozen=True)
@@ -97,14 +135,43 @@ class Elementwise:
 
 
 @dataclass(frozen=True)
+class NormAcrossHeads:
+    """Norms of what tensor parallelism has split by heads, over all of them: of each token `sums`
+    numbers are summed over devices, by one `Communicator.sum_over_heads`. leaves: as of
+    `Elementwise`."""
+
+    leaves: tuple[str, ...]
+    sums: int
+
+
+@dataclass(frozen=True)
 class Bias:
     """A parameter that is added: its derivative needs nothing. leaves: as of `Elementwise`."""
 
     leaves: tuple[str, ...]
 
 
-ABILITIES = frozenset({"explicit", "pipeline", "adapters", "generation"})
-Operation = ColumnParallel | RowParallel | AttentionCall | ExpertCall | Elementwise | Bias
+@dataclass(frozen=True)
+class Branches:
+    """Operations side by side on one input; what comes after them reads what all of them end with.
+    branches: each a chain."""
+
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation"})
+Product = ColumnParallel | RowParallel | ReplicatedProduct
+"""What multiplies tokens by matrices that all of them meet."""
+Operation = (
+    Product
+    | TokenGather
+    | AttentionCall
+    | ExpertCall
+    | Elementwise
+    | NormAcrossHeads
+    | Bias
+    | Branches
+)
 
 
 @dataclass(frozen=True)
@@ -123,24 +190,37 @@ def named_by(leaf: str, names: Iterable[str]) -> bool:
 
 
 def operations(block: Block) -> Iterator[Operation]:
-    """Those of a block, in their order."""
+    """Those of a block, in their order; of branches those in them."""
     for step in block:
-        yield from step.branch if isinstance(step, Residual) else (step,)
+        if isinstance(step, Residual):
+            yield from operations(step.branch)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from operations(branch)
+        else:
+            yield step
 
 
 def matrices(operation: Operation) -> tuple[Weight, ...]:
-    """All that an operation multiplies by; of experts the router and one expert's."""
+    """All that an operation multiplies by; of experts the router, those of one and of the
+    shared one."""
     if isinstance(operation, ExpertCall):
-        return (operation.router, *operation.weights)
-    return operation.weights if isinstance(operation, ColumnParallel | RowParallel) else ()
+        return (operation.router, *operation.weights, *operation.shared)
+    return operation.weights if isinstance(operation, Product) else ()
 
 
 def products(block: Block) -> Iterator[Weight]:
-    """The matrices that every token of a block meets by `column` or `row`: those that can have
-    adapters, and whose gradients a schedule's W makes."""
+    """The matrices that every token of a block meets by `column` or `row`: those that may be
+    multiplied by in 8 bits, and whose gradients a schedule's W makes."""
     for each in operations(block):
         if isinstance(each, ColumnParallel | RowParallel):
             yield from each.weights
+
+
+def adaptable(block: Block) -> Iterator[Weight]:
+    """The matrices of a block that can have adapters: all but those with one column."""
+    for each in operations(block):
+        yield from (weight for weight in matrices(each) if weight.columns > 1)
 
 
 @dataclass(frozen=True)
@@ -172,10 +252,13 @@ class ModelDescription:
     each token of the residual stream, ("seq",). weights: the field that its losses are multiplied
     by, with which an evaluation drops rows that it has no use for; one called "weights" is made of
     ones where rows have none. positions: the longest sequence that there are positions
-    for, None for any.
+    for, None for any. switches: lengths beyond which a sequence's keys are others from its first
+    token on, so that a cache is made anew there (`Rope.switch`).
     sums: names of what `loss` adds up beside the loss, weighted like it, such as "accuracy".
-    can: of ABILITIES: run in explicit mode, on stages, with LoRA's adapters, and generate, for
-    which it has `decode` and `empty_cache`.
+    can: of ABILITIES: run in explicit mode, on stages, with parts of a sequence, for which it asks
+    `Communicator.positions` where tokens are and attends by a `SelfAttention` with the document
+    starts of whole rows; with LoRA's adapters, and generate, for which it has `decode` and
+    `empty_cache`.
     """
 
     embed: int
@@ -190,6 +273,7 @@ class ModelDescription:
     entering: tuple[str, ...] = ()
     entry: tuple[Operation, ...] = ()
     positions: int | None = None
+    switches: tuple[int, ...] = ()
     weights: str = "weights"
     sums: tuple[str, ...] = ()
     can: frozenset[str] = frozenset({"explicit", "pipeline", "adapters"})
@@ -216,6 +300,23 @@ class ModelDescription:
         return [path + weight.leaf for path, b in self.blocks.items() for weight in products(b)]
 
     @property
+    def expert_matrices(self) -> dict[str, int]:
+        """The leaves of experts' matrices, and of how many experts each is."""
+        return {
+            path + weight.leaf: each.experts
+            for path, block in self.blocks.items()
+            for each in operations(block)
+            if isinstance(each, ExpertCall)
+            for weight in each.weights
+        }
+
+    @property
+    def narrowed(self) -> dict[str, int]:
+        """The leaves that are multiplied by in 8 bits where that is asked for, and how many scales
+        each has."""
+        return {**dict.fromkeys(self.products, 1), **self.expert_matrices}
+
+    @property
     def blocks(self) -> dict[str, Block]:
         """All blocks by their paths, those of the period once."""
         return {**self.before, **self.stacked, **self.after}
@@ -229,6 +330,17 @@ class ModelDescription:
         at = outside.index(path)
         at += 0 if at < first else n * self.periods
         return range(at, at + 1)
+
+    @property
+    def expert_calls(self) -> list[ExpertCall]:
+        """Mixtures of experts, those of the period once."""
+        every = (each for block in self.blocks.values() for each in operations(block))
+        return [each for each in every if isinstance(each, ExpertCall)]
+
+    @property
+    def balances_microbatches(self) -> bool:
+        """Whether what is learned hangs on how a batch is cut into microbatches."""
+        return any(call.sums_loads for call in self.expert_calls)
 
     @property
     def layers(self) -> list[Block]:
@@ -258,11 +370,12 @@ class ModelDescription:
         matmuls, calls = [Matmul(self.head.leaf, self.embed, self.head.vocab)], Counter()
         for block, count in self._counted:
             for each in operations(block):
-                if isinstance(each, ColumnParallel | RowParallel):
+                if isinstance(each, Product):
                     matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in each.weights]
                 elif isinstance(each, ExpertCall):
-                    r, met = each.router, count * each.per_token
-                    matmuls += [Matmul(r.leaf, r.rows, r.columns, count)]
+                    met = count * each.per_token
+                    every = (each.router, *each.shared)
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in every]
                     matmuls += [Matmul(w.leaf, w.rows, w.columns, met) for w in each.weights]
                 elif isinstance(each, AttentionCall):
                     calls[each.flops] += count

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from jaxtrain.models.block import BlockConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.latent import LatentAttentionConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.param import Initialisation
 
 
@@ -18,11 +21,11 @@ def essence(config: Any) -> Any:
         return None
 
     def block(given: BlockConfig) -> BlockConfig:
-        a = given.attention
-        size = a.size(config.embed)
-        scale = None if a.scale == size**-0.5 else a.scale
-        attention = replace(a, kv_heads=a.key_heads, head_dim=size, scale=scale)
-        return replace(given, attention=attention, dropout=0.0)
+        attention = _attention(given.attention, config.embed)
+        mlp = given.mlp
+        if isinstance(mlp, MoeConfig):
+            mlp = replace(mlp, balance=None)
+        return replace(given, attention=attention, mlp=mlp, dropout=0.0)
 
     return replace(
         config,
@@ -34,6 +37,17 @@ def essence(config: Any) -> Any:
         vocab_multiple=1,
         chunk_tokens=1,
     )
+
+
+def _attention(
+    a: AttentionConfig | LatentAttentionConfig, embed: int
+) -> AttentionConfig | LatentAttentionConfig:
+    if isinstance(a, LatentAttentionConfig):
+        usual = replace(a, scale=None)
+        return usual if usual.scoring_scale() == a.scale else a
+    size = a.size(embed)
+    scale = None if a.scale == size**-0.5 else a.scale
+    return replace(a, kv_heads=a.key_heads, head_dim=size, scale=scale)
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, str, str]]:

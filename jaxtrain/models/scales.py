@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -15,16 +15,22 @@ from jaxtrain.nn.quantized.delayed import (
     ROWS,
     SCALES,
     first_table,
-    is_scales,
     next_table,
+    table_of_weight,
 )
 from jaxtrain.nn.quantized.recipe import Products
 
 
+def scale_names(description: ModelDescription | None) -> frozenset[str]:
+    """The names of such leaves of a model whose products have delayed scales."""
+    return frozenset(k + SCALES for k in (() if description is None else description.narrowed))
+
+
 def add_scales(model: nnx.Module, description: ModelDescription) -> None:
     """Gives modules of `model` a leaf of scales for each matrix that a layer multiplies by, stacked
-    as it is; zeros, which `first_scales` replaces."""
-    for name in description.products:
+    as it is, over experts too; zeros, which `first_scales` replaces. Raises ValueError where the
+    module has another parameter of that name."""
+    for name in description.narrowed:
         *way, last = name.split(".")
         module: Any = model
         for part in way:
@@ -32,26 +38,48 @@ def add_scales(model: nnx.Module, description: ModelDescription) -> None:
         weight = getattr(module, last)
         *stack, _, _ = weight[...].shape
         *stacked, _, _ = weight.get_metadata()["axes"]
+        if hasattr(module, last + SCALES):
+            raise ValueError(
+                f"the model has a parameter {name}{SCALES}, the name of the delayed scales of "
+                f"{name}; give it another name, or use Fp8Products(scaling=None)"
+            )
         leaf = nnx.Param(jnp.zeros((*stack, len(ROWS) * EXPONENTS)), axes=(*stacked, None))
         setattr(module, last + SCALES, leaf)
 
 
-def first_scales(params: Mapping[str, Any], products: Products | None) -> dict[str, Any]:
-    """The parameters, each leaf of scales among them as before the first step."""
+def first_scales(
+    params: Mapping[str, Any], scales: Set[str], products: Products | None, derivative: float = 1.0
+) -> dict[str, Any]:
+    """The parameters, those leaves of `scales` as before the first step. derivative: as of
+    `first_table`."""
     found = dict(params)
-    for name in filter(is_scales, params):
+    for name in scales:
         assert products is not None and products.scaling is not None, "scales of no products"
         weight, forms = params[name.removesuffix(SCALES)], (products.forward, products.backward)
-        found[name] = first_table(weight, *forms, products.scaling.history)
+        found[name] = first_table(weight, *forms, products.scaling.history, derivative)
     return found
 
 
 def next_scales(
-    params: Mapping[str, jax.Array], grads: Mapping[str, jax.Array], products: Products | None
+    params: Mapping[str, jax.Array],
+    grads: Mapping[str, jax.Array],
+    scales: Set[str],
+    products: Products | None,
 ) -> dict[str, jax.Array]:
-    """The leaves of scales after a step. grads: of all leaves; of these what the step saw."""
+    """The leaves of `scales` after a step. grads: of all trained leaves; of these what the step
+    saw."""
     if products is None or products.scaling is None:
         return {}
     history = products.scaling.history
-    found = {k: g for k, g in grads.items() if is_scales(k)}
-    return {k: next_table(params[k], g, history) for k, g in found.items()}
+    return {k: next_table(params[k], grads[k], history) for k in scales if k in grads}
+
+
+def scales_of_weights(
+    params: Mapping[str, jax.Array], scales: Set[str], products: Products | None
+) -> dict[str, jax.Array]:
+    """The leaves of `scales` in which w's are those that the weights of `params` need, which no
+    step has had: averages of a run's may be larger than its own of late."""
+    if products is None or products.scaling is None:
+        return {}
+    weights = {k: params[k.removesuffix(SCALES)] for k in scales}
+    return {k: table_of_weight(params[k], w, products.forward) for k, w in weights.items()}

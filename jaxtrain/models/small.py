@@ -5,30 +5,45 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.models.block import Activation, BlockConfig, MlpConfig, MoeConfig
 from jaxtrain.models.decoder_fields import DecoderFields
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import Activation, MlpConfig
+from jaxtrain.models.transformer.latent import LatentAttentionConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
+from jaxtrain.moe.router import Groups
+from jaxtrain.nn.param import Initialisation
+from jaxtrain.nn.rotary.rope import Rope
+from jaxtrain.nn.rotary.scaling import DynamicNtk, LongRope
 
-EMBED, HIDDEN, HEAD_DIM, VOCAB, SEQ = 64, 192, 8, 250, 16
-"""EMBED and HIDDEN are rounded up to a multiple of the devices."""
-EXPERTS = 8
-"""At most; a token goes through half of them or less."""
+EMBED, HIDDEN, HEAD_DIM, LATENT, VOCAB, SEQ = 64, 192, 8, 16, 250, 16
+"""EMBED, HIDDEN and LATENT are rounded up to a multiple of the devices."""
+EXPERTS, OF_EXPERT = 8, 32
+"""Experts at most, of which a token goes through half or less; and hidden units of each, which are
+multiplied in blocks of few rows. OF_EXPERT is rounded up as HIDDEN is."""
 
 
 def shrunk(config: DecoderFields, devices: int) -> dict[str, Any]:
-    """The fields of a decoder of two periods (two to four layers), narrow, a few heads for every
-    device: norms, biases, windows, grouped queries, tying and scales stay."""
+    """The fields of a decoder of two periods and what stands before and behind them, narrow, a few
+    heads for every device: norms, biases, windows, rotary embeddings, grouped queries, tying and
+    scales stay."""
     narrow = {block: _block(block, devices) for block in config.blocks}
     period = tuple(narrow[b] for b in config.period)
     prefix, suffix = (tuple(narrow[b] for b in part) for part in (config.prefix, config.suffix))
+    if len(period) > 2:  # one layer of each kind, in their order
+        period = tuple(dict.fromkeys(period))
+        prefix, suffix = (tuple(dict.fromkeys(part)) for part in (prefix, suffix))
     periods = 1 if len(period) > 2 else 2
+    embed = _multiple(EMBED, devices)
     return dict(
         vocab=VOCAB,
-        embed=_multiple(EMBED, devices),
+        embed=embed,
+        init=_init(config.init, config.embed / embed),
         layers=len(prefix) + len(suffix) + periods * len(period),
         period=period,
         prefix=prefix,
         suffix=suffix,
-        learned_positions=None if config.learned_positions is None else SEQ,
+        learned_positions=None if config.learned_positions is None else seq_of(devices),
         vocab_multiple=8 * devices,
         chunk_tokens=32,
     )
@@ -40,15 +55,15 @@ def varied(
     dropout: float,
     activation: Activation | None,
     periods: int | None,
-    every_expert: bool,
+    kept_routing: int | None,
 ) -> dict[str, Any]:
     """The fields of the same decoder with these options, None for what it has."""
 
     def mlp(given: MlpConfig | MoeConfig) -> MlpConfig | MoeConfig:
         given = replace(given, activation=activation or given.activation)
-        if not every_expert or not isinstance(given, MoeConfig):
+        if not isinstance(given, MoeConfig):
             return given
-        return replace(given, experts_per_token=given.experts)
+        return replace(given, kept_routing=kept_routing)
 
     parts: dict[str, Any] = {
         part: tuple(
@@ -62,23 +77,84 @@ def varied(
     return {"dropout": dropout, **parts}
 
 
+def _init(init: Initialisation, narrower: float) -> Initialisation:
+    """Products as large as they were, of so many times fewer terms: what is nearly zero before a
+    norm comes out of it with all its rounding."""
+    return init if init.std is None else replace(init, std=init.std * max(narrower, 1.0) ** 0.5)
+
+
 def _block(block: BlockConfig, devices: int) -> BlockConfig:
-    a = block.attention
-    grouped = 2 if a.key_heads < a.heads else 1
-    attention = replace(
-        a,
-        heads=devices * grouped,
-        kv_heads=devices,
-        head_dim=HEAD_DIM,
-        window=None if a.window is None else SEQ // 2,
-    )
-    mlp = replace(block.mlp, hidden=_multiple(HIDDEN, devices))
+    of_experts = isinstance(block.mlp, MoeConfig)
+    mlp = replace(block.mlp, hidden=_multiple(OF_EXPERT if of_experts else HIDDEN, devices))
     if isinstance(mlp, MoeConfig):
         experts = min(mlp.experts, EXPERTS)
         # At least two of several: with one its share is 1, and the router has no gradient.
         chosen = min(mlp.experts_per_token, max(experts // 2, 2), experts)
-        mlp = replace(mlp, experts=experts, experts_per_token=chosen)
-    return replace(block, attention=attention, mlp=mlp)
+        mlp = _mixture(replace(mlp, experts=experts, experts_per_token=chosen), devices)
+    return replace(block, attention=_attention(block.attention, devices), mlp=mlp)
+
+
+def _attention(
+    a: AttentionConfig | LatentAttentionConfig, devices: int
+) -> AttentionConfig | LatentAttentionConfig:
+    """Values of a latent stay longer or shorter than queries, or as long."""
+    if isinstance(a, LatentAttentionConfig):
+        other = (a.value_head_dim > a.head_dim) - (a.value_head_dim < a.head_dim)
+        return replace(
+            a,
+            heads=devices,
+            latent=_multiple(LATENT, devices),
+            nope_head_dim=HEAD_DIM,
+            rope_head_dim=HEAD_DIM // 2,
+            value_head_dim=HEAD_DIM + HEAD_DIM // 2 + 2 * other,
+            query_latent=a.query_latent and _multiple(2 * LATENT, devices),
+            rope=_rope(a.rope, HEAD_DIM // 2),
+        )
+    return replace(
+        a,
+        heads=devices * (2 if a.key_heads < a.heads else 1),
+        kv_heads=devices,
+        head_dim=HEAD_DIM,
+        window=None if a.window is None else SEQ // 2,
+        rope=a.rope and _rope(a.rope, HEAD_DIM),
+    )
+
+
+def _rope(rope: Rope, head_dim: int) -> Rope:
+    """Of heads of so many dims; one that goes by a row's length does so within small rows."""
+    turned = max(rope.turned_dims(head_dim) // 2, 1)
+    scaling = rope.scaling
+    if isinstance(scaling, LongRope):
+        short, long = scaling.short_factor, scaling.long_factor
+        every = max(len(short) // turned, 1)
+        few = [(factors[::every] * turned)[:turned] for factors in (short, long)]
+        scaling = replace(scaling, short_factor=few[0], long_factor=few[1])
+    if isinstance(scaling, LongRope | DynamicNtk):
+        scaling = replace(scaling, original_seq=SEQ // 2)
+    return replace(rope, scaling=scaling, partial_rotary_factor=2 * turned / head_dim)
+
+
+def _mixture(mlp: MoeConfig, devices: int) -> MoeConfig:
+    """Its parts made small: two groups of experts, one of which is open where it has enough of
+    them; and tokens compete with those of half a row."""
+    groups = mlp.router.groups
+    if groups is not None and mlp.experts % 2:
+        groups = None
+    elif groups is not None:
+        half = mlp.experts // 2
+        groups = Groups(2, 1 if mlp.experts_per_token <= half else 2, min(groups.best, half))
+    shared, capacity = mlp.shared, mlp.capacity
+    return replace(
+        mlp,
+        router=replace(mlp.router, groups=groups),
+        shared=shared and replace(shared, hidden=_multiple(EMBED, devices)),
+        capacity=capacity and replace(capacity, routing_group=SEQ // 2),
+    )
+
+
+def seq_of(devices: int) -> int:
+    """Tokens of a row: whole chunks, two for each device, wherever it is cut."""
+    return _multiple(SEQ, 2 * devices)
 
 
 def _multiple(size: int, devices: int) -> int:

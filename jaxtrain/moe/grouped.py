@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 from jaxtrain.collectives.vary import vary, varying_axes
 
-Rows = Float[Array, "rows n"]
-Products = Float[Array, "rows m"]
-Experts = Float[Array, "experts n m"]
+Rows = Shaped[Array, "rows n"]
+Products = Shaped[Array, "rows m"]
+Experts = Shaped[Array, "experts n m"]
 Owners = Int[Array, " blocks"]
 
 
@@ -60,6 +60,12 @@ class GroupedMatmul(Protocol):
         ...
 
 
+def takes_8_bits(kernel: GroupedMatmul) -> bool:
+    """Whether `forward` and `backward` take numbers of 8 bits, with results in fp32: a kernel says
+    so by `narrow`. Others get such numbers in 16."""
+    return getattr(kernel, "narrow", False)
+
+
 def grouped_matmul(kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: Owners) -> Products:
     """Each block of `rows` times the matrix of the expert that owns it, in the dtype of rows."""
     # One type for all, as `attention.fused.attend` has it.
@@ -96,6 +102,14 @@ def block_count(rows: int, experts: int, largest: int) -> int:
     the others."""
     taken = min(experts, rows)
     return (rows - taken) // block_rows(rows, experts, largest) + taken
+
+
+def blocks_of(
+    rows: Shaped[Array, "rows n"], owners: Int[Array, " blocks"]
+) -> Shaped[Array, "blocks block n"]:
+    """The rows, block by block; all blocks are of one size."""
+    block = len(rows) // max(len(owners), 1)  # without a token there is no block
+    return rows.reshape(len(owners), block, rows.shape[-1])
 
 
 def group_sizes(owners: Owners, experts: int, rows: int) -> Int[Array, " experts"]:

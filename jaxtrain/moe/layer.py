@@ -1,138 +1,312 @@
 """Mixture of experts: each token goes through the few feed-forward layers its router chooses.
 
-Jiang et al. 2024, "Mixtral of experts": softmax over the experts' logits, the largest k, divided by
-their sum. Nothing is dropped: an expert takes as many tokens as choose it (Gale et al. 2022,
-"MegaBlocks"). Pure functions of what one device holds; who has which tokens and which part of the
-hidden dim is the communicator's to say.
+`router.py` chooses and weighs. Without a `Capacity` nothing is dropped: an expert takes as many
+tokens as choose it (Gale et al. 2022, "MegaBlocks"). Pure functions of what one device holds; who
+has which tokens and which part of the hidden dim is the communicator's to say.
 
-Rows, a token once for each of its experts, are laid out expert after expert, each expert's padded
-to whole blocks of the size that suits the kernel which multiplies them.
+Rows, a token once for each of its experts, are laid out expert after expert (`rows.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxtrain.collectives.vary import varying_axes
-from jaxtrain.moe.grouped import Asked, GroupedMatmul, block_count, block_rows, grouped_matmul
+from jaxtrain.collectives.exchange import ALONE, Exchange
+from jaxtrain.collectives.vary import MeshAxes, varying_axes
+from jaxtrain.moe.across import (
+    bring_back,
+    experts_of_rows,
+    pinned,
+    plan_sends,
+    send,
+)
+from jaxtrain.moe.adapters import Pair, Pairs, products_with_changes, with_changes
+from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, settled
+from jaxtrain.moe.narrow import Matrices, grouped_matmuls, with_own_scales
+from jaxtrain.moe.replay import replayed
+from jaxtrain.moe.room import chunk_count, sent_rows
+from jaxtrain.moe.router import Balance, Capacity, Router, SoftmaxRouter
+from jaxtrain.moe.rows import combine, dispatch, plan_rows
+from jaxtrain.moe.tally import watched_logits
+from jaxtrain.nn.quantized.products import QuantizedWeight
 
 Activation = Callable[[jax.Array], jax.Array]
 
 
-class Plan(NamedTuple):
-    """Where each row lies. A slot is a token's j-th choice, number token * k + j.
+class ExpertLeaves(NamedTuple):
+    """What a layer reads, on one device.
 
-    slots: the slot of each row, or the number of slots where a block is padded. places: the row of
-    each slot. owners: the expert of each block.
+    router [embed, experts]. weights: gate, up [experts, embed, mlp] and down [experts, mlp, embed],
+    or up and down without a gate. bias [experts], tally and replay: of the router, None where it
+    has none.
+    shared: the same as `weights` of an expert that every token goes through, each without its first
+    dim; shared_router [embed, 1]: by whose sigmoid its output is multiplied. () and None without.
+    adapters, shared_adapters: of `weights` and of `shared`, in their order; router_adapter: A
+    [embed, rank] and B [rank, experts].
     """
 
-    slots: Int[Array, " rows"]
-    places: Int[Array, "tokens k"]
-    owners: Int[Array, " blocks"]
+    router: jax.Array
+    weights: tuple[Matrices, ...]
+    bias: jax.Array | None = None
+    tally: jax.Array | None = None
+    replay: jax.Array | None = None
+    shared: tuple[jax.Array, ...] = ()
+    shared_router: jax.Array | None = None
+    adapters: Pairs = ()
+    router_adapter: Pair | None = None
+    shared_adapters: Pairs = ()
+
+    def splits(self, hidden: MeshAxes, experts: MeshAxes = ()) -> ExpertLeaves:
+        """In place of each leaf the mesh axes of its dims: those of the hidden dim and of
+        experts."""
+        into, shared_into = (experts, (), hidden), ((), hidden)
+        shared = (*(shared_into for _ in self.shared[1:]), (hidden, ()))
+        found = {
+            "router": ((), ()),
+            "weights": (*(into for _ in self.weights[1:]), (experts, hidden, ())),
+            "bias": ((),),
+            "tally": ((),),
+            "replay": ((),),
+            "shared": shared[: len(self.shared)],
+            "shared_router": ((), ()),
+        }
+        there: dict[str, Any] = {k: v for k, v in found.items() if getattr(self, k) is not None}
+        of_pairs = {
+            "adapters": ((experts, (), ()), (experts, (), hidden), (experts, hidden, ())),
+            "shared_adapters": (((), ()), ((), hidden), (hidden, ())),
+        }
+        for name, (whole, cut, down) in of_pairs.items():
+            pairs = getattr(self, name)
+            every = (*((whole, cut) for _ in pairs[1:]), (down, whole))[: len(pairs)]
+            there[name] = tuple(pair and split for pair, split in zip(pairs, every, strict=True))
+        if self.router_adapter is not None:
+            there["router_adapter"] = (((), ()), ((), ()))
+        return ExpertLeaves(**there)
 
 
-def moe_layer(
-    x: Float[Array, "tokens embed"],
-    router: Float[Array, "embed experts"],
-    weights: tuple[Float[Array, "experts _ _"], ...],
-    *,
-    k: int,
-    activation: Activation,
-    kernel: GroupedMatmul | PlatformGroupedMatmul | None = None,
-) -> Float[Array, "tokens embed"]:
-    """The outputs of each token's k experts, weighted by its router; in the dtype of x.
+class TokenFacts(NamedTuple):
+    """What else is known of a device's tokens. weights: in the loss, for what is counted, None for
+    ones. places: in the batch, where routing is kept (`moe.replay`)."""
 
-    weights: gate, up [experts, embed, mlp] and down [experts, mlp, embed], or up and down without a
-    gate. Where these have a slice of the hidden dim each, the outputs, and the gradients of x and
-    router, are parts of sums over the slices. kernel: None is the choice for the default backend.
+    weights: Float32[Array, " tokens"] | None = None
+    places: Int[Array, " tokens"] | None = None
+
+
+class Routed(NamedTuple):
+    """Each token's experts, and their shares in its output. An expert of number `experts` is none:
+    the token was dropped there, and the share is zero."""
+
+    shares: Float32[Array, "tokens k"]
+    chosen: Int[Array, "tokens k"]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A mixture of experts: all that is known of it before a program runs.
+
+    per_token: experts that a token goes through. kernel: what multiplies their rows; None is the
+    choice for the default backend. capacity, balance: None for none. adapter_scale: of all
+    adapters among the leaves.
     """
-    *into, down = weights
-    experts, hidden, embed = down.shape
-    checked = bool(varying_axes(x, *weights))
-    kernel = settled(kernel, Asked(len(x) * k, experts, embed, hidden, x.dtype, checked))
-    shares, chosen = route(x, router, k)
-    plan = plan_rows(chosen, experts, kernel.largest_block)
-    rows = dispatch(x, plan)
-    hidden = [grouped_matmul(kernel, rows, w, plan.owners) for w in into]
-    h = activation(hidden[0])
-    h = h * hidden[1] if len(hidden) > 1 else h
-    out = grouped_matmul(kernel, h, down, plan.owners)
-    of_choices = combine(out, plan).astype(jnp.float32)
-    return jnp.sum(of_choices * shares[..., None], axis=1).astype(x.dtype)
+
+    per_token: int
+    activation: Activation
+    router: Router = SoftmaxRouter()  # noqa: RUF009 (frozen)
+    capacity: Capacity | None = None
+    balance: Balance | None = None
+    kernel: GroupedMatmul | PlatformGroupedMatmul | None = None
+    adapter_scale: float = 1.0
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens embed"],
+        leaves: ExpertLeaves,
+        facts: TokenFacts = TokenFacts(),  # noqa: B008 (never changed)
+        exchange: Exchange = ALONE,
+    ) -> Float[Array, "tokens embed"]:
+        """The outputs of each token's experts, weighted by its router; in the dtype of x.
+
+        Where matrices have a slice of the hidden dim each, the outputs, and the gradients of x and
+        router, are parts of sums over the slices.
+        """
+        routed = self.route(x, leaves, facts, exchange)
+        group = None if self.capacity is None else self.capacity.routing_group
+        count = chunk_count(len(x), exchange.chunk, group)
+        if count == 1:
+            return self.together(x, routed, leaves, exchange)
+        # Added up over chunks in fp32.
+        wide = _cast(leaves, jnp.float32)
+        cut = lambda a: a.reshape(count, -1, *a.shape[1:])  # noqa: E731
+        parts, done = zip(*map(cut, (x, *routed)), strict=True), []
+        again = jax.checkpoint(partial(self._chunk, exchange=exchange))
+        for part, *choice in parts:
+            here = pinned(part, done[-1] if done else None)
+            done.append(again(here, Routed(*choice), wide))
+        return jnp.concatenate(done)
+
+    def _chunk(
+        self,
+        x: Float[Array, "tokens embed"],
+        routed: Routed,
+        leaves: ExpertLeaves,
+        exchange: Exchange,
+    ) -> Float[Array, "tokens embed"]:
+        """Some of the tokens; of matrices that are as wide as their gradients are to be summed."""
+        return self.together(x, routed, _cast(leaves, x.dtype), exchange)
+
+    def together(
+        self,
+        x: Float[Array, "tokens embed"],
+        routed: Routed,
+        leaves: ExpertLeaves,
+        exchange: Exchange = ALONE,
+    ) -> Float[Array, "tokens embed"]:
+        """A token's outputs added up by their shares, and what the shared expert gives it."""
+        of_choices = self.of_choices(x, routed, leaves, exchange)
+        out = jnp.sum(of_choices.astype(jnp.float32) * routed.shares[..., None], axis=1)
+        out = out.astype(x.dtype)
+        return out + self.shared(x, leaves) if leaves.shared else out
+
+    def of_choices(
+        self,
+        x: Float[Array, "tokens embed"],
+        routed: Routed,
+        leaves: ExpertLeaves,
+        exchange: Exchange,
+    ) -> Float[Array, "tokens {self.per_token} embed"]:
+        """What each token's experts give it, on whichever device they are."""
+        experts, k = leaves.router.shape[1], self.per_token
+        devices = lax.axis_size(exchange.experts) if exchange.experts else 1
+        group, taken = (None, None) if self.capacity is None else self.capacity.of_group(experts, k)
+        room = sent_rows(len(x), k, experts, devices, group, taken)
+        if devices == 1:
+            return self._through(x, routed.chosen, leaves, room)
+        mine = tuple(with_own_scales(w, exchange.experts) for w in leaves.weights)
+        leaves = leaves._replace(weights=mine)
+        packed = exchange.rows.packed
+        sends = plan_sends(routed.chosen, experts, devices, room, packed=packed)
+        came = send(dispatch(x, sends.plan), sends, room, exchange)
+        numbers = experts_of_rows(came.sizes, room)
+        out = self._through(came.rows, numbers, leaves, len(came.rows))
+        return bring_back(out[:, 0], sends, came, exchange)
+
+    def _through(
+        self,
+        x: Float[Array, "tokens embed"],
+        chosen: Int[Array, "tokens k"],
+        leaves: ExpertLeaves,
+        most: int,
+    ) -> Float[Array, "tokens k embed"]:
+        """Each token through experts of this device. most: rows of them together."""
+        kernel = self.settled(x, leaves, most)
+        plan = plan_rows(chosen, leaves.weights[-1].shape[0], kernel.largest_block, most)
+        out = self.multiply(kernel, dispatch(x, plan), leaves, plan.owners)
+        return combine(out, plan)
+
+    def route(
+        self,
+        x: Float[Array, "tokens embed"],
+        leaves: ExpertLeaves,
+        facts: TokenFacts = TokenFacts(),  # noqa: B008
+        exchange: Exchange = ALONE,
+    ) -> Routed:
+        """Where each token goes; what is counted and kept of it, where there is a leaf for it."""
+        logits, experts = self.logits(x, leaves), leaves.router.shape[1]
+        chosen = self.router.choose(logits, leaves.bias, self.per_token)
+        if leaves.replay is not None and facts.places is not None:
+            compared = self.router.compared(logits, leaves.bias)
+            where = (leaves.replay, facts.places, exchange.counted)
+            logits, chosen = replayed(logits, chosen, compared, *where)
+        kept = None if self.capacity is None else self.capacity.kept(chosen, experts)
+        if self.balance is not None and leaves.tally is not None:
+            lost = 0 * chosen if kept is None else ~kept
+            dropped = jnp.sum(lost, axis=1).astype(jnp.float32)
+            given = jnp.ones(len(x), jnp.float32) if facts.weights is None else facts.weights
+            logits = watched_logits(
+                logits, leaves.tally, chosen, dropped, given, self.router, self.balance, exchange
+            )
+        shares = self.router.shares(logits, chosen)
+        if kept is None:
+            return Routed(shares, chosen)
+        return Routed(jnp.where(kept, shares, 0.0), jnp.where(kept, chosen, experts))
+
+    def logits(
+        self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves
+    ) -> Float32[Array, "tokens experts"]:
+        """What the router says of each token's experts."""
+        found = router_logits(x, leaves.router)
+        if leaves.router_adapter is None:
+            return found
+        into, out_of = leaves.router_adapter
+        return found + router_logits(router_logits(x, into) * self.adapter_scale, out_of)
+
+    def settled(
+        self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves, rows: int
+    ) -> GroupedMatmul:
+        """The kernel that runs for so many rows."""
+        experts, hidden, embed = leaves.weights[-1].shape
+        checked = bool(varying_axes(*jax.tree.leaves((x, leaves.weights))))
+        return settled(self.kernel, Asked(rows, experts, embed, hidden, x.dtype, checked))
+
+    def multiply(
+        self,
+        kernel: GroupedMatmul,
+        rows: Float[Array, "rows embed"],
+        leaves: ExpertLeaves,
+        owners: Owners,
+    ) -> Float[Array, "rows embed"]:
+        """Each expert's rows through its layer."""
+
+        def products(rows: jax.Array, which: slice) -> tuple[jax.Array, ...]:
+            found = grouped_matmuls(kernel, rows, leaves.weights[which], owners)
+            pairs = leaves.adapters[which]
+            return with_changes(kernel, rows, found, pairs, self.adapter_scale, owners)
+
+        hidden = products(rows, slice(None, -1))
+        return products(self._activated(hidden), slice(-1, None))[0]
+
+    def shared(
+        self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves
+    ) -> Float[Array, "tokens embed"]:
+        """The expert that all tokens go through (DeepSeek-AI 2024, "DeepSeekMoE")."""
+        into, down = slice(None, -1), slice(-1, None)
+        pairs, scale = leaves.shared_adapters, self.adapter_scale
+        hidden = products_with_changes(x, leaves.shared[into], pairs[into], scale)
+        h = self._activated(hidden)
+        (out,) = products_with_changes(h, leaves.shared[down], pairs[down], scale)
+        if leaves.shared_router is None:
+            return out
+        gate = jax.nn.sigmoid((x @ leaves.shared_router).astype(jnp.float32))
+        return (out.astype(jnp.float32) * gate).astype(x.dtype)
+
+    def _activated(self, hidden: Sequence[jax.Array]) -> jax.Array:
+        h = self.activation(hidden[0])
+        return h * hidden[1] if len(hidden) > 1 else h
 
 
-def route(
-    x: Float[Array, "tokens embed"], router: Float[Array, "embed experts"], k: int
-) -> tuple[Float32[Array, "tokens {k}"], Int[Array, "tokens {k}"]]:
-    """Each token's experts: their shares, which sum to 1, and their numbers, the likeliest first;
-    of equal ones that of the lower number.
+def _cast(leaves: ExpertLeaves, dtype: DTypeLike) -> ExpertLeaves:
+    """With matrices for chunks, of which the router's are of all tokens; none in 8 bits: each
+    chunk's rows would have a scale of their own."""
+    narrow = any(isinstance(w, QuantizedWeight) for w in leaves.weights)
+    assert not narrow, "chunks are refused where products are in 8 bits"
+    names = ("weights", "adapters", "shared", "shared_adapters", "shared_router")
+    mine = {name: getattr(leaves, name) for name in names}
+    return leaves._replace(**jax.tree.map(lambda w: w.astype(dtype), mine))
 
-    A softmax over the k largest logits is that over all, its k largest divided by their sum. Logits
-    are fp32 whatever the precision of other products: it is little work, and rounding moves tokens.
-    """
+
+def router_logits(
+    x: Float[Array, "tokens embed"], router: Float[Array, "embed experts"]
+) -> Float32[Array, "tokens experts"]:
+    """What a router says of each token's experts."""
     wide = (x.astype(jnp.float32), router.astype(jnp.float32))
-    logits = jnp.matmul(*wide, precision=lax.Precision.HIGHEST)
-    largest, chosen = lax.top_k(logits, k)
-    return jax.nn.softmax(largest, axis=-1), chosen
-
-
-def plan_rows(chosen: Int[Array, "tokens k"], experts: int, largest: int) -> Plan:
-    """Rows for these choices, in the order of experts, and within one of tokens. largest: rows of a
-    block at the most."""
-    count = chosen.size
-    block, blocks = (of(count, experts, largest) for of in (block_rows, block_count))
-    of_slot = chosen.reshape(-1)
-    order = jnp.argsort(of_slot, stable=True)
-    sizes = jnp.sum(of_slot[:, None] == jnp.arange(experts)[None], axis=0)
-    padded = -(-sizes // block) * block
-    ends = jnp.cumsum(padded)
-    in_order = of_slot[order]
-    shift = (ends - padded) - (jnp.cumsum(sizes) - sizes)
-    rows = jnp.arange(count) + shift[in_order]
-    slots = jnp.full(blocks * block, count).at[rows].set(order, unique_indices=True)
-    places = jnp.zeros(count, rows.dtype).at[order].set(rows, unique_indices=True)
-    begins = jnp.arange(blocks) * block
-    owners = jnp.sum(begins[:, None] >= ends[None], axis=1)
-    return Plan(slots, places.reshape(chosen.shape), jnp.minimum(owners, experts - 1))
-
-
-@jax.custom_vjp
-def dispatch(x: Float[Array, "tokens n"], plan: Plan) -> Float[Array, "rows n"]:
-    """Each row's token, zeros where a block is padded. Its adjoint is a look-up too, not
-    the scatter that a derivative would make."""
-    return _take_rows(x, plan.slots // plan.places.shape[1])
-
-
-@jax.custom_vjp
-def combine(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k n"]:
-    """Each token's k rows."""
-    return rows[plan.places]
-
-
-def _take_rows(x: Float[Array, "m n"], at: Int[Array, " rows"]) -> Float[Array, "rows n"]:
-    """Rows `at` of x; zeros for those beyond its end."""
-    return x.at[at].get(mode="fill", fill_value=0)
-
-
-def _dispatch_backward(
-    plan: Plan, dy: Float[Array, "rows n"]
-) -> tuple[Float[Array, "tokens n"], None]:
-    summed = jnp.sum(combine(dy, plan).astype(jnp.float32), axis=1)
-    return summed.astype(dy.dtype), None
-
-
-def _combine_backward(
-    plan: Plan, dy: Float[Array, "tokens k n"]
-) -> tuple[Float[Array, "rows n"], None]:
-    return _take_rows(dy.reshape(-1, dy.shape[-1]), plan.slots), None
-
-
-dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
-combine.defvjp(lambda rows, plan: (combine(rows, plan), plan), _combine_backward)
+    return jnp.matmul(*wide, precision=lax.Precision.HIGHEST)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, group_sizes
+from jaxtrain.violations import count, power_of_two, raise_violations
 
 LEAST_ROWS = 128
 """Of a tile: with fewer a TPU's matrix unit is not filled."""
@@ -17,14 +19,21 @@ LEAST_ROWS = 128
 class Megablox:
     """Pallas megablox (TPU): rows of any number to each expert, without padding.
 
-    tile: rows, and of a matrix rows and columns, that are multiplied at a time; rows of a tile are
-    the most of them, by halves, that divides all rows. interpret: run it in Python, for tests
-    without a TPU. In a shard_map it needs `check_vma=False`. Raises ValueError for other dtypes
-    than bfloat16 and float32, and for rows that no tile of 128 or more divides.
+    tile: rows, a power of two, and of a matrix rows and columns, that are multiplied at a time;
+    rows of a tile are the most of them, by halves, that divides all rows. interpret: run it in
+    Python, for tests without a TPU. In a shard_map it needs `check_vma=False`. Raises ValueError
+    for other dtypes than bfloat16 and float32, and for rows that no tile of 128 or more divides.
     """
 
+    runs_on: ClassVar[str] = "tpu"
+    """The platform that it is of."""
     tile: tuple[int, int, int] = (512, 1024, 1024)
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        rows, *dims = self.tile
+        found = power_of_two("tile[0]", rows, LEAST_ROWS)
+        raise_violations(found + [v for dim in dims for v in count("tile[1:]", dim)])
 
     @property
     def largest_block(self) -> int:

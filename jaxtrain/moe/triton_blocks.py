@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, block_rows
+from jaxtrain.violations import count, power_of_two, raise_violations
 
 Ref = Any
 """An array in the memory of the device, of which a program reads and writes parts."""
@@ -35,16 +36,24 @@ class TritonBlocks:
     """Pallas-Triton (GPU): 16-bit matrices whose dims are multiples of 16.
 
     largest_block: rows of a block, and of a tile, at the most. columns: of a tile. depth: how much
-    is multiplied at a time. All are powers of two. warps, stages: of a program. interpret: run it
-    in Python, for tests without a GPU. Raises ValueError for what it does not take.
+    is multiplied at a time. warps: of a program; all of these are powers of two. stages: of its
+    loop. interpret: run it in Python, for tests without a GPU. Raises ValueError for what it does
+    not take.
     """
 
+    runs_on: ClassVar[str] = "gpu"
+    """The platform that it is of."""
     largest_block: int = 128
     columns: int = 128
     depth: int = 64
     warps: int = 8
     stages: int = 3
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("largest_block", "columns", "depth", "warps")
+        found = [v for name in sizes for v in power_of_two(name, getattr(self, name))]
+        raise_violations(found + count("stages", self.stages))
 
     def violations(self, asked: Asked) -> list[str]:
         found = []

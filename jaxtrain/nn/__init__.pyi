@@ -11,9 +11,12 @@ from .param import normal as normal
 from .quantized.delayed import Delayed as Delayed
 from .quantized.recipe import Fp8Products as Fp8Products
 from .quantized.recipe import Int8Products as Int8Products
-from .rotary import LinearScaling as LinearScaling
-from .rotary import Llama3Scaling as Llama3Scaling
-from .rotary import Rope as Rope
+from .rotary.rope import Rope as Rope
+from .rotary.scaling import DynamicNtk as DynamicNtk
+from .rotary.scaling import LinearScaling as LinearScaling
+from .rotary.scaling import Llama3Scaling as Llama3Scaling
+from .rotary.scaling import LongRope as LongRope
+from .rotary.scaling import Yarn as Yarn
 from .stack import LayerLoop as LayerLoop
 
 __all__: list[str]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.named import all_gather, sum_scatter
+from jaxtrain.collectives.tiles import stack_tiles
 from jaxtrain.mesh.sharding import Dims
 
 Arrays = dict[str, jax.Array]
@@ -93,9 +94,7 @@ def scatter_bundle(
         tiles, shapes = [], []
         for name in names:
             array, dim = arrays[name], split[name][0]
-            size = array.shape[dim] // ways
-            tile = array.reshape(*array.shape[:dim], ways, size, *array.shape[dim + 1 :])
-            tile = jnp.moveaxis(tile, dim, 0)
+            tile = stack_tiles(array, dim, ways)
             shapes.append(tile.shape[1:])
             tiles.append(tile.reshape(ways, array.size // ways))
         flat = jnp.concatenate(tiles, axis=1)

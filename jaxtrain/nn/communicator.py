@@ -12,7 +12,7 @@ share under sequence parallelism (Korthikanti et al. 2022) is a contiguous slice
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index, MeshAxes
+from jaxtrain.mesh.axes import keeps_dtype
 from jaxtrain.nn.head_chunk import LEAST_CHUNK
 from jaxtrain.nn.quantized import products as quantized
 from jaxtrain.nn.quantized.delayed import SCALES
@@ -32,13 +34,16 @@ from jaxtrain.nn.tiles import TiledProducts
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
-Starts = Int[Array, "rows seq"] | None
+Starts = Int[Array, "rows row_seq"] | None
+"""Of whole rows, wherever the sequence is cut."""
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
 """Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
 Attend = Callable[..., jax.Array]
-Experts = Callable[[jax.Array, jax.Array, tuple[jax.Array, ...]], jax.Array]
-"""`moe.layer.moe_layer` of (x, router, weights)."""
+Experts = Callable[..., jax.Array]
+"""`moe.layer.ExpertLayer` of (x, leaves, facts of tokens, exchange)."""
+ExpertLeaves, TokenFacts = Any, Any
+"""Those of `moe.layer`."""
 
 
 Pair = tuple[jax.Array, jax.Array]
@@ -50,7 +55,7 @@ class Communicator(Protocol):
 
     @property
     def grouped_matmul(self) -> Any:
-        """What multiplies experts' rows, as `moe.layer.moe_layer` takes it; None: the default
+        """What multiplies experts' rows, as `moe.layer.ExpertLayer` takes it; None: the default
         backend's own."""
         ...
 
@@ -117,14 +122,23 @@ class Communicator(Protocol):
         ...
 
     def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
-        """kernel(q, k, v, starts), each device with its rows and heads."""
+        """kernel(q, k, v, starts), each device with its rows and heads; where it has a part of the
+        sequence alone the kernel must be a `SelfAttention` of attention/, and is given more."""
+        ...
+
+    def positions(self, seq: int) -> Int[Array, " seq"]:
+        """The places in their row of the `seq` tokens of a row that one call sees."""
+        ...
+
+    def row_seq(self, seq: int) -> int:
+        """Tokens of a whole row, of which one call sees `seq`."""
         ...
 
     def experts(
-        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
-        """kernel(x, router, weights), x [tokens, embed], the residual stream's share; weights
-        [experts, ...] are split over their hidden dim."""
+        """layer(x, leaves, facts, exchange), x [tokens, embed], the residual stream's share;
+        matrices of experts are split over their hidden dim. facts: of all tokens."""
         ...
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
@@ -132,7 +146,8 @@ class Communicator(Protocol):
         ...
 
     def all_tokens(self, x: jax.Array) -> jax.Array:
-        """The whole of the residual stream's tokens, for a vocabulary-split head."""
+        """The tokens of all devices that have a share [tokens share, dim] of them. Its gradients
+        are summed over these, as those of `column`'s x are."""
         ...
 
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
@@ -141,6 +156,11 @@ class Communicator(Protocol):
 
     def vocab_offset(self, local: int) -> Index:
         """The first id of this device's slice of the vocabulary."""
+        ...
+
+    def sum_over_heads(self, squares: jax.Array) -> jax.Array:
+        """Sums over the devices that have parts of the heads, of what each makes of its own part of
+        a token [tokens, ...]; differentiable."""
         ...
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array: ...
@@ -172,10 +192,14 @@ class Local:
     """Full names of frozen leaves."""
     grouped_matmul: Any = None
     chunk_tokens: int = LEAST_CHUNK
+    expert_chunk: int | None = None
+    """Tokens of a device that go to their experts at one time; None: all."""
     quantized: Products | None = None
     """How layers multiply by the matrices of `products`; None: in the compute dtype."""
     products: frozenset[str] = frozenset()
     """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
+    expert_matrices: frozenset[str] = frozenset()
+    """Full names of those of experts, which `experts` multiplies by."""
 
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.narrow(params, prefix):
@@ -183,37 +207,54 @@ class Local:
         return gather(self, prefix, params, after)
 
     def fetch(self, params: Arrays, prefix: str) -> Weights:
-        # One-dim leaves keep their dtype: they are small, and norms are computed in fp32. So do
-        # routers, whose choices should hang on rounding as little as they can (Fedus et al. 2022).
         def cast(name: str, value: jax.Array) -> jax.Array:
-            kept = value.ndim < 2 or name.split(".")[-1] == "router"
+            kept = keeps_dtype(name, value.ndim)
             return value if kept else value.astype(self.compute_dtype)
 
         whole = {k: cast(k, v) for k, v in params.items()}
-        return self.quantize(whole, self.narrow(params, prefix))
+        return self.quantize(whole, self.narrow(params, prefix), prefix)
 
     def narrow(self, params: Arrays, prefix: str) -> list[str]:
         """Those of the parameters named below `prefix` that are used in 8 bits."""
-        return [k for k in params if self.quantized is not None and prefix + k in self.products]
+        every = frozenset() if self.quantized is None else self.products | self.expert_matrices
+        return [k for k in params if prefix + k in every]
 
-    def quantize(self, weights: Arrays, names: Sequence[str], axes: MeshAxes = ()) -> Weights:
-        """The weights, those of `names` in 8 bits, of each the parts on the devices of `axes`
-        alike: by one all-reduce for them all, or by their delayed scales."""
+    def quantize(
+        self, weights: Weights, names: Sequence[str], prefix: str, axes: MeshAxes = ()
+    ) -> Weights:
+        """The weights named below `prefix`, those of `names` in 8 bits, of each the parts on the
+        devices of `axes` alike: by one all-reduce for them all, or by their delayed scales. Frozen
+        ones, which nobody moves, are not read."""
         if self.quantized is None or not names:
             return weights
-        form = self.quantized.forward
-        if self.quantized.scaling is not None:
-            before = {k: weights[k + SCALES] for k in names}
-            made = {k: quantized.scaled_before(weights[k], s, form) for k, s in before.items()}
-            return {**weights, **made}
-        made = quantized.scaled_alike([weights[k] for k in names], form, axes)
-        pairs = zip(names, made, strict=True)
-        return {**weights, **{k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}}
+        form, delayed = self.quantized.forward, self.quantized.scaling is not None
+        before = [k for k in names if delayed and prefix + k + SCALES not in self.frozen]
+        tables = {k: self.tables(weights[k + SCALES], weights[k]) for k in before}
+        made = {k: quantized.scaled_before(weights[k], tables[k], form) for k in before}
+        alike = [k for k in names if k not in made]
+        if alike:
+            values = quantized.scaled_alike([weights[k] for k in alike], form, axes)
+            pairs = zip(alike, values, strict=True)
+            made |= {k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}
+        of_experts = {k: w for k, w in made.items() if prefix + k in self.expert_matrices}
+        return {
+            **weights,
+            **made,
+            **{k: replace(w, ways=self.ways_of_experts()) for k, w in of_experts.items()},
+        }
+
+    def tables(self, scales: jax.Array, weight: jax.Array) -> jax.Array:
+        """Of a leaf of delayed scales that of a weight as the device has it."""
+        return scales
 
     def ways(self) -> Ways:
         """How the operands of a product in 8 bits come together."""
         assert self.quantized is not None, "asked for without products in 8 bits"
         return Ways(self.quantized, self.compute_dtype)
+
+    def ways_of_experts(self) -> Ways:
+        """The same, where each expert has its own."""
+        return self.ways()
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
         frozen = self.frozen_of(grads, prefix)
@@ -257,10 +298,16 @@ class Local:
     def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
         return kernel(q, k, v, starts)
 
+    def positions(self, seq: int) -> Int[Array, " seq"]:
+        return jnp.arange(seq, dtype=jnp.int32)
+
+    def row_seq(self, seq: int) -> int:
+        return seq
+
     def experts(
-        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
-        return kernel(x, router, weights)
+        return layer(x, leaves, facts, Exchange(chunk=self.expert_chunk))
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         return per_token
@@ -273,6 +320,9 @@ class Local:
 
     def vocab_offset(self, local: int) -> Index:
         return 0
+
+    def sum_over_heads(self, squares: jax.Array) -> jax.Array:
+        return squares
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:
         return x

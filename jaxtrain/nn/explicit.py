@@ -10,18 +10,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
 
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import Index, MeshAxes, vary
-from jaxtrain.mesh.axes import STACKING_AXES
-from jaxtrain.mesh.sharding import STAGE, Leaf, ways
+from jaxtrain.mesh.axes import STACKING_AXES, TOKEN_AXES, keeps_dtype
+from jaxtrain.mesh.sharding import EXPERT, STAGE, Leaf, ways
 from jaxtrain.nn.bundle import LeafSplits, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.communicator import Arrays, Experts, Local, Pair, Weights, gather
+from jaxtrain.nn.communicator import (
+    Arrays,
+    Attend,
+    ExpertLeaves,
+    Experts,
+    Keys,
+    Local,
+    Pair,
+    Queries,
+    Starts,
+    TokenFacts,
+    Weights,
+    gather,
+)
 from jaxtrain.nn.quantized import products as quantized
+from jaxtrain.nn.quantized.delayed import own_tables
 from jaxtrain.nn.quantized.products import QuantizedWeight, Ways
 from jaxtrain.nn.tiles import Body, TiledProducts
 
@@ -43,8 +59,14 @@ class Explicit(Local):
     """Mesh axes over which heads, hidden units and vocabulary are split."""
     reduce_dtype: Any = jnp.float32
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
+    counted: frozenset[str] = frozenset()
+    """Full names of leaves whose gradients count tokens: in their own dtype on the wire."""
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
+    sequence: tuple[str, ...] = ()
+    """Mesh axes that cut the sequence."""
+    context: Any = None
+    """How attention sees whole rows then: a `context.methods.ContextMethod`."""
     tiled: Mapping[int, Tiled] = field(default_factory=dict)
     """What is multiplied by in the place of an array, by its identity."""
 
@@ -59,13 +81,13 @@ class Explicit(Local):
 
     def fetch(self, params: Arrays, prefix: str) -> Weights:
         def cast(name: str, value: jax.Array) -> jax.Array:
-            stacked = sum(axis in STACKING_AXES for axis in self.places[prefix + name].axes)
-            one_dim = len(self.places[prefix + name].axes) - stacked < 2
-            return value if one_dim else value.astype(self.compute_dtype)
+            axes = self.places[prefix + name].axes
+            dims = sum(axis not in STACKING_AXES for axis in axes)
+            return value if keeps_dtype(name, dims) else value.astype(self.compute_dtype)
 
         whole = {k: cast(k, v) for k, v in params.items()}
-        names = self.narrow(params, prefix)
-        whole = self.quantize(whole, names, self._parts_of(names, prefix, params))
+        for names in self._scaled_together(self.narrow(params, prefix), prefix):
+            whole = self.quantize(whole, names, prefix, self._parts_of(names, prefix, params))
         if not self.gather_weights:
             return whole
         sent = {k: quantized.as_sent(w) for k, w in whole.items()}
@@ -79,13 +101,26 @@ class Explicit(Local):
         return replace(self, quantized=None).fetch(params, "")
 
     def _parts_of(self, names: Sequence[str], prefix: str, params: Arrays) -> MeshAxes:
-        """The mesh axes over which any of those leaves is split before it is gathered."""
+        """The mesh axes over which any of those leaves' matrices is split before it is gathered."""
         split = set()
         for name in names:
             place = self.places[prefix + name]
             dims = place.params if self.gather_weights else place.in_use
-            split |= {axis for dim in dims[len(dims) - params[name].ndim :] for axis in dim}
+            split |= {axis for dim in dims[len(dims) - 2 :] for axis in dim}
         return tuple(axis for axis in self.axes if axis in split)
+
+    def _scaled_together(self, names: list[str], prefix: str) -> list[list[str]]:
+        """Matrices of which one all-reduce has the greatest magnitudes: experts' apart where
+        devices have other ones."""
+        if EXPERT not in self.sizes:
+            return [names]
+        apart = [k for k in names if prefix + k in self.expert_matrices]
+        return [[k for k in names if k not in apart], apart]
+
+    def tables(self, scales: jax.Array, weight: jax.Array) -> jax.Array:
+        if scales.ndim == 1 or EXPERT not in self.sizes:
+            return scales
+        return own_tables(scales, weight.shape[0], (EXPERT,))
 
     def ways(self) -> Ways:
         # A stage's microbatch is another's than that of the next, unless all stages share it.
@@ -93,12 +128,19 @@ class Explicit(Local):
         by = self.collectives.tensor
         return replace(super().ways(), maxima=maxima, tensor=self.tensor, by=by)
 
+    def ways_of_experts(self) -> Ways:
+        ways = self.ways()
+        return replace(ways, maxima=tuple(axis for axis in ways.maxima if axis != EXPERT))
+
     def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
         """tiles: gradients of other leaves, that were scattered when they were made."""
         grads = super().scatter(grads, prefix)
         if not self.gather_weights:
             return grads
-        grads = {k: g.astype(self.reduce_dtype) for k, g in grads.items()}
+        grads = {
+            k: g if prefix + k in self.counted else g.astype(self.reduce_dtype)
+            for k, g in grads.items()
+        }
         for split in reversed(self._bundles(grads, prefix)):
             grads = scatter_bundle(grads, split, self.collectives.scatters)
         return {**grads, **(tiles or {})}
@@ -168,23 +210,43 @@ class Explicit(Local):
         found = jnp.where(mine[:, None], found, jnp.zeros((), found.dtype))
         return scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
 
+    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+        if not self.sequence:
+            return kernel(q, k, v, starts)
+        return self.context(kernel, q, k, v, starts, self.sequence)
+
+    def positions(self, seq: int) -> Int[Array, " seq"]:
+        if not self.sequence:
+            return super().positions(seq)
+        order = self.context.order(ways(self.sequence, self.sizes))
+        return order.positions(seq, self.sequence)
+
+    def row_seq(self, seq: int) -> int:
+        return seq * ways(self.sequence, self.sizes)
+
     def experts(
-        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """Every device of `tensor` has all tokens, so the same choices, and its slice of every
         expert. What goes through the router has its gradient in parts too, for the outputs are: so
         the sums over `tensor`, of x here and of the router with other whole leaves', count once.
         """
         x = gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
-        out = kernel(x, router, weights)
+        out = layer(x, leaves, facts, self._exchange())
         return scatter_tokens("row", self.tensor, self.collectives.tensor, out)
+
+    def _exchange(self) -> Exchange:
+        first = jnp.float32(self._tensor_index() == 0) if self.tensor else 1.0
+        tokens, experts = ([a for a in self.axes if a in of] for of in (TOKEN_AXES, (EXPERT,)))
+        rows, chunk = self.collectives.experts, self.expert_chunk
+        return Exchange(tuple(tokens), first, tuple(experts), rows, chunk)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         share = per_token.shape[0] // self.vocab_ways()
         return lax.dynamic_slice_in_dim(per_token, self._tensor_index() * share, share, axis=0)
 
     def all_tokens(self, x: jax.Array) -> jax.Array:
-        return all_gather(x, self.tensor, 0, self.collectives.tensor)
+        return gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
 
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
         return sum_scatter("head gradients", dx, self.tensor, 0, self.collectives.tensor)
@@ -194,6 +256,9 @@ class Explicit(Local):
 
     def vocab_offset(self, local: int) -> Index:
         return self._tensor_index() * local
+
+    def sum_over_heads(self, squares: jax.Array) -> jax.Array:
+        return _sum_over_heads(self.tensor, self.axes, squares)
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:
         return vary(sum_over("vocabulary", x, self.tensor), self.axes)
@@ -207,6 +272,19 @@ class Explicit(Local):
     def whole(self) -> Explicit:
         """The same, for parameters that were gathered once before."""
         return replace(self, gather_weights=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_over_heads(axes: MeshAxes, every: MeshAxes, x: jax.Array) -> jax.Array:
+    """The sum over the devices of `axes`, varying over `every`. Its adjoint is the same: each of
+    them has a part of the cotangent."""
+    return vary(sum_over("heads", x, axes), every)
+
+
+_sum_over_heads.defvjp(
+    lambda axes, every, x: (_sum_over_heads(axes, every, x), None),
+    lambda axes, every, _, dx: (vary(sum_over("heads", dx, axes), every),),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -13,8 +13,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.sharding import (
+    EXPERT,
     Leaf,
     ShardingRules,
     activation_dims,
@@ -24,14 +26,17 @@ from jaxtrain.mesh.sharding import (
 from jaxtrain.nn.communicator import (
     Arrays,
     Attend,
+    ExpertLeaves,
     Experts,
     Keys,
     Local,
     Pair,
     Queries,
     Starts,
+    TokenFacts,
     Weights,
 )
+from jaxtrain.nn.quantized import crossing
 from jaxtrain.nn.quantized.products import as_sent, received
 
 
@@ -86,41 +91,43 @@ class Gspmd(Local):
         return run(q, k, v, starts)
 
     def experts(
-        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """A shard_map over tokens and hidden units: each device sorts its own tokens, where XLA's
         partitioner would sort those of all. The gradients of weights and router are summed by JAX,
         of parts as wide as `reduce_dtype`; outputs, and the gradient of x, are over `tensor` in the
         compute dtype."""
-        return _experts(self, kernel, x, router, weights)
+        return _experts(self, layer, x, leaves, facts)
 
     def _experts(
-        self, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         sizes, table = dict(self.mesh.shape), self.rules.activations
         tokens = activation_dims(("batch*seq", None), table, sizes=sizes)
         (split,) = activation_dims(("mlp",), table, sizes=sizes)
-        into = partition_spec(((), (), split))
-        specs = (*(into for _ in weights[1:]), partition_spec(((), split, ())))
+        experts = (EXPERT,) if sizes.get(EXPERT, 1) > 1 else ()
         axes = (*tokens[0], *split)
-        narrow, kept = x.dtype, router.dtype
+        dtypes = crossing.each(lambda leaf: leaf.dtype, leaves)
 
-        def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
-            x, router = vary(x, axes), vary(router, axes).astype(kept)
-            weights = tuple(vary(w, axes).astype(narrow) for w in weights)
-            out = kernel(x, router, weights)
+        def local(x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts) -> jax.Array:
+            x, facts = jax.tree.map(lambda each: vary(each, axes), (x, facts))
+            used = crossing.each(partial(crossing.on_device, axes, experts), leaves, dtypes)
+            first = jnp.float32(lax.axis_index(split) == 0) if split else 1.0
+            exchange = Exchange(tokens[0], first, experts, chunk=self.expert_chunk)
+            out = layer(x, used, facts, exchange)
             return lax.psum(out, split) if split else out
 
         run = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(partition_spec(tokens), partition_spec(()), specs),
+            in_specs=(
+                partition_spec(tokens),
+                crossing.each(crossing.specs, leaves, leaves.splits(split, experts)),
+                jax.tree.map(lambda _: partition_spec(tokens[:1]), facts),
+            ),
             out_specs=partition_spec(tokens),
         )
-        wide = tuple(
-            w.astype(jnp.promote_types(w.dtype, self.reduce_dtype)) for w in (router, *weights)
-        )
-        return run(x, wide[0], wide[1:])
+        return run(x, crossing.each(partial(crossing.widened, self.reduce_dtype), leaves), facts)
 
     def chunks(self, per_token: jax.Array, count: int, *, rows: int) -> jax.Array:
         # Within rows: a run of whole rows would lie on a few devices only.
@@ -140,21 +147,27 @@ class Gspmd(Local):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _experts(
-    comm: Gspmd, kernel: Experts, x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]
+    comm: Gspmd, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
 ) -> jax.Array:
     """Saves its inputs alone: residuals out of the shard_map would be every device's copy of what
     it gathered, and nothing could tell them from activations."""
-    return comm._experts(kernel, x, router, weights)
+    return comm._experts(layer, x, leaves, facts)
 
 
 def _experts_backward(
-    comm: Gspmd, kernel: Experts, saved: tuple[Any, ...], dy: jax.Array
+    comm: Gspmd, layer: Experts, saved: tuple[Any, ...], dy: jax.Array
 ) -> tuple[Any, ...]:
-    return jax.vjp(partial(comm._experts, kernel), *saved)[1](dy)
+    x, leaves, facts = saved
+
+    def run(x: jax.Array, moved: Any) -> jax.Array:
+        return comm._experts(layer, x, crossing.each(crossing.with_moved, leaves, moved), facts)
+
+    dx, found = jax.vjp(run, x, crossing.each(crossing.moved, leaves))[1](dy)
+    return dx, crossing.each(crossing.cotangent, leaves, found), None
 
 
 _experts.defvjp(
-    lambda comm, kernel, *inputs: (comm._experts(kernel, *inputs), inputs), _experts_backward
+    lambda comm, layer, *inputs: (comm._experts(layer, *inputs), inputs), _experts_backward
 )
 
 

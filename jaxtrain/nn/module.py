@@ -66,8 +66,9 @@ def put_together(static: _Static, arrays: Arrays) -> Any:
 
     def found(name: str) -> Any:
         value = arrays[name]
-        narrow = isinstance(value, QuantizedWeight)
-        return replace(value, scales=arrays.get(name + SCALES)) if narrow else value
+        # Of scales of the moment nothing was seen: a leaf of that name is another's then.
+        delayed = isinstance(value, QuantizedWeight) and value.seen is not None
+        return replace(value, scales=arrays[name + SCALES]) if delayed else value
 
     flat = [
         (path, variable.replace(found(".".join(map(str, path)))))

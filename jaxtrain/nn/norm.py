@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jaxtrain.nn.param import constant
 
@@ -51,13 +51,20 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
         dtype, config = x.dtype, self.config
         x = x.astype(jnp.float32)
-        scale = self.scale[...].astype(jnp.float32)
-        if isinstance(config, RMSNorm):
-            scale = scale + 1 if config.unit_offset else scale
-        else:
+        if isinstance(config, LayerNorm):
             x = x - x.mean(-1, keepdims=True)
-        y = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + config.eps)
-        y = y * jnp.expand_dims(scale, range(y.ndim - 1))
+        y = self.scaled(x, jnp.mean(x * x, -1, keepdims=True))
         if isinstance(config, LayerNorm) and config.bias:
             y = y + jnp.expand_dims(self.bias[...].astype(jnp.float32), range(y.ndim - 1))
         return y.astype(dtype)
+
+    def scaled(
+        self, x: Float32[Array, "... part"], mean_square: Float32[Array, "... 1"]
+    ) -> Float32[Array, "... part"]:
+        """x / rms times the scale, of which x may be a part that one device has: then the mean
+        square is of what all of them have."""
+        scale = self.scale[...].astype(jnp.float32)
+        if isinstance(self.config, RMSNorm) and self.config.unit_offset:
+            scale = scale + 1
+        y = x * lax.rsqrt(mean_square + self.config.eps)
+        return y * jnp.expand_dims(scale, range(y.ndim - 1))

@@ -92,8 +92,8 @@ class Precision:
     or bfloat16 passes, "highest" is true fp32. loss_scale: what keeps gradients in the range of
     float16, None for none. products: how layers multiply by their matrices, `Fp8Products()` or
     `Int8Products()`; None: in the compute dtype. Those by which tokens are multiplied in
-    `Communicator.column` and `row` (attention's and feed-forward ones) are rounded to 8 bits, with
-    x and the gradients; not embedding, head, norms, routers and experts.
+    `Communicator.column`, `row` and `experts` (attention's and feed-forward ones) are rounded to 8
+    bits, with x and the gradients; not embedding, head, norms, routers and shared experts.
     """
 
     params: jax.typing.DTypeLike = jnp.float32
@@ -144,10 +144,10 @@ fp16 = Precision(compute=jnp.float16, matmul="default", loss_scale=LossScale())
 gradients."""
 
 fp8 = Precision(compute=jnp.bfloat16, matmul="default", products=Fp8Products())
-"""As bf16, and the products of dense layers in 8-bit floats."""
+"""As bf16, and the products of dense layers and experts in 8-bit floats."""
 
 int8 = Precision(compute=jnp.bfloat16, matmul="default", products=Int8Products())
-"""As bf16, and the products of dense layers in 8-bit whole numbers."""
+"""As bf16, and the products of dense layers and experts in 8-bit whole numbers."""
 
 
 def select_if_finite(finite: Bool[Array, ""], new: Tree, old: PyTree) -> Tree:

@@ -7,6 +7,11 @@ a program into memory, and says so only in its log, if at all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import Reference
@@ -16,13 +21,13 @@ from jaxtrain.attention.tiling import Tiling
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.context.schemes import scheme
 from jaxtrain.mesh.sharding import STAGE, ways
 from jaxtrain.models.description import (
     AttentionCall,
-    ColumnParallel,
     ExpertCall,
     Operation,
-    RowParallel,
+    Product,
 )
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
@@ -30,7 +35,7 @@ from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.running_kernels import asked_of, calls, kernel_of, local_rows
+from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
 OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
@@ -38,7 +43,7 @@ OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
 
 
 def asked_flops(assembly: Assembly) -> float | None:
-    """Matmul FLOPs of one device's step, as `telemetry.hlo.dot_flops` counts a program's.
+    """Matmul FLOPs of one device's step, as `telemetry.hlo`'s `dot_flops` counts a program's.
 
     None where they are not known: of a model, a kernel or an optimizer of one's own, of Muon and
     PowerSGD, which multiply matrices themselves, of frozen leaves and adapters, of a pipeline, and
@@ -72,7 +77,8 @@ def opaque_flops(assembly: Assembly) -> float:
     no output; five backward (Dao et al. 2022). Of experts: of all rows that are multiplied."""
     if assembly.description is None or assembly.description.tokens is None:
         return 0.0
-    remat, seq, total = assembly.loop.remat, local_rows(assembly)[1], 0.0
+    remat, total = assembly.loop.remat, 0.0
+    seq = assembly.abstract_batch()[assembly.described.tokens].shape[2]
     tensor, stages = ways(assembly.tensor, assembly.sizes), assembly.sizes.get(STAGE, 1)
     for call in calls(assembly):
         if not isinstance(kernel_of(assembly, call), OPAQUE):
@@ -82,7 +88,8 @@ def opaque_flops(assembly: Assembly) -> float:
             total += made * (3 + (remat != "none")) / (tensor * stages)
         elif isinstance(call, AttentionCall):
             again = 1 if remat in ("full", "dots") else 0
-            whole = call.flops.flops(call.flops.pairs(seq)) * assembly.largest_batch
+            computed = replace(call, needed=None).flops
+            whole = computed.flops(computed.pairs(seq)) * assembly.largest_batch
             total += whole * (1 + again + 2.5) / assembly.spec.devices
     return total
 
@@ -91,7 +98,7 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
     """Of one operation on all devices of `tensor` together: three times a forward pass, and what is
     made again."""
     remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
-    if isinstance(call, ColumnParallel | RowParallel):
+    if isinstance(call, Product):
         again = 3 + (remat in ("full", "attention"))
         return 2 * rows * seq * sum(weight.size for weight in call.weights) * again
     if isinstance(call, AttentionCall):
@@ -102,27 +109,58 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
     if not isinstance(kernel, (BlockLoop, *OPAQUE)):
         return None
     seen = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
-    return (seen + 2 * rows * seq * call.router.size * tensor) * (3 + (remat != "none"))
+    again = 3 + (remat != "none" or expert_chunks(assembly, call) > 1)
+    whole = [call.router, *(w for w in call.shared if w.columns == 1)]
+    parts = sum(w.size for w in call.shared if w.columns > 1)
+    every = sum(w.size for w in whole) * tensor + parts
+    return (seen + 2 * rows * seq * every) * again
 
 
 def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:
     """Forward, of the products of a mixture, of as many rows as its kernel has blocks for."""
     asked, largest = asked_of(assembly, call), kernel_of(assembly, call).largest_block
     given = (asked.rows, asked.experts, largest)
-    met = block_count(*given) * block_rows(*given)
+    met = block_count(*given) * block_rows(*given) * expert_chunks(assembly, call)
     return 2 * met * sum(weight.size for weight in call.weights)
 
 
 def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
     """Of the products of queries with keys, and of weights with values, in all heads."""
-    remat, kernel, (rows, seq) = assembly.loop.remat, kernel_of(assembly, a), local_rows(assembly)
-    if isinstance(kernel, OPAQUE):
-        return 0.0
+    remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
     one = 2 * rows * a.heads * a.head_dim
-    if isinstance(kernel, Reference):
-        return one * seq * seq * (6 + 2 * (remat != "none"))
-    if not isinstance(kernel, Blockwise):
-        return None
-    mask = Scoring(AttentionMask(causal=a.causal, window=a.window), scale=1.0)
-    tiling = Tiling(kernel.query_block, kernel.key_block, seq, mask, None)
-    return one * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
+    whole = AttentionMask(causal=a.causal, window=a.window)
+    tiles = [(1.0, seq, whole)] if assembly.context is None else _cut(assembly, whole)
+    total = 0.0
+    for count, size, mask in tiles:
+        kernel = kernel_of(assembly, a, size)
+        if isinstance(kernel, Reference) and assembly.context is None:
+            total += one * size * size * (6 + 2 * (remat != "none"))
+        elif isinstance(kernel, Blockwise):
+            tiling = Tiling(
+                min(kernel.query_block, size),
+                *(min(kernel.key_block, size), size, Scoring(mask, scale=1.0), None),
+            )
+            total += one * count * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
+        elif not isinstance(kernel, OPAQUE):
+            return None
+    return total
+
+
+def _cut(assembly: Assembly, mask: AttentionMask) -> list[tuple[float, int, AttentionMask]]:
+    """The tiles (how many, tokens of each side, mask) that a device computes of rows that are cut,
+    as if it had all heads; in contiguous order those of the last device."""
+    method, seq = assembly.context, local_rows(assembly)[1]
+    assert method is not None
+    cut = ways(assembly.sequence, assembly.sizes)
+    group = method.trading(cut)
+    together = seq * group
+    if group == cut:
+        return [(1 / group, together, mask)]
+    way = scheme(mask, method.order(cut), together)
+    row = jax.ShapeDtypeStruct((1, together), jnp.int32)
+    found = [(way.alone, way.own)]
+    found += [
+        (lambda x, hop=hop: way.queries(x, hop, 0), way.mask(hop)) for hop in range(1, way.hops + 1)
+    ]
+    shapes = [(jax.eval_shape(part, row).shape, each) for part, each in found]
+    return [(count / group, size, each) for (count, size), each in shapes]

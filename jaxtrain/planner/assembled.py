@@ -16,12 +16,15 @@ from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.rounded import Rounded
+from jaxtrain.collectives.rows import Ragged
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
+from jaxtrain.context.methods import GatheredKeys
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.mesh.sharding import STAGE, Leaf, ways
+from jaxtrain.models.buffers import without_buffers
+from jaxtrain.models.description import STACK
 from jaxtrain.nn.loss import chunk_count
-from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
@@ -35,10 +38,12 @@ from jaxtrain.planner.facts import (
     LoopFacts,
     OptimizerFacts,
     PipelineFacts,
+    SequenceFacts,
     StepFacts,
     SumFacts,
 )
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.running_kernels import local_rows
 
 
 def steady(assembly: Assembly) -> Choice:
@@ -63,6 +68,11 @@ def why_not_predicted(assembly: Assembly) -> str | None:
             "with frozen leaves a schedule that has W gathers for some products of a layer and not "
             "for others, which is not predicted"
         )
+    if assembly.buffers.scales & assembly.frozen:
+        return (
+            "with delayed scales and a stack below which nothing is trained, its products have "
+            "scales of the moment, and what they send beside others is not predicted"
+        )
     entering = {k for k in assembly.places if assembly.described.enters(k)}
     partly = entering & assembly.frozen and entering - assembly.frozen
     if assembly.pipeline is not None and assembly.described.before and partly:
@@ -73,8 +83,8 @@ def why_not_predicted(assembly: Assembly) -> str | None:
 def facts_of(assembly: Assembly) -> StepFacts:
     """What the prediction may know of an assembly."""
     e, loop, model = assembly.experiment, assembly.loop, assembly.described
-    rows, seq = assembly.abstract_batch()[model.tokens].shape[1:]
-    rows //= ways(assembly.batch_splits[model.tokens][1], assembly.sizes)
+    moved = without_buffers(assembly.places, assembly.buffers)
+    rows, seq = local_rows(assembly)
     leaves = {
         path: LeafFacts(
             *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
@@ -96,17 +106,32 @@ def facts_of(assembly: Assembly) -> StepFacts:
             loop.remat,
             loop.prefetch and not _splits_backward(assembly),
             loop.reshard_after_forward or _keeps_residuals(assembly) or _splits_backward(assembly),
+            e.execution.expert_chunk,
         ),
         compute=jnp.dtype(e.precision.compute).name,
         reduce=jnp.dtype(e.precision.reduce).name,
         sharded=e.sharding.accumulate_sharded,
         sums=_sum_facts(assembly),
-        optimizer=_optimizer_facts(
-            e.optimizer, {k: p for k, p in without_scales(assembly.places).items() if p.trained}
-        ),
+        optimizer=_optimizer_facts(e.optimizer, {k: p for k, p in moved.items() if p.trained}),
         by=_algorithms(assembly),
         scaling=_scaling(e.precision.products),
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
+    )
+
+
+def _sequence_facts(assembly: Assembly) -> SequenceFacts | None:
+    method = assembly.context
+    if method is None:
+        return None
+    cut = ways(assembly.sequence, assembly.sizes)
+    group = method.trading(cut)
+    return SequenceFacts(
+        assembly.sequence,
+        local_rows(assembly)[1],
+        cut // group,
+        group,
+        method.order(cut).zigzag,
+        isinstance(method, GatheredKeys),
     )
 
 
@@ -118,12 +143,14 @@ def _scaling(products: Products | None) -> str | None:
 
 
 def _algorithms(assembly: Assembly) -> Algorithms:
-    chosen = assembly.collectives
+    chosen, rows = assembly.collectives, assembly.collectives.experts
     return Algorithms(
         algorithm_name(chosen.fsdp),
         algorithm_name(chosen.tensor),
         algorithm_name(chosen.scatters),
         tiled=isinstance(chosen.weight_gradients, Ring),
+        experts="ragged" if isinstance(rows, Ragged) else algorithm_name(rows.by),
+        context=_sequence_facts(assembly),
     )
 
 
@@ -142,6 +169,12 @@ def pipeline_tables(assembly: Assembly) -> tuple[Rows, list[Span]]:
     """The tables that the step of a pipeline follows, and the loops it makes of them."""
     rows, _ = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
     return rows, rows.spans
+
+
+def _tallied(assembly: Assembly) -> int:
+    counted = {k: p for k, p in assembly.places.items() if k in assembly.buffers.tallies}
+    stacked = (place for k, place in counted.items() if k.startswith(STACK))
+    return sum(math.prod(place.shape) for place in stacked)
 
 
 def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
@@ -170,6 +203,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
         kept=_keeps_residuals(assembly),
         late_head=buffers.late_head,
         ends_alone=loops[-1].stop - loops[-1].start == 1,
+        tallied=_tallied(assembly),
     )
 
 

@@ -1,119 +1,82 @@
 """Which collectives of tokens a backward pass needs: all of them, unless leaves are frozen.
 
-Demand runs downwards. A block is a chain of values, each made of those before it by one operation
-of its description; a product's tokens are gathered before it or scattered after it, by values of
-their own. Gradients flow down to the lowest leaf that is trained, and no further; on their way they
-read values that the remat policy has kept, or that are made again from those below them.
+Demand runs downwards the chain of values (`values.py`). Gradients flow down to the lowest leaf
+that is trained, and no further; on their way they read values that the remat policy has kept, or
+that are made again from those below them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from jaxtrain.models.description import (
     ADAPTER_A,
     ADAPTER_B,
     STACK,
-    AttentionCall,
     Bias,
     Block,
-    ColumnParallel,
     Elementwise,
     ExpertCall,
-    Operation,
-    Residual,
+    NormAcrossHeads,
+    Product,
     RowParallel,
 )
 from jaxtrain.planner.facts import StepFacts
+from jaxtrain.planner.values import (
+    PRODUCTS,
+    Moved,
+    Parallel,
+    Tensors,
+    Tokens,
+    Value,
+    chain,
+    gathered,
+    moved,
+    summed,
+)
 
 KEPT: dict[str, frozenset[str]] = {
     "full": frozenset(),
     "attention": frozenset({"attention"}),
-    "dots": frozenset({"columns", "rows", "router"}),
-    "dots_and_attention": frozenset({"columns", "rows", "router", "attention"}),
+    "dots": frozenset({"columns", "rows", "replicated", "router"}),
+    "dots_and_attention": frozenset({"columns", "rows", "replicated", "router", "attention"}),
 }
 """The kinds of values that each remat policy keeps; "none" keeps all that is read."""
-PRODUCTS = frozenset({"columns", "rows", "experts"})
-Parallel = ColumnParallel | RowParallel
-
-
-class Value(NamedTuple):
-    """One value of a chain. kind: "input"; "gather" and "scatter" of tokens; "columns", "rows",
-    "router" and "experts", products; "narrow", what a product in 8 bits makes of its input;
-    "attention", "elementwise", "bias", "add". of: the numbers of the values it is made of. block:
-    the place in the chain of the block that makes it."""
-
-    kind: str
-    of: tuple[int, ...] = ()
-    operation: Operation | None = None
-    block: int = 0
-
-
-KINDS: dict[type, tuple[str, ...]] = {
-    ColumnParallel: ("gather", "columns"),
-    RowParallel: ("rows", "scatter"),
-    AttentionCall: ("attention",),
-    ExpertCall: ("gather", "router", "experts", "scatter"),
-    Elementwise: ("elementwise",),
-    Bias: ("bias",),
-}
-"""The values that an operation makes, one after the other; before them, of one in 8 bits, what it
-makes of its input."""
-
-
-@lru_cache(maxsize=256)
-def chain(blocks: tuple[Block, ...], narrow: bool = False) -> tuple[Value, ...]:
-    """The values of blocks, one after the other; the last is what they end with. narrow: products
-    are in 8 bits."""
-    values = [Value("input")]
-
-    def make(operation: Operation, at: int, block: int) -> int:
-        before = at
-        first = ("narrow",) if narrow and isinstance(operation, Parallel) else ()
-        for kind in (*first, *KINDS[type(operation)]):
-            of = (at, before + 1) if kind == "experts" else (at,)  # what was gathered, too
-            values.append(Value(kind, of, operation, block))
-            at = len(values) - 1
-        return at
-
-    at = 0
-    for number, block in enumerate(blocks):
-        for step in block:
-            if not isinstance(step, Residual):
-                at = make(step, at, number)
-                continue
-            branch = at
-            for operation in step.branch:
-                branch = make(operation, branch, number)
-            values.append(Value("add", (at, branch), None, number))
-            at = len(values) - 1
-    return tuple(values)
 
 
 class Work(NamedTuple):
-    """Of one turn of the remat policy's body. rows, columns: row products' output gradients are
-    gathered, column products' input gradients scattered, so often; rows_again, columns_again: what
-    the forward pass did, repeated. weights: whether any matrix is read. made: values made again,
-    by their numbers in the chain.
+    """Of one turn of the remat policy's body. rows, columns: the output gradients of row products
+    that are gathered, and the gradients of what was gathered, scattered; rows_again, columns_again:
+    what the forward pass did for products, repeated; others_again: and what it gathered for others.
+    weights: whether any matrix is read. made: values made again, by their numbers in the chain.
 
-    Of products in 8 bits: narrow_rows, narrow_again: how many of `rows` and `columns_again` are
-    theirs; regathered: gathers of column products' inputs for their weights' gradients; maxima: of
-    how many gradients each takes the greatest magnitudes together; maxima_again: of how many inputs
-    it is taken again."""
+    Of products in 8 bits: regathered: column products' inputs, for their weights' gradients;
+    maxima: of how many gradients each takes the greatest magnitudes together; maxima_again: of how
+    many inputs it is taken again, together.
 
-    rows: int = 0
-    columns: int = 0
-    rows_again: int = 0
-    columns_again: int = 0
+    moved: the values of `SEQUENCE` through which a gradient flows, each with its attention;
+    moved_again: those that are made again. experts: mixtures
+    that are differentiated, and whether by their input; experts_again: those made again. sums: of
+    each norm over all heads through which a gradient flows how many numbers of a token are summed;
+    sums_again: of each that is made again."""
+
+    rows: tuple[Tokens, ...] = ()
+    columns: tuple[Tokens, ...] = ()
+    rows_again: tuple[Tokens, ...] = ()
+    columns_again: tuple[Tokens, ...] = ()
+    others_again: tuple[Tokens, ...] = ()
     weights: bool = False
     made: frozenset[int] = frozenset()
-    narrow_rows: int = 0
-    narrow_again: int = 0
-    regathered: int = 0
-    maxima: tuple[int, ...] = ()
-    maxima_again: int = 0
+    regathered: tuple[Tokens, ...] = ()
+    maxima: tuple[Tensors, ...] = ()
+    maxima_again: tuple[Tensors, ...] = ()
+    moved: Moved = ()
+    moved_again: Moved = ()
+    experts: tuple[tuple[ExpertCall, bool], ...] = ()
+    experts_again: tuple[ExpertCall, ...] = ()
+    sums: tuple[int, ...] = ()
+    sums_again: tuple[int, ...] = ()
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[Work, int]]]:
@@ -159,20 +122,26 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
     values = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
     # Whether a gradient flows down to each value, and which ones it reads on its way.
     flows, read = [below], set()
-    rows = columns = narrow_rows = regathered = 0
-    maxima: list[int] = []
-    weights = False
+    rows: list[Tokens] = []
+    columns: list[Tokens] = []
+    regathered: list[Tokens] = []
+    maxima: list[Tensors] = []
+    weights, experts = False, []
     for number, value in enumerate(values[1:], start=1):
         flow = any(flows[of] for of in value.of)
         own = _trains(facts, paths[value.block], value)
         flows.append(flow or own)
-        columns += flow and value.kind == "gather"
-        rows += flow and value.kind == "scatter"
-        if facts.narrow and isinstance(value.operation, Parallel):
-            narrow_rows += flow and value.kind == "scatter"
-            regathered += own and value.kind == "columns"
-            if value.kind in ("columns", "rows") and (flow or own):
-                maxima.append(len(value.operation.weights))
+        narrow = facts.narrow and isinstance(value.operation, Parallel)
+        if flow and value.kind == "gather":
+            columns.append(Tokens(value.width))
+        if flow and value.kind == "scatter":
+            rows.append(Tokens(value.width, narrow))
+        if narrow and own and value.kind == "columns":
+            regathered.append(Tokens(value.width, narrow))
+        if facts.narrow and (flow or own):
+            maxima += value.gradient_scales
+        if isinstance(value.operation, ExpertCall) and value.kind == "experts" and (flow or own):
+            experts.append((value.operation, flow))
         # The gradients of experts' weights read the others of them.
         weights |= value.kind in PRODUCTS and (flow or (own and value.kind == "experts"))
         weights |= value.kind in PRODUCTS and _trains_adapter(facts, paths[value.block], value)
@@ -180,18 +149,24 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
     again = made_again(values, read, facts.loop.remat)
     kinds = [values[number].kind for number in again]
     weights |= not PRODUCTS.isdisjoint(kinds)
-    gathers, narrow_again = count_gathers(values, again)
+    scattered = tuple(Tokens(values[n].width) for n in again if values[n].kind == "scatter")
+    of_products = {n for n in again if isinstance(values[n].operation, Parallel)}
     return Work(
-        *(rows, columns, kinds.count("scatter"), gathers, weights, frozenset(again)),
-        *(narrow_rows, narrow_again, regathered, tuple(maxima), kinds.count("narrow")),
+        *(tuple(rows), tuple(columns), scattered),
+        *(gathered(values, of_products), gathered(values, again - of_products)),
+        *(weights, frozenset(again), tuple(regathered), tuple(maxima)),
+        tuple(n for number in sorted(again) for n in values[number].input_scales),
+        *(moved(values, (n for n, flow in enumerate(flows) if flow)), moved(values, sorted(again))),
+        *(tuple(experts), _mixtures(values, again)),
+        summed(values, (n for n, flow in enumerate(flows) if flow)),
+        summed(values, sorted(again)),
     )
 
 
-def count_gathers(values: Sequence[Value], among: Iterable[int]) -> tuple[int, int]:
-    """How many gathers of tokens are among those values, and how many of them in 8 bits."""
-    found = [number for number in among if values[number].kind == "gather"]
-    below = [values[values[number].of[0]].kind for number in found]
-    return len(found), below.count("narrow")
+def _mixtures(values: Sequence[Value], among: Iterable[int]) -> tuple[ExpertCall, ...]:
+    found = (values[number] for number in sorted(among))
+    calls = (value.operation for value in found if value.kind == "experts")
+    return tuple(call for call in calls if isinstance(call, ExpertCall))
 
 
 def reads(
@@ -199,12 +174,14 @@ def reads(
 ) -> set[int]:
     """The values that the derivative of one reads. flow: of its inputs; own: of its parameters.
     narrow: products are in 8 bits; they read what they have made of their inputs."""
-    if value.kind in ("columns", "rows"):
+    if value.kind in ("columns", "rows", "replicated"):
         of = {number - 2} if narrow and value.kind == "columns" else set(value.of)
         return of if own else set()
     if value.kind == "experts":  # all of its own inside: to make that again is to make it again
         return {number, *value.of} if flow or own else set()
-    if value.kind == "attention":
+    if value.kind == "attention":  # and its own output, for the weights of its keys
+        return {number, *value.of} if flow else set()
+    if value.kind == "sums":  # of squares
         return set(value.of) if flow else set()
     return set(value.of) if value.kind == "elementwise" and (flow or own) else set()
 
@@ -264,8 +241,8 @@ def needed_for_kept(
 
 def _trains(facts: StepFacts, path: str, value: Value) -> bool:
     operation = value.operation
-    if value.kind in ("columns", "rows"):
-        assert isinstance(operation, ColumnParallel | RowParallel)
+    if value.kind in ("columns", "rows", "replicated"):
+        assert isinstance(operation, Product)
         return any(
             _trained(facts, path + weight.leaf + end)
             for weight in operation.weights
@@ -273,8 +250,10 @@ def _trains(facts: StepFacts, path: str, value: Value) -> bool:
         )
     if value.kind == "experts":
         assert isinstance(operation, ExpertCall)
-        return any(_trained(facts, path + leaf) for leaf in operation.leaves)
-    if isinstance(operation, Elementwise | Bias) and operation.leaves:
+        ends = ("", ADAPTER_A, ADAPTER_B)
+        return any(_trained(facts, path + leaf + end) for leaf in operation.leaves for end in ends)
+    own = isinstance(operation, Elementwise | NormAcrossHeads | Bias) and value.kind != "sums"
+    if own and operation.leaves:
         return facts.trains(*(path + leaf for leaf in operation.leaves))
     return False
 
@@ -282,7 +261,7 @@ def _trains(facts: StepFacts, path: str, value: Value) -> bool:
 def _trains_adapter(facts: StepFacts, path: str, value: Value) -> bool:
     """Whether a matrix A is trained, whose gradient reads B."""
     operation = value.operation
-    if not isinstance(operation, ColumnParallel | RowParallel):
+    if not isinstance(operation, Product):
         return False
     return any(_trained(facts, path + weight.leaf + ADAPTER_A) for weight in operation.weights)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,19 +26,19 @@ from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
 from jaxtrain.planner.overhead import Overhead, overhead
-from jaxtrain.planner.seconds import matmul_seconds
+from jaxtrain.planner.seconds import matmul_seconds, scope_of
 from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.running_kernels import kernels_of
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.branches import branch_violations
-from jaxtrain.telemetry.hlo import collectives, dot_flops, opaque_kernels, peak_memory
-from jaxtrain.telemetry.hlo_order import side_by_side
-from jaxtrain.telemetry.hlo_text import program_text
-from jaxtrain.telemetry.overlap import Tally, overlaps, tally
+from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops, opaque_kernels, peak_memory
+from jaxtrain.telemetry.hlo.order import side_by_side
+from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.telemetry.overlap import Overlap, Tally, overlaps, tally
 from jaxtrain.telemetry.roofline import Roofline, roofline
-from jaxtrain.telemetry.stablehlo import lowered_collectives
 from jaxtrain.violations import raise_violations
 
 CompilerLog = Callable[[], AbstractContextManager[Callable[[], str]]]
@@ -57,8 +58,8 @@ is asked for is left uncounted, so the room is for what XLA adds, such as paddin
 class CompileReport:
     """A compiled step, on one device.
 
-    memory: bytes, as `telemetry.hlo.peak_memory` has them. fits: whether the peak is within what a
-    program may take of the chip, and XLA has not said otherwise; None where it is unknown. sent:
+    memory: bytes, as `peak_memory` has them. fits: whether the peak is within what a program may
+    take of the chip, and XLA has not said otherwise; None where it is unknown. sent:
     what the program sends, by (kind, mesh axes, dtype): count and bytes. contract: None where XLA
     chose the collectives. overlap: of the same keys what stands between start and done, empty where
     the program has no schedule. flops: of matmuls XLA sees; asked_flops: of those the source asks
@@ -91,7 +92,8 @@ class CompileReport:
         return overhead(self.checked.assembly)
 
     def _hidden(self, key: Key) -> dict[str, float | None]:
-        """Bytes sent while a matmul runs, and the others; None of a program without a schedule."""
+        """Bytes that the link can send while matmuls run at the chip's peak beside them, and the
+        others; None of a program without a schedule."""
         of = self.overlap.get(key)
         if of is None:
             return {"hidden_bytes": None, "exposed_bytes": None}
@@ -137,6 +139,11 @@ class CompileReport:
                 f"peaks, {self.roofline.memory_bound_s:.3g} s of it at its memory's"
                 + ("" if self.mfu_bound is None else f": at most {self.mfu_bound:.0%} causal MFU")
             )
+        if moved := self.memory["host_temp_bytes"]:
+            lines.append(
+                f"{moved:,} bytes wait in the host's memory; their way there and back is not in "
+                f"these seconds"
+            )
         lines += [] if self.work is None else [self.work.summary()]
         if self.attention:
             lines.append(f"attention: {', '.join(self.attention)}")
@@ -147,8 +154,8 @@ class CompileReport:
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
         lines += [
             f"{' '.join(_spelt(key))}: {each.asynchronous:,} of {each.count:,} asynchronous, "
-            f"{each.hidden:,} hidden behind a matmul; {each.exposed_bytes:,.0f} of "
-            f"{each.wire_bytes:,.0f} bytes are not"
+            f"{each.hidden:,} beside a matmul; {each.exposed_bytes:,.0f} of "
+            f"{each.wire_bytes:,.0f} bytes are more than the link sends meanwhile"
             for key, each in sorted(self.overlap.items())
             if each.asynchronous
         ]
@@ -162,7 +169,7 @@ class CompileReport:
         """What scripts may rely on; `pipeline_work` is there only on a mesh with stages."""
         parts = self.checked.bytes_per_device
         sizes = {"params": parts["params"], "optimizer": parts["optimizer"]}
-        sizes |= {"temp": self.memory["temp_bytes"], "peak": self.memory["peak_bytes"]}
+        sizes |= {k: self.memory[f"{k}_bytes"] for k in ("temp", "host_temp", "peak")}
         found: list[dict[str, Any]] = [
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
             | self._hidden(k)
@@ -208,11 +215,13 @@ def compile_experiment(
     mesh: MeshSpec | str | Path,
     *,
     compiler_log: CompilerLog | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> CompileReport:
     """The train step compiled for a mesh, present or absent, and held to the contract.
 
     Absent TPUs and GPUs need their compiler's plugin and a process that has started with
     `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
+    progress: is told a line before what takes minutes.
 
     violations: a broken contract, collectives in branches that devices take differently, or (if
     simulated) beside a loop of others, weights that XLA gathers whole, memory that it cannot save,
@@ -227,6 +236,7 @@ def compile_experiment(
     active, options = active_mesh(_mesh(spec), assembly.sizes), dict(spec.compiler_options)
     raise_violations(option_violations(options, active.devices.flat[0]), spec.where)
     began = time.perf_counter()
+    progress(f"compiling for {spec.devices} {spec.chip.name}: minutes for a large model")
     where = shardings(assembly.abstract, assembly.splits, active)
     traced = trace_step(assembly, active, where, choice=steady(assembly))
     law = branch_violations(traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active))
@@ -249,14 +259,11 @@ def compile_experiment(
         opaque=opaque_kernels(text),
         sent=collective_totals(found, assembly.sizes),
         contract=held,
-        overlap=_overlap(text, assembly.sizes),
+        overlap=_overlap(text, assembly),
         violations=(
             *law,
             *(side_by_side(text) if spec.simulated else ()),
-            *_remat_warnings(log()),
-            *squeezed,
-            *_made_again(flops, asked),
-            *_broken(held),
+            *(*_remat_warnings(log()), *squeezed, *_made_again(flops, asked), *_broken(held)),
         ),
         attention=kernels_of(assembly, AttentionCall),
         grouped_matmul=kernels_of(assembly, ExpertCall),
@@ -281,13 +288,23 @@ def _mfu_bound(assembly: Assembly, least: Roofline) -> float | None:
     return matmul_seconds(assembly) / step_s
 
 
-def _overlap(text: str, sizes: Mapping[str, int]) -> dict[Key, Tally]:
+def _overlap(text: str, assembly: Assembly) -> dict[Key, Tally]:
     """Of each key of `sent`, what mixes dtypes with each; nothing of an unscheduled program."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         return {}
     parts = (replace(each, parts=(part,)) for each in overlaps(text) for part in each.parts)
     several = [part for part in parts if part.parts[0].group_size > 1]
-    return tally(several, lambda each: key_of(each.parts[0], sizes))
+    links, rate = dict(assembly.spec.links), assembly.product_flops
+
+    def key(each: Overlap) -> Key:
+        return key_of(each.parts[0], assembly.sizes)
+
+    def bytes_per_flop(each: Overlap) -> float:
+        if assembly.spec.simulated or not links:
+            return math.inf
+        return links[scope_of(key(each).axes, assembly.spec)].bandwidth_gbytes * 1e9 / rate
+
+    return tally(several, key, bytes_per_flop)
 
 
 def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:

@@ -19,11 +19,15 @@ import numpy as np
 
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.traffic import Sent, step_traffic
-from jaxtrain.step.assembly import Assembly, platform_of
-from jaxtrain.telemetry.hlo import SENT, Collective
-from jaxtrain.telemetry.hlo_groups import Groups
+from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.defaults import platform_of
+from jaxtrain.telemetry.hlo.collectives import SENT, Collective
+from jaxtrain.telemetry.hlo.groups import Groups
 
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "uint8": "u8"}
+DTYPES = {
+    **{"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"},
+    **{"uint8": "u8", "int32": "s32"},
+}
 """NumPy's names -> HLO's."""
 
 

@@ -29,12 +29,14 @@ class LeafFacts:
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """How the loop over layers runs: `nn.stack.LayerLoop`'s fields."""
+    """How the loop over layers runs: `nn.stack.LayerLoop`'s fields, and `Execution`'s
+    `expert_chunk`."""
 
     unroll: bool
     remat: str
     prefetch: bool
     reshard: bool
+    expert_chunk: int | None = None
 
     def fetched_again(self, layers: int) -> int:
         """How often the backward pass of a stack of `layers` gathers a layer's weights. A
@@ -69,15 +71,34 @@ class SumFacts:
     factors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
+class SequenceFacts(NamedTuple):
+    """How rows are cut over devices and seen whole: `context.methods` in numbers.
+
+    axes: that cut them. local: tokens of a row on a device. group: devices that trade tokens for
+    heads, 1 for none; groups: of these, in a ring where there are several. zigzag: the order of
+    tokens (`context.order`). gathered: keys are gathered, and do not travel.
+    """
+
+    axes: tuple[str, ...]
+    local: int
+    groups: int
+    group: int
+    zigzag: bool
+    gathered: bool
+
+
 class Algorithms(NamedTuple):
     """Named as in `collectives.cost.steps.SCHEDULES`: of `Collectives`' fields, weights' gradients
     by that of `fsdp` where they have none of their own. tiled: gradients of the stack's products
-    are scattered while they are made."""
+    are scattered while they are made. experts: of rows to the devices of their experts, "ragged"
+    where no more are sent than there are. context: how rows are seen whole; None where they are."""
 
     fsdp: str
     tensor: str
     weight_gradients: str
     tiled: bool
+    experts: str
+    context: SequenceFacts | None = None
 
 
 class LeafSumFacts(NamedTuple):
@@ -107,7 +128,8 @@ class PipelineFacts:
       stage receives any.
     chunks: of a stage; depth: the stack's turns in each, padding included. kept: F keeps what B
       needs, which else runs the stage forward again. late_head: the head runs in ticks of B.
-      ends_alone: the last tick is a loop of its own, which a compiler takes for none.
+      ends_alone: the last tick is a loop of its own, which a compiler takes for none. tallied:
+      numbers that are counted of the routers of the stack.
     """
 
     axis: str
@@ -121,6 +143,7 @@ class PipelineFacts:
     kept: bool
     late_head: bool
     ends_alone: bool = False
+    tallied: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +187,11 @@ class StepFacts:
     by: Algorithms
     scaling: str | None = None
     pipeline: PipelineFacts | None = None
+
+    @property
+    def sequence(self) -> SequenceFacts | None:
+        """How rows are seen whole; None where they are."""
+        return self.by.context
 
     @property
     def narrow(self) -> bool:

@@ -10,7 +10,7 @@ from jaxtrain.planner.facts import FlopFacts
 from jaxtrain.planner.pipeline.work import Work, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.telemetry.hlo import SENT
+from jaxtrain.telemetry.hlo.collectives import SENT
 
 
 @dataclass(frozen=True)

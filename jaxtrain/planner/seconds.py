@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.mesh.mesh import SCOPES, MeshSpec
-from jaxtrain.models.description import products
+from jaxtrain.models.description import ExpertCall, products
+from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.sent import MeshAxes
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.running_kernels import calls, kernel_of
 from jaxtrain.telemetry.flops import train_flops
-from jaxtrain.telemetry.hlo import SENT
+from jaxtrain.telemetry.hlo.collectives import SENT
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ def matmul_seconds(assembly: Assembly) -> float:
     model, rows = assembly.described, assembly.largest_batch
     flops = model.flops(seq=seq, sequences=rows).train_causal
     met = sum(weight.size for block in model.layers for weight in products(block))
+    for call in calls(assembly):
+        # A kernel that takes none in 8 bits multiplies them in 16.
+        if isinstance(call, ExpertCall) and takes_8_bits(kernel_of(assembly, call)):
+            met += call.per_token * sum(weight.size for weight in call.weights)
     of_products = train_flops(2 * met * seq * rows)
     seconds = (flops - of_products) / assembly.peak_flops + of_products / assembly.product_flops
     return seconds / assembly.spec.devices

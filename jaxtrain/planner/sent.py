@@ -16,6 +16,7 @@ KINDS = {
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
 }
 """The instruction of each collective of `Lax`; the other algorithms are permutes."""
 
@@ -52,7 +53,7 @@ def collective_traffic(
 ) -> list[Sent]:
     """One collective of `elements` in the whole buffer by algorithm `by`."""
     n = ways(facts, axes)
-    if n == 1:
+    if n == 1 or not elements:
         return []
     order = tuple(a for a in facts.sizes if a in axes)
     size = elements * itemsize_of(dtype)

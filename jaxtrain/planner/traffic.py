@@ -12,12 +12,12 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from jaxtrain.models.description import STACK, named_by
-from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline.traffic import pipeline_traffic
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
+from jaxtrain.planner.tokens import traffic as tokens
 from jaxtrain.planner.weight_traffic import (
     fetches,
     gathers,
@@ -35,8 +35,10 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
         *optimizer_traffic(facts),
         *updated_param_gathers(facts),
     ]
-    if facts.pipeline is not None:
-        return [*pipeline_traffic(facts, facts.pipeline), *once]
+    if (p := facts.pipeline) is not None:
+        why, size = "what stages counted of their routers", p.tallied
+        once += collective_traffic(facts, why, "all_gather", "lax", (p.axis,), "float32", size)
+        return [*pipeline_traffic(facts, p), *once]
     micro = [*_activations(facts), *tokens.head(facts, facts.tensor), *_weights(facts)]
     if facts.sharded:
         micro += to_optimizer(facts, facts.leaves)

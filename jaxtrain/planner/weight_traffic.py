@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxtrain.mesh.axes import keeps_dtype
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
+from jaxtrain.planner.tokens.experts import EXPERT
 
 Leaves = Mapping[str, LeafFacts]
 
@@ -19,22 +21,34 @@ def fetches(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> l
 
 
 def weight_maxima(facts: StepFacts, why: str, leaves: Leaves, *, gathered: bool) -> list[Sent]:
-    """The greatest magnitudes of the matrices that a layer multiplies by in 8 bits, together: over
-    the mesh axes that split them where it takes them, at rest if they are `gathered` then. None
-    where scales are those of the steps before."""
+    """The greatest magnitudes of the matrices that a layer multiplies by in 8 bits, of experts each
+    one's, together: over the mesh axes that split them where it takes them, at rest if they are
+    `gathered` then. Experts' apart where devices have other ones. None where scales are those of
+    the steps before."""
     if facts.scaling != "current":
         return []
-    narrow = _narrow(facts, leaves)
+    narrow, apart = _narrow(facts, leaves), tuple(a for a in facts.sizes if a in EXPERT)
+    experts = {k: v for k, v in narrow.items() if apart and k in facts.model.expert_matrices}
+    others = {k: v for k, v in narrow.items() if k not in experts}
+    found = _maxima_of(facts, why, others, gathered, ())
+    return found + _maxima_of(facts, why, experts, gathered, apart)
+
+
+def _maxima_of(
+    facts: StepFacts, why: str, narrow: Leaves, gathered: bool, apart: MeshAxes
+) -> list[Sent]:
+    """Of matrices that are scaled together. apart: mesh axes whose devices have other experts."""
     split: set[str] = set()
     for leaf in narrow.values():
         dims = leaf.params if gathered else leaf.in_use
-        split |= {axis for dim in dims[leaf.stacked :] for axis in dim}
-    axes, count = tuple(a for a in facts.sizes if a in split), len(narrow)
+        split |= {axis for dim in dims[-2:] for axis in dim}
+    axes = tuple(a for a in facts.sizes if a in split)
+    count = sum(facts.model.narrowed[name] for name in narrow) // ways(facts, apart)
     return collective_traffic(facts, f"greatest {why}", "all_reduce", "lax", axes, "float32", count)
 
 
 def _narrow(facts: StepFacts, leaves: Leaves) -> Leaves:
-    return {k: leaf for k, leaf in leaves.items() if facts.narrow and k in facts.model.products}
+    return {k: leaf for k, leaf in leaves.items() if facts.narrow and k in facts.model.narrowed}
 
 
 def gathers(
@@ -47,7 +61,8 @@ def gathers(
 
     def dtype(name: str) -> str:
         leaf = leaves[name]
-        whole = facts.compute if len(leaf.shape) - leaf.stacked > 1 else leaf.dtype
+        kept = keeps_dtype(name, len(leaf.shape) - leaf.stacked)
+        whole = leaf.dtype if kept else facts.compute
         return "uint8" if name in narrow else whole
 
     found = []

@@ -12,7 +12,7 @@ from jaxtrain.run.rates import counts_flops
 from jaxtrain.run.rows import Documents
 from jaxtrain.run.saves.skips import Skips
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.batches import PlacedRows, row_numbers
+from jaxtrain.step.batches import row_numbers
 
 
 class Batches:
@@ -30,8 +30,7 @@ class Batches:
         self.skips, self._documents = skips, None
         if counts_flops(self._assembly) and "segments" in self._assembly.fields:
             read = self._documents = Documents(read, e.batch, start)
-        shardings = self._assembly.batch_shardings(self._mesh)
-        placed = PlacedRows(read, shardings, e.microbatches)
+        placed = self._assembly.placed(read, self._mesh, e.microbatches)
         rows = row_numbers(e.batch, skips.batch)
         self._loader = Loader(placed, rows, lambda batch: batch, start=start)
 

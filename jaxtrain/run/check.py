@@ -15,7 +15,7 @@ from jaxtrain.experiment.stored import unreadable
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
-from jaxtrain.nn.quantized.delayed import without_scales
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
@@ -203,7 +203,7 @@ def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool
     weights = argument_bytes(assembly)
     weights["total"] = sum(weights.values())
     shapes = natural_shapes(assembly).params
-    places = without_scales(assembly.places)
+    places = without_buffers(assembly.places, assembly.buffers)
     counts = {k: _count(shapes[k].shape, p) for k, p in places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))

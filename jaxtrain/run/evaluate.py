@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.models.scales import scales_of_weights
+from jaxtrain.nn.quantized.delayed import SCALES
 from jaxtrain.run.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.batches import PlacedRows
 from jaxtrain.step.layer_order import placed
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.state import TrainState, averaged_params
@@ -35,6 +36,7 @@ class Evaluator:
         self._at_once = evaluated_at_once(assembly)
         self._data: Any = None
         self._step: Any = None
+        self._scales: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
         """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
@@ -44,7 +46,7 @@ class Evaluator:
         """
         self.open()
         chosen = range(self._pieces(batches, self._data))
-        params = averaged_params(state)
+        params = self._evaluated(state)
         parts: list[Any] = []
         for first in chosen[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)
@@ -64,6 +66,19 @@ class Evaluator:
         if seen:
             values["bits_per_byte"] = total / math.log(2) / seen
         return values
+
+    def _evaluated(self, state: TrainState) -> dict[str, jax.Array]:
+        """The parameters, averaged where an average is kept; then with scales of its own."""
+        params, scales = averaged_params(state), self._assembly.buffers.scales
+        averaged = {k for k in scales if k.removesuffix(SCALES) in state.ema}
+        if not averaged:
+            return params
+        if self._scales is None:
+            products = self._assembly.experiment.precision.products
+            make = partial(scales_of_weights, scales=averaged, products=products)
+            where = {k: params[k].sharding for k in averaged}
+            self._scales = jax.jit(make, out_shardings=where)
+        return params | jax.block_until_ready(self._scales(params))
 
     def wait(self) -> None:
         """Return when nothing is evaluated: an interrupt of a call leaves a program on its way."""
@@ -87,8 +102,7 @@ class Evaluator:
             for batches in (e.evaluation.batches, e.evaluation.final_batches):
                 self._pieces(batches, data)
         self._data = Ended(data, self._weights)
-        where = self._assembly.batch_shardings(self._mesh)
-        self._placed = PlacedRows(self._data, where, self._at_once)
+        self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:

@@ -251,6 +251,26 @@ class SlowProcess(Callback):
             run.tell(f"NOTE step {step}: {slow}")
 
 
+class CrowdedRows(Callback):
+    """Tells once of rows with more documents than cuDNN's attention has room for. room: documents
+    in the mean of a row; None where another kernel runs."""
+
+    def __init__(self, room: int | None) -> None:
+        self._room = room
+
+    def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
+        found = values.get("documents_per_row") or 0
+        if self._room is None or found <= self._room:
+            return
+        run.tell(
+            f"NOTE step {step}: rows hold {found:.0f} documents in the mean, and Cudnn(documents="
+            f"{self._room}) has room for fewer: devices with more run attention as loops over "
+            f"tiles, on an H100 8 times as long; use execution.attention=Cudnn(documents="
+            f"{1 << math.ceil(1.2 * found).bit_length()})"
+        )
+        self._room = None
+
+
 class GarbageCollection(Callback):
     """Of several processes: Python collects its garbage at the same steps on all of them, `every`
     so many. Each would else stop for it at steps of its own, and all wait for each (MegaScale,

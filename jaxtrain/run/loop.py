@@ -24,6 +24,7 @@ from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
 from jaxtrain.run.health import HealthChecks, WrongNumbers
 from jaxtrain.run.hooks import (
+    CrowdedRows,
     GarbageCollection,
     GuardMessages,
     Hooks,
@@ -43,6 +44,7 @@ from jaxtrain.run.saves.saving import Saving, checkpoints_of
 from jaxtrain.run.session import CACHE_DIR, Session, open_session
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
+from jaxtrain.step.running_kernels import documents_room
 from jaxtrain.telemetry.metrics import read_metrics
 
 
@@ -144,7 +146,8 @@ class _Loop:
         self.files = MetricsFiles(run_dir, session.start, logging, self.rates, self.pace)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
         of_several = (SlowProcess(self.pace), GarbageCollection())
-        own = (profiling, progress, guard, self.files, *of_several)
+        crowded = CrowdedRows(documents_room(session.assembly))
+        own = (profiling, progress, guard, self.files, *of_several, crowded)
         self.hooks, self.phases = Hooks(self.run, own, callbacks, session.phases), session.phases
         self.health = HealthChecks(self.experiment.execution.health, session, self.tell)
         self.uninterrupted = Uninterrupted()

@@ -24,6 +24,8 @@ PARTS = {
     "other": ("rest", "ema", "step", "loss_scale", "skipped", "residuals"),
 }
 """Fields of the train state, by what they are told as."""
+OURS = "jaxtrain:"
+"""What begins our notes on an error."""
 
 
 def argument_bytes(assembly: Assembly) -> dict[str, int]:
@@ -91,12 +93,14 @@ def memory_remedies(spec: MeshSpec) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) and not getattr(error, "__notes__", ()):
+        # JAX has notes of its own on what jitted functions raise.
+        told = any(note.startswith(OURS) for note in getattr(error, "__notes__", ()))
+        if "RESOURCE_EXHAUSTED" in str(error) and not told:
             error.add_note(
-                "jaxtrain: a device has no memory left; use more microbatches or devices, "
+                f"{OURS} a device has no memory left; use more microbatches or devices, "
                 "LayerLoop(remat='full'), or sharding=fsdp() over more of them; `jaxtrain compile` "
                 "tells beforehand what a step takes"
             )
-            if told := told_fraction(spec):
-                error.add_note(f"jaxtrain: {told}")
+            if fraction := told_fraction(spec):
+                error.add_note(f"{OURS} {fraction}")
         raise

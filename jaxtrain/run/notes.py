@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import jax
 
-from jaxtrain.mesh.sharding import ways
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.description import ExpertCall, operations
+from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.nn.loss import chunk_count
-from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.plain import Optax, mixing
 from jaxtrain.optim.rate import injected_rate
 from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.running_kernels import calls, kernel_of, local_rows
 from jaxtrain.telemetry.metrics import has_tensorboard
 
 MANY = 4
@@ -27,7 +28,8 @@ def notes(assembly: Assembly) -> list[str]:
         return found
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
     pipeline = [f"pipeline: {text}" for text in tables]
-    return [*found, *_routers(assembly), *_chunks(assembly), *pipeline]
+    products = [*_products(assembly), *_experts(assembly)]
+    return [*found, *_routers(assembly), *products, *_chunks(assembly), *pipeline]
 
 
 def _packages(assembly: Assembly) -> list[str]:
@@ -53,7 +55,8 @@ def _plain_optax(assembly: Assembly) -> list[str]:
             "optimizer: no learning rate is logged, for the state of this optax transformation "
             "says none; use optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
         )
-    places = {k: p for k, p in without_scales(assembly.places).items() if p.trained}
+    every = without_buffers(assembly.places, assembly.buffers)
+    places = {k: p for k, p in every.items() if p.trained}
     stacks = [place.path for place in places.values() if leaf_dims(place.axes).stacked]
     params = {k: assembly.abstract.params[k] for k in places}
     met = mixing(assembly.transform, params, state) if stacks else []
@@ -71,21 +74,47 @@ def _routers(assembly: Assembly) -> list[str]:
     """Routers whose gradient is zero by their definition."""
     blocks = assembly.described.layers
     calls = [each for b in blocks for each in operations(b) if isinstance(each, ExpertCall)]
-    alone = [call for call in calls if call.per_token == 1]
-    if not any(call.experts > 1 for call in alone):
+    alone = [call for call in calls if not call.learns]
+    if not alone:
         return []
     return [
         f"experts_per_token=1 in {len(alone)} of {len(blocks)} layers: the share of a token's only "
         "expert is 1 whatever its router says, so these routers learn nothing; use "
-        "experts_per_token=2"
+        "experts_per_token=2, or router=SoftmaxRouter(renormalise=False)"
+    ]
+
+
+def _products(assembly: Assembly) -> list[str]:
+    """Products of 8-bit numbers on a chip that makes them no faster than those of 16."""
+    products, chip = assembly.experiment.precision.products, assembly.spec.chip
+    if products is None or assembly.spec.simulated or assembly.product_flops > chip.bf16_flops:
+        return []
+    other = {"fp8": ("int8", "Int8Products"), "int8": ("fp8", "Fp8Products")}[products.rate]
+    faster = (getattr(chip, f"{other[0]}_flops") or 0) > chip.bf16_flops
+    return [
+        f"precision.products: {chip.name} multiplies {products.rate} no faster than bf16: operands "
+        "are rounded, weights gathered a byte each, and products take the time of bf16's; use "
+        + (f"{other[1]}(), whose rate is twice that" if faster else "None for speed")
+    ]
+
+
+def _experts(assembly: Assembly) -> list[str]:
+    """Experts whose products are of 8-bit numbers and no faster for it."""
+    if assembly.experiment.precision.products is None:
+        return []
+    mixtures = (each for each in calls(assembly) if isinstance(each, ExpertCall))
+    kernels = (kernel_of(assembly, call) for call in mixtures)
+    wide = dict.fromkeys(type(k).__name__ for k in kernels if not takes_8_bits(k))
+    return [
+        f"precision.products: experts' operands are rounded to 8 bits, and their matrices gathered "
+        f"so, and {name} multiplies them in 16 bits: their products take the time of bf16's"
+        for name in wide
     ]
 
 
 def _chunks(assembly: Assembly) -> list[str]:
     """A head that makes its logits in far more chunks than their size asks for."""
-    limit, field = assembly.chunk_tokens, assembly.described.tokens
-    _, rows, seq = assembly.abstract_batch()[field].shape
-    rows //= ways(assembly.batch_splits[field][1], assembly.sizes)
+    limit, (rows, seq) = assembly.chunk_tokens, local_rows(assembly)
     chunks, wanted = chunk_count(rows * seq, rows, limit), -(-rows * seq // limit)
     if chunks <= MANY * wanted:
         return []

@@ -50,7 +50,8 @@ class Rates:
 
     def of(self, step: int, wait_s: float) -> dict[str, float | None]:
         """After `step`, which just finished: step_s, data_s (waiting for data), tokens_per_s (of
-        rows without tokens examples_per_s), mfu_full and mfu_causal.
+        rows without tokens examples_per_s), mfu_full and mfu_causal, documents_per_row where they
+        are counted.
 
         wait_s: seconds that this start has waited for data, in all.
         """
@@ -72,6 +73,8 @@ class Rates:
             "step_s": seconds / self._steps,
             "data_s": waited / self._steps,
         }
+        if self._lengths:
+            values["documents_per_row"] = sum(self._lengths.values()) / self._rows
         if counts_flops(assembly):
             values |= self._mfu(seq, seconds)
         return values

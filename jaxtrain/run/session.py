@@ -104,12 +104,15 @@ class Session:
         return metrics
 
     def spare_bytes(self) -> int:
-        """What is free of the memory of each device of this process while a step runs; 0 where that
-        is not known. Waits for the step that runs: its memory is counted once."""
-        if self._latest is None:
+        """What is free of the memory of each device of this process while a step runs, by whichever
+        of the programs met so far (the largest batch's is the first); 0 where that is not known,
+        and where steps are taken twice, from a copy of the state. Waits for the step that runs: its
+        memory is counted once."""
+        if self._latest is None or self.experiment.execution.health.replay is not None:
             return 0
         jax.block_until_ready(self.state)
-        return spare_bytes(self.mesh.local_devices, self._latest)
+        programs = self.compiled.values()
+        return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
         """Go on from a state after fewer steps, with other batches where `skips` says so."""
@@ -242,7 +245,8 @@ def initial_program(assembly: Assembly, where: TrainState) -> Any:
     def make(given: dict[str, jax.Array]) -> TrainState:
         e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
         layout = None if assembly.pipeline is None else assembly.pipeline.layout
-        return initial_state(e, assembly.transform, assembly.parts, layout, trained, given)
+        how: Any = dict(derivative=assembly.first_derivative)
+        return initial_state(e, assembly.transform, assembly.parts, layout, trained, given, **how)
 
     return jax.jit(make, out_shardings=where, donate_argnums=0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Sample
-from jaxtrain.nn.quantized.delayed import without_scales
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.run.result import Result
 from jaxtrain.run.session import Session
 from jaxtrain.step.layer_order import natural_shapes
@@ -15,7 +15,7 @@ from jaxtrain.weights.generate import generate
 
 def headline(session: Session, last: int) -> str:
     """What is trained, on what, until which step."""
-    shapes = without_scales(natural_shapes(session.assembly).params)
+    shapes = without_buffers(natural_shapes(session.assembly).params, session.assembly.buffers)
     parameters = sum(leaf.size for leaf in shapes.values())
     sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
     begin = f"resuming at step {session.start}, " if session.start else session.beginning

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ import numpy as np
 import optax
 
 from jaxtrain.collectives.choice import Collectives
-from jaxtrain.collectives.ring import Ring
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
+from jaxtrain.context.choice import Method
+from jaxtrain.data.loader import Rows
 from jaxtrain.experiment import Execution, Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
-    STAGE,
     Dims,
     Leaf,
     LogicalAxes,
@@ -30,53 +30,37 @@ from jaxtrain.mesh.sharding import (
     place,
     ways,
 )
+from jaxtrain.models.buffers import Buffers, without_buffers
 from jaxtrain.models.build import abstract_model
-from jaxtrain.models.description import ModelDescription
+from jaxtrain.models.description import ModelDescription, operations
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.nn.module import ModuleSplit
-from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
-from jaxtrain.pipeline.executor import Executor
-from jaxtrain.pipeline.layout import StageLayout
-from jaxtrain.pipeline.schedule import Schedule
-from jaxtrain.step.batches import token_fields
+from jaxtrain.step.batches import DOCUMENTS, PlacedRows, token_fields
+from jaxtrain.step.defaults import default_collectives, platform_of
 from jaxtrain.step.initial import initial_state
-from jaxtrain.step.platform_kernels import types_checked, with_kernels
+from jaxtrain.step.on_stages import OnStages, on_stages, split_in_slots
+from jaxtrain.step.platform_kernels import Sequences, types_checked, with_kernels
 from jaxtrain.step.state import TrainState, state_splits
-from jaxtrain.step.tuning import adapters_of, delays_scales, trained_leaves, with_trained
+from jaxtrain.step.tuning import adapters_of, buffers_of_experiment, trained_leaves, with_trained
 from jaxtrain.validation.experiment import (
     batch_sizes,
     chosen_mode,
     field_violations,
     format_violations,
-    late_gradients,
     mesh_violations,
     unused_reducer,
 )
 from jaxtrain.validation.model import describes, model_violations, untrue
+from jaxtrain.validation.sequence import chosen_method
 
 KEEP_BARRIERS = "cse_barrier_expander"
 """XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
 time: with it nothing is rematerialised there, and gathers leave their places. Other platforms keep
 their barriers that long by themselves."""
-
-
-MOST_TILES = 32
-"""Into how many tiles the product of a weight's gradient is cut by default: those of 4,096 rows are
-then 128 or more, below which a TPU's matrix unit is not filled, and all of them are written out in
-the program."""
-
-
-class OnStages(NamedTuple):
-    """A pipeline: who works when, which layer lies where, and what follows the tables (benchmarks
-    have another executor)."""
-
-    schedule: Schedule
-    layout: StageLayout
-    executor: type[Executor] = Executor
 
 
 @dataclass(frozen=True)
@@ -137,6 +121,19 @@ class Assembly:
         """Leaves that are not trained."""
         return frozenset(name for name, place in self.places.items() if not place.trained)
 
+    @cached_property
+    def buffers(self) -> Buffers:
+        """Leaves that rest among the parameters and that no optimizer moves."""
+        return buffers_of_experiment(self.experiment)
+
+    @property
+    def first_derivative(self) -> float:
+        """That of the first step's loss, as it is differentiated, by the loss of a token."""
+        scale = self.experiment.precision.loss_scale
+        row, _ = self.fields[self.tokens or "rows"]
+        tokens = batch_sizes(self.experiment.batch)[0] * math.prod(row)
+        return (1.0 if scale is None else scale.initial) / _power_of_two(tokens)
+
     @property
     def on_stages(self) -> OnStages:
         """The pipeline of a mesh that has one."""
@@ -148,6 +145,30 @@ class Assembly:
         """Mesh axes over which the model's heads, hidden units and vocabulary are split."""
         rules = self.experiment.sharding.activations
         return activation_dims(("heads",), rules, sizes=self.sizes)[0]
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """Mesh axes that cut rows."""
+        rules = self.experiment.sharding.activations
+        return activation_dims(("seq",), rules, sizes=self.sizes)[0]
+
+    @property
+    def context(self) -> Method | None:
+        """How attention sees whole rows; None where they are whole, or it is XLA's to see to."""
+        if not self.sequence or not self.explicit:
+            return None
+        rows = self.abstract_batch()[self.described.tokens]
+        return chosen_method(self.experiment, self.described, self.sizes, rows.shape[2])
+
+    @property
+    def row_orders(self) -> dict[str, np.ndarray]:
+        """Of the fields that are cut along their sequence: which place of a row lies where."""
+        if self.context is None:
+            return {}
+        order = self.context.order(ways(self.sequence, self.sizes))
+        leaves = self.abstract_batch()
+        cut = [k for k, split in self.batch_splits.items() if split[2:3] == (self.sequence,)]
+        return {name: order.permutation(leaves[name].shape[2]) for name in cut}
 
     @property
     def collectives(self) -> Collectives:
@@ -181,17 +202,30 @@ class Assembly:
 
     @property
     def check_vma(self) -> bool:
-        return types_checked(self.experiment.execution, self.fields)
+        blocks = [] if self.description is None else self.description.blocks.values()
+        layers = (each for block in blocks for each in operations(block))
+        return types_checked(self.experiment.execution, layers, self.sequences)
+
+    @property
+    def sequences(self) -> Sequences | None:
+        """What attention is of on a device; None where a batch has no tokens."""
+        shape, _ = self.fields.get(self.tokens or "", ((), None))
+        if not shape:
+            return None
+        dtype = jnp.dtype(self.experiment.precision.compute)
+        seq = shape[0] // ways(self.sequence, self.sizes)
+        return Sequences(seq, DOCUMENTS in self.fields, dtype)
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
-        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context; or as
-        the model describes its fields."""
+        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context, but
+        for documents, which may be longer; or as the model describes its fields."""
         rules = self.experiment.sharding.activations
         known = {} if self.description is None else self.description.fields
 
         def names(field: str, dims: int) -> tuple[str | None, ...]:
-            return (None, "batch", *known.get(field, ("seq", *[None] * dims)[:dims]))
+            first = None if field == DOCUMENTS else "seq"
+            return (None, "batch", *known.get(field, (first, *[None] * dims)[:dims]))
 
         return {
             name: activation_dims(names(name, len(shape)), rules, sizes=self.sizes)
@@ -205,6 +239,10 @@ class Assembly:
     def batch_shardings(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         return {name: named_sharding(mesh, split) for name, split in self.batch_splits.items()}
 
+    def placed(self, dataset: Rows, mesh: jax.sharding.Mesh, microbatches: int) -> PlacedRows:
+        """The rows of a dataset as steps and evaluations take them."""
+        return PlacedRows(dataset, self.batch_shardings(mesh), microbatches, self.row_orders)
+
     def abstract_batch(self, batch: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a batch of `batch` rows (None: the largest)."""
         micro = self.experiment.microbatches
@@ -216,7 +254,7 @@ class Assembly:
 
     def tokens_power_of_two(self, batch: dict[str, Any]) -> float:
         """About the tokens of a batch: dividing by a power of two changes no bit."""
-        return 2.0 ** round(math.log2(batch[self.tokens or "rows"].size))
+        return _power_of_two(batch[self.tokens or "rows"].size)
 
     def constrain(self, leaves: Any, mesh: jax.sharding.Mesh, to: str) -> Any:
         """State that leaves named as parameters rest as table `to` says; nothing on one device."""
@@ -230,7 +268,8 @@ class Assembly:
 
     def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
         """The optimizer with its own collectives where it has any, in explicit mode."""
-        e, axes = self.experiment, _trained_axes(self.split.axes, self.places)
+        e, leaves = self.experiment, without_buffers(self.split.axes, self.buffers)
+        axes = _trained_axes(leaves, self.places)
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
             return self.transform
 
@@ -272,9 +311,10 @@ def try_assemble(
 ) -> tuple[Assembly | None, list[str]]:
     """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
-    if describes(experiment.model):
-        experiment = with_kernels(experiment, platform_of(spec), spec.chip.capability)
     violations = field_violations(experiment)
+    if describes(experiment.model):
+        chosen = with_kernels(experiment, platform_of(spec), spec.chip.capability)
+        experiment, violations = chosen[0], violations + chosen[1]
     mode = chosen_mode(experiment, violations)
     unbuildable = model_violations(experiment)
     violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
@@ -282,13 +322,14 @@ def try_assemble(
         return None, violations
     adapters, untuned = adapters_of(experiment)
     adapters, kernel = None if untuned else adapters, experiment.execution.attention
-    scales = delays_scales(experiment)
-    split = abstract_model(experiment.model, adapters=adapters, kernel=kernel, scales=scales)
+    buffers = buffers_of_experiment(experiment)
+    how: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
+    split = abstract_model(experiment.model, adapters=adapters, **how)
     violations += untuned + untrue(experiment.model, split)
-    pipeline, unpiped = _on_stages(experiment, sizes)
+    pipeline, unpiped = on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:
-        split = _split_in_slots(split, pipeline.layout)
+        split = split_in_slots(split, pipeline.layout)
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     trained, untrained = trained_leaves(experiment, split.params, sizes)
     places, violations = with_trained(places, trained), violations + untrained
@@ -297,7 +338,8 @@ def try_assemble(
     violations += [v for v in unplaced if not (told and "heads=" in v)]
     execution = experiment.execution
     layout = None if pipeline is None else pipeline.layout
-    parts = compressed_parts(execution.reducer, execution.small_leaf, places, sizes, layout)
+    summed = without_buffers(places, buffers)
+    parts = compressed_parts(execution.reducer, execution.small_leaf, summed, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     try:
         made = _build(
@@ -314,10 +356,13 @@ def try_assemble(
 def _build(fields: Any, **found: Any) -> Assembly:
     """The assembly of these fields."""
     e, places, parts = found["experiment"], found["places"], found["parts"]
-    axes = _trained_axes(found["split"].axes, places)
+    axes = without_buffers(found["split"].axes, buffers_of_experiment(e))
+    axes = _trained_axes(axes, places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
     layout = None if found["pipeline"] is None else found["pipeline"].layout
-    abstract = jax.eval_shape(lambda: initial_state(e, transform, parts, layout, axes.keys()))
+    abstract = jax.eval_shape(
+        lambda: initial_state(e, transform, parts, layout, axes.keys(), derivative=1.0)
+    )
     return Assembly(
         **found,
         loop=_loop(e.execution, found["spec"]),
@@ -331,44 +376,11 @@ def _build(fields: Any, **found: Any) -> Assembly:
 def _trained_axes(
     axes: Mapping[str, LogicalAxes], places: Mapping[str, Leaf]
 ) -> dict[str, LogicalAxes]:
-    return {k: names for k, names in without_scales(axes).items() if places[k].trained}
+    return {k: names for k, names in axes.items() if places[k].trained}
 
 
-def platform_of(spec: MeshSpec) -> str:
-    """JAX's name of the platform the mesh runs on."""
-    return "cpu" if spec.simulated else spec.chip.platform
-
-
-def _on_stages(
-    experiment: Experiment, sizes: Mapping[str, int]
-) -> tuple[OnStages | None, list[str]]:
-    """The pipeline of a mesh with stages, and why there is none of a kind that was asked for."""
-    stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
-    if stages == 1 or model is None or "pipeline" not in model.can:
-        return None, []
-    try:
-        schedule = experiment.execution.pipeline.table(
-            stages=stages, microbatches=experiment.microbatches
-        )
-    except ValueError as error:
-        return None, [f"execution.pipeline: {error}"]
-    except OSError as error:
-        where = experiment.execution.pipeline.schedule
-        return None, [f"execution.pipeline: {where} cannot be read: {error.strerror}"]
-    if violations := late_gradients(experiment, splits=schedule.weight is not None):
-        return None, violations
-    return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
-
-
-def _split_in_slots(split: ModuleSplit, layout: StageLayout) -> ModuleSplit:
-    """The stacked parameters and their axes as they rest on stages."""
-    stacked = {k for k, axes in split.axes.items() if "layers" in axes}
-    params = {
-        k: jax.eval_shape(layout.to_slots, leaf) if k in stacked else leaf
-        for k, leaf in split.params.items()
-    }
-    axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}
-    return split._replace(params=params, axes=axes)
+def _power_of_two(tokens: int) -> float:
+    return 2.0 ** round(math.log2(tokens))
 
 
 def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
@@ -377,17 +389,6 @@ def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
         return execution.loop
     on_cpu = platform_of(spec) == "cpu"
     return LayerLoop(unroll=on_cpu, remat="none" if on_cpu else "dots_and_attention")
-
-
-def default_collectives(spec: MeshSpec) -> Collectives:
-    """On TPU collective matmuls, for tensor parallelism and for weights' gradients: there the
-    compiler hides each hop behind a product, and leaves the plain gather, and the reduce-scatter as
-    a whole all-reduce, synchronous (experiments/LOG.md). Elsewhere the compiler's own: on simulated
-    devices nothing is hidden, on GPUs nothing is measured yet."""
-    if platform_of(spec) != "tpu":
-        return Collectives()
-    tiles = math.prod(spec.shape[axis] for axis in ("fsdp", "expert"))
-    return Collectives(tensor=Ring(), weight_gradients=Ring(1) if 1 < tiles <= MOST_TILES else None)
 
 
 def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:

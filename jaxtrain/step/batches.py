@@ -12,6 +12,8 @@ from jaxtrain.data import BatchRamp, Dataset, batch_of, rows_of_step
 from jaxtrain.data.loader import Rows
 
 Batch = dict[str, np.ndarray]
+DOCUMENTS = "segments"
+"""The field that says which document each token is of."""
 
 
 def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -43,11 +45,20 @@ class PlacedRows:
     """A dataset whose rows arrive as global arrays [microbatches, rows, ...] on the mesh.
 
     Microbatch m is a run of consecutive rows, the same on every mesh. `rows` holds each row's
-    number within its batch: with it dropout masks do not depend on the mesh.
+    number within its batch: with it dropout masks do not depend on the mesh. orders: of fields of
+    which a device's part of a row is no run of it, which place of a row lies where
+    (`Assembly.row_orders`).
     """
 
-    def __init__(self, dataset: Rows, shardings: Mapping[str, Any], microbatches: int) -> None:
+    def __init__(
+        self,
+        dataset: Rows,
+        shardings: Mapping[str, Any],
+        microbatches: int,
+        orders: Mapping[str, np.ndarray] = {},
+    ) -> None:
         self._dataset, self._shardings, self._micro = dataset, dict(shardings), microbatches
+        self._orders = orders
 
     def rows(self, numbers: np.ndarray) -> dict[str, jax.Array]:
         """The batch of these global row numbers; only this process's rows are read."""
@@ -64,7 +75,10 @@ class PlacedRows:
             values = read[name]
 
             def part(index: Any) -> np.ndarray:
-                return values[at[index[:2]]][(slice(None), slice(None), *index[2:])]
+                places = index[2:]
+                if name in self._orders:
+                    places = (self._orders[name][index[2]], *index[3:])
+                return values[at[index[:2]]][(slice(None), slice(None), *places)]
 
             return jax.make_array_from_callback((*shape, *values.shape[1:]), sharding, part)
 

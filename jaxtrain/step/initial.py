@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,14 @@ from flax import nnx
 
 from jaxtrain.compression.residuals import CompressedLeaf, no_residuals
 from jaxtrain.experiment import Experiment
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.build import build_model
 from jaxtrain.models.scales import first_scales
 from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.param import named_key
-from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.step.state import TrainState
-from jaxtrain.step.tuning import adapters_of, delays_scales
+from jaxtrain.step.tuning import adapters_of, buffers_of_experiment
 
 
 def initial_state(
@@ -28,19 +29,24 @@ def initial_state(
     layout: StageLayout | None,
     trained: Set[str],
     given: Mapping[str, jax.Array] | None = None,
+    *,
+    derivative: float,
 ) -> TrainState:
     """The state before the first step; but for residuals, the slots of a pipeline and parameters
-    that are `given`, as they rest, a function of the seed only."""
+    that are `given`, as they rest, a function of the seed only. derivative: that of the first
+    step's loss, as it is differentiated, by the loss of a token."""
     split = take_apart(make_model(experiment))
     params = dict(split.params)
     if layout is not None:
         params = {
             k: layout.to_slots(v) if "layers" in split.axes[k] else v for k, v in params.items()
         }
-    dtype = experiment.precision.params
-    params = first_scales({**params, **(given or {})}, experiment.precision.products)
-    params = {k: v.astype(dtype) for k, v in params.items()}
-    moved = {k: v for k, v in without_scales(params).items() if k in trained}
+    dtype, buffers = experiment.precision.params, buffers_of_experiment(experiment)
+    whole = {**params, **(given or {})}
+    params = first_scales(whole, buffers.scales, experiment.precision.products, derivative)
+    # Those count steps and tokens: 16 bits lose count beyond 256.
+    params = {k: v if k in buffers.names else v.astype(dtype) for k, v in params.items()}
+    moved = {k: v for k, v in without_buffers(params, buffers).items() if k in trained}
     scale = experiment.precision.loss_scale
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -58,5 +64,6 @@ def make_model(experiment: Experiment) -> nnx.Module:
     """The module with its initial parameters, those of adapters too."""
     key = named_key(jax.random.key(experiment.seed), "model")
     kernel, adapters = experiment.execution.attention, adapters_of(experiment)[0]
-    scales = delays_scales(experiment)
-    return build_model(experiment.model, key, kernel=kernel, adapters=adapters, scales=scales)
+    scales = bool(buffers_of_experiment(experiment).scales)
+    how: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=True)
+    return build_model(experiment.model, key, **how)

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import PlatformKernel
-from jaxtrain.attention.kernels import choose as choose_attention
-from jaxtrain.mesh.sharding import ways
+from jaxtrain.mesh.sharding import EXPERT, ways
 from jaxtrain.models.description import AttentionCall, ExpertCall, Operation, operations
 from jaxtrain.moe.grouped import Asked
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.kernels import choose as choose_grouped
+from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.platform_kernels import attention_of
 
 
 def kernels_of(
@@ -28,9 +30,10 @@ def kernels_of(
     return tuple(dict.fromkeys(map(str, found)))
 
 
-def kernel_of(assembly: Assembly, call: Operation) -> Any:
+def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) -> Any:
     """The kernel that runs an attention or a mixture, the platform's own settled; None of another
-    operation."""
+    operation. tokens: of attention between so many queries and as many keys, not those that a
+    device has of a row."""
     execution = assembly.experiment.execution
     if isinstance(call, ExpertCall):
         grouped, asked = execution.grouped_matmul, asked_of(assembly, call)
@@ -41,31 +44,44 @@ def kernel_of(assembly: Assembly, call: Operation) -> Any:
     kernel = execution.attention
     if not isinstance(kernel, PlatformKernel):
         return kernel
-    return choose_attention(
-        kernel.platform,
-        dtype=jnp.dtype(assembly.experiment.precision.compute),
-        seq=local_rows(assembly)[1],
-        head_dim=call.head_dim,
-        documents="segments" in assembly.fields,
-        window=call.window,
-        softcap=call.softcap,
-        checked=assembly.explicit and assembly.check_vma,
-        capability=kernel.capability,
-    )
+    assert assembly.sequences is not None, "a batch has tokens where layers attend"
+    checked = assembly.explicit and assembly.check_vma
+    sequences = assembly.sequences
+    if tokens is not None:
+        sequences = sequences._replace(seq=tokens)
+    return attention_of(kernel, call, sequences, checked=checked)
+
+
+def documents_room(assembly: Assembly) -> int | None:
+    """Of the layers that run cuDNN's attention on packed rows the least room for documents, in the
+    mean of a row; None where there are none."""
+    if assembly.description is None or "segments" not in assembly.fields:
+        return None
+    kernels = [kernel_of(assembly, call) for call in calls(assembly)]
+    return min((k.documents for k in kernels if isinstance(k, Cudnn)), default=None)
 
 
 def asked_of(assembly: Assembly, call: ExpertCall) -> Asked:
     """What a mixture asks of its kernel on a device. In gspmd's shard_map types are checked."""
-    rows, seq = local_rows(assembly)
     first, tensor = call.weights[0], ways(assembly.tensor, assembly.sizes)
+    devices = assembly.sizes.get(EXPERT, 1)
+    rows, seq = local_rows(assembly)
+    tokens = rows * seq // expert_chunks(assembly, call)
+    given = (call.per_token, call.experts, devices, call.routing_group, call.rows_of_group)
     return Asked(
-        rows * seq * call.per_token,
-        call.experts,
+        devices * sent_rows(tokens, *given),
+        call.experts // devices,
         first.rows,
         first.columns // tensor,
         jnp.dtype(assembly.experiment.precision.compute),
         bool(assembly.sizes) and (assembly.check_vma or not assembly.explicit),
     )
+
+
+def expert_chunks(assembly: Assembly, call: ExpertCall) -> int:
+    """Into how many parts a device's tokens are cut that go to their experts one after another."""
+    rows, seq = local_rows(assembly)
+    return chunk_count(rows * seq, assembly.experiment.execution.expert_chunk, call.routing_group)
 
 
 def calls(assembly: Assembly) -> Iterator[Operation]:
@@ -76,5 +92,8 @@ def calls(assembly: Assembly) -> Iterator[Operation]:
 def local_rows(assembly: Assembly) -> tuple[int, int]:
     """(rows, seq) of a microbatch on a device."""
     name = assembly.described.tokens
-    _, rows, seq = assembly.abstract_batch()[name].shape
-    return rows // ways(assembly.batch_splits[name][1], assembly.sizes), seq
+    leaf, split = assembly.abstract_batch()[name], assembly.batch_splits[name]
+    _, rows, seq = (
+        n // ways(axes, assembly.sizes) for n, axes in zip(leaf.shape, split, strict=True)
+    )
+    return rows, seq

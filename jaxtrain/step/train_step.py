@@ -16,14 +16,14 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import codec_state, usable_codec_state
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
-from jaxtrain.models.scales import next_scales
+from jaxtrain.models.buffers import without_buffers
+from jaxtrain.models.routers import with_seed
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
 from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
-from jaxtrain.nn.quantized.delayed import without_scales
 from jaxtrain.optim.gradients import clip_by_global_norm
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.precision import select_if_finite
@@ -46,6 +46,7 @@ from jaxtrain.step.guard import make_watch
 from jaxtrain.step.own_module import own_loss
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
+from jaxtrain.step.routing import next_buffers, routing_metrics
 from jaxtrain.step.state import TrainState, updated_averages
 from jaxtrain.step.step_sums import ExactSums, WithCompression
 
@@ -63,19 +64,17 @@ def make_train_step(
 ) -> StepFunction:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    choice: how a compressed reducer sums.
-
-    metrics: loss (nats a weighted token), what the model sums beside it over the same weight,
-    weight (tokens that counted), grad_norm, param_norm, update_norm, learning_rate (where it is
-    known), loss_scale, skipped (so far), all fp32 scalars;
-    those of `make_watch`; with `keep_gradients` also the gradients before clipping.
+    choice: how a compressed reducer sums. metrics: loss (nats a weighted token), what the model
+    sums beside it over the same weight, weight (tokens that counted), grad_norm, param_norm,
+    update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32; those of
+    `make_watch` and `routing_metrics`; `keep_gradients`: those before clipping, and of buffers.
     """
-    e = assembly.experiment
+    e, buffers = assembly.experiment, assembly.buffers
     sums = make_gradients(assembly, mesh, choice)
     watch = make_watch(assembly, mesh, choice)
     update = make_update(assembly, mesh)
     norm = partial(global_norms, assembly=assembly, mesh=mesh)
-    rate = make_rate(assembly)
+    rate, counted = make_rate(assembly), partial(routing_metrics, assembly, mesh)
     step_key = named_key(jax.random.key(e.seed), "step")
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
@@ -83,9 +82,10 @@ def make_train_step(
         # The loss is a sum over tokens; a loss scale is meant for their mean.
         seed = scale / assembly.tokens_power_of_two(batch)
         key = jax.random.fold_in(step_key, state.step)
-        g = sums(state.params, state.rest, batch, key, seed, usable_codec_state(state.residuals))
+        seeded = with_seed(state.params, buffers.tallies, seed)
+        g = sums(seeded, state.rest, batch, key, seed, usable_codec_state(state.residuals))
         count = jnp.where(g.sums.count > 0, g.sums.count, 1.0)
-        summed = without_scales(g.grads), g.exact
+        summed = without_buffers(g.grads, buffers), g.exact
         grads, exact = jax.tree.map(lambda x: x / (count * seed), summed)
         (grad_norm,) = norm((grads,), "optimizer")
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.sums.loss)
@@ -95,9 +95,9 @@ def make_train_step(
             clipped = clip_by_global_norm(grads, grad_norm, e.clip_norm)
         params, optimizer, updates = update(state, clipped)
         (update_norm,) = norm((updates,), "optimizer")
-        (param_norm,) = norm((without_scales({**state.params, **params}),), "params")
+        (param_norm,) = norm((without_buffers({**state.params, **params}, buffers),), "params")
         ema = updated_averages(state, params, e.ema_decay)
-        params |= next_scales(state.params, g.grads, e.precision.products)
+        params |= next_buffers(assembly, state.params, g.grads)
         found = (params, optimizer, g.rest, ema, g.residuals)
         after = next_state(state, found, finite, verdict, assembly)
         metrics = {
@@ -110,8 +110,8 @@ def make_train_step(
             "loss_scale": scale,
             "skipped": after.skipped.astype(jnp.float32),
         }
-        metrics |= rate(state, optimizer) | compared
-        return after, metrics | ({"gradients": grads} if keep_gradients else {})
+        metrics |= rate(state, optimizer) | compared | counted(g.grads, count)
+        return after, metrics | ({"gradients": g.grads | grads} if keep_gradients else {})
 
     return assembly.with_matmul_precision(step)
 
@@ -285,6 +285,9 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
         sizes=assembly.sizes,
         places=assembly.places,
         tensor=assembly.tensor,
+        counted=assembly.buffers.of_routers,
+        sequence=assembly.sequence,
+        context=assembly.context,
         reduce_dtype=assembly.experiment.precision.reduce,
         collectives=assembly.collectives,
     )
@@ -315,8 +318,10 @@ def _local_fields(assembly: Assembly) -> dict[str, Any]:
         frozen=assembly.frozen,
         grouped_matmul=e.execution.grouped_matmul,
         chunk_tokens=assembly.chunk_tokens,
+        expert_chunk=e.execution.expert_chunk,
         quantized=e.precision.products,
         products=frozenset(() if model is None else model.products),
+        expert_matrices=frozenset(() if model is None else model.expert_matrices),
     )
 
 
@@ -325,8 +330,7 @@ def global_norms(
 ) -> jax.Array:
     """2-norms of trees that rest as `table` says."""
     splits = {k: getattr(place, table) for k, place in assembly.places.items()}
-    counted = mesh if assembly.explicit else None
-    return jnp.sqrt(squared_norm(trees, splits=splits, mesh=counted))
+    return jnp.sqrt(squared_norm(trees, splits=splits, mesh=mesh if assembly.explicit else None))
 
 
 def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.sharding import STAGE, Leaf
 from jaxtrain.models.adapters import Adapters, adapter_places, is_adapter
+from jaxtrain.models.buffers import Buffers, buffers_of, moved_buffers
 from jaxtrain.models.description import STACK
 from jaxtrain.models.layered import description_of
-from jaxtrain.nn.quantized.delayed import is_scales
 
 
 def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
@@ -40,25 +40,27 @@ def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
     return Adapters(lora.rank, lora.alpha / lora.rank, chosen), problems
 
 
-def delays_scales(experiment: Experiment) -> bool:
-    """Whether the model's matrices have leaves of delayed scales."""
+def buffers_of_experiment(experiment: Experiment) -> Buffers:
+    """The leaves that no optimizer moves."""
     products = experiment.precision.products
-    delayed = products is not None and products.scaling is not None
-    return delayed and description_of(experiment.model) is not None
+    scaled = products is not None and products.scaling is not None
+    return buffers_of(description_of(experiment.model), scaled=scaled)
 
 
 def trained_leaves(
     experiment: Experiment, names: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[frozenset[str], list[str]]:
-    """Of all leaves those that have a gradient, and what is wrong with that on these mesh axes."""
+    """Of all leaves those that have a gradient, and what is wrong with that on these mesh axes. A
+    leaf that no optimizer moves has one where its operation's output has: no other gradient is made
+    for it."""
     tuning, everything = experiment.fine_tuning, frozenset(names)
     if tuning is None or (tuning.trainable is None and tuning.lora is None):
         return everything, []
     problems: list[str] = []
-    scales = frozenset(filter(is_scales, everything))
+    buffers = buffers_of_experiment(experiment)
     found = frozenset(filter(is_adapter, everything))
     if tuning.trainable is not None:
-        others = sorted(everything - found - scales)
+        others = sorted(everything - found - buffers.names)
         chosen, problems = match_patterns(tuning.trainable, others, "fine_tuning.trainable")
         found |= set(chosen)
     described = description_of(experiment.model)
@@ -70,7 +72,8 @@ def trained_leaves(
             f"fine_tuning trains only {', '.join(sorted(found))}, behind the pipeline of stage="
             f"{sizes[STAGE]}, whose backward passes would make nothing; set stage=1"
         )
-    return found | scales, problems
+    moved = moved_buffers(described, buffers, found) if described else frozenset()
+    return found | moved, problems
 
 
 def match_patterns(

@@ -288,4 +288,10 @@ def _values(held: tuple[int, Mapping[str, Any]] | None) -> tuple[int, Values] | 
     if held is None:
         return None
     step, metrics = held
-    return step, {name: scalar(name, value) for name, value in metrics.items()}
+    return step, {name: _read(name, value) for name, value in metrics.items()}
+
+
+def _read(name: str, value: Any) -> Any:
+    """A scalar, or of an array with one dim a list."""
+    many = getattr(value, "ndim", 0) == 1
+    return _plain(name, np.asarray(value).tolist()) if many else scalar(name, value)

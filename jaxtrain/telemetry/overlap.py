@@ -7,17 +7,18 @@ each takes is not in it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from jaxtrain.telemetry.hlo import Collective, collectives
-from jaxtrain.telemetry.hlo_loops import trip_count
-from jaxtrain.telemetry.hlo_matmul import matmul_flops
-from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, calls, parse
-from jaxtrain.telemetry.hlo_totals import fold
+from jaxtrain.telemetry.hlo.collectives import Collective, collectives
+from jaxtrain.telemetry.hlo.loops import trip_count
+from jaxtrain.telemetry.hlo.matmul import matmul_flops
+from jaxtrain.telemetry.hlo.text import Computation, Instruction, Module, calls, parse
+from jaxtrain.telemetry.hlo.totals import fold
 
 _Key = TypeVar("_Key")
 
@@ -75,7 +76,7 @@ class Overlap:
 @dataclass(frozen=True)
 class Tally:
     """How many collectives run in one run of the program, and the bytes one device sends in them;
-    of all, of those that are asynchronous, of those hidden behind a matmul."""
+    of all, of those that are asynchronous, of those hidden behind matmuls."""
 
     count: int
     asynchronous: int
@@ -86,7 +87,7 @@ class Tally:
 
     @property
     def exposed_bytes(self) -> float:
-        """What is sent while no matmul runs."""
+        """What is sent and not hidden."""
         return self.wire_bytes - self.hidden_bytes
 
 
@@ -114,10 +115,16 @@ def overlaps(text: str) -> list[Overlap]:
 
 
 def tally(
-    found: Iterable[Overlap], key: Callable[[Overlap], _Key] = lambda each: each.kind
+    found: Iterable[Overlap],
+    key: Callable[[Overlap], _Key] = lambda each: each.kind,
+    bytes_per_flop: Callable[[Overlap], float] = lambda each: math.inf,
 ) -> dict[_Key, Tally]:
     """Totals by kind, or by another key: `lambda each: (each.kind, each.groups)` tells mesh axes
-    apart."""
+    apart.
+
+    bytes_per_flop: what its link sends in the time of one FLOP. Of a collective that is on its way
+    while matmuls run as many bytes are hidden as the link sends in their time; without it all.
+    """
     rows: dict[_Key, list[Overlap]] = defaultdict(list)
     for each in found:
         rows[key(each)].append(each)
@@ -129,9 +136,17 @@ def tally(
     for name, row in rows.items():
         count, sent = total(row)
         deferred, deferred_bytes = total([each for each in row if each.asynchronous])
-        hidden, hidden_bytes = total([each for each in row if each.hidden])
+        hidden, _ = total([each for each in row if each.hidden])
+        hidden_bytes = math.fsum(_behind(each, bytes_per_flop(each)) for each in row)
         tallies[name] = Tally(count, deferred, hidden, sent, deferred_bytes, hidden_bytes)
     return tallies
+
+
+def _behind(each: Overlap, bytes_per_flop: float) -> float:
+    """Of a collective's bytes those that its link sends while matmuls run."""
+    if not each.hidden or not math.isfinite(bytes_per_flop):
+        return each.wire_bytes if each.hidden else 0.0
+    return min(each.wire_bytes, each.count * each.work.flops * bytes_per_flop)
 
 
 def _windows(module: Module) -> dict[str, Work]:

@@ -9,13 +9,13 @@ see into have bytes but no FLOPs: a bound for a program's arithmetic, from above
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtrain.telemetry.hlo import SENT
-from jaxtrain.telemetry.hlo_matmul import matmul_flops
-from jaxtrain.telemetry.hlo_text import Computation, Instruction, Module, Shape, calls, parse
-from jaxtrain.telemetry.hlo_totals import fold
+from jaxtrain.telemetry.hlo.collectives import SENT
+from jaxtrain.telemetry.hlo.matmul import matmul_flops
+from jaxtrain.telemetry.hlo.text import Computation, Instruction, Module, Shape, calls, parse
+from jaxtrain.telemetry.hlo.totals import fold
 
 FREE = frozenset(
     (
@@ -97,16 +97,12 @@ def _flops(module: Module, body: Computation, each: Instruction) -> tuple[float,
         narrow = flops > 0 and all(_in_8_bits(shapes) for shapes in body.operand_shapes(each)[:2])
         return (0.0, flops) if narrow else (flops, 0.0)
     inner = (module.computations[name] for group in calls(each) for name in group)
-    found = [_flops(module, part, one) for part in inner for one in _each(part)]
+    found = [_flops(module, part, one) for part in inner for one in part.instructions.values()]
     return math.fsum(wide for wide, _ in found), math.fsum(narrow for _, narrow in found)
 
 
 def _in_8_bits(shapes: Sequence[Shape]) -> bool:
     return all(shape.dtype.startswith("f8") or shape.dtype in ("s8", "u8") for shape in shapes)
-
-
-def _each(body: Computation) -> Iterator[Instruction]:
-    return iter(body.instructions.values())
 
 
 def _bytes(module: Module, body: Computation, each: Instruction) -> float:
@@ -122,43 +118,58 @@ def _bytes(module: Module, body: Computation, each: Instruction) -> float:
     if each.opcode != "fusion":
         return float(sum(operands) + result)
     (name,) = each.names("calls")
-    return _fused_bytes(module.computations[name])
+    return _fused_bytes(module, module.computations[name])
 
 
-def _fused_bytes(inner: Computation) -> float:
-    users: dict[str, list[Instruction]] = {}
-    for one in _each(inner):
-        for operand in one.operands:
-            users.setdefault(operand, []).append(one)
-    total = 0.0
-    written = _written(inner)
-    for one in _each(inner):
-        if one.opcode != "parameter":
-            continue
-        # What is written in place is not read.
-        into = {user.name for user in users.get(one.name, []) if user.operands[0] == one.name}
-        reads = [user for user in users.get(one.name, []) if user.name not in written & into]
-        if all(user.opcode in WINDOWS and user.name in into for user in reads):
-            total += sum(shape.bytes for user in reads for shape in user.shapes)
-        else:
-            total += sum(shape.bytes for shape in one.shapes)
-    root = inner.instructions[inner.root]
+def _fused_bytes(module: Module, inner: Computation) -> float:
+    read = (
+        _read(module, inner, one)
+        for one in inner.instructions.values()
+        if one.opcode == "parameter"
+    )
+    root, written = inner.instructions[inner.root], _written(inner)
     ends = (
         [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
-    for end in ends:
-        if end.name in written:
-            total += sum(shape.bytes for shape in inner.operand_shapes(end)[1])
-        else:
-            total += sum(shape.bytes for shape in end.shapes)
-    return total
+
+    def made(end: Instruction) -> float:
+        if end.opcode == "parameter" or _collective(end):
+            return 0.0
+        shapes = inner.operand_shapes(end)[1] if end.name in written else end.shapes
+        return float(sum(shape.bytes for shape in shapes))
+
+    return math.fsum(read) + math.fsum(map(made, ends))
+
+
+def _read(module: Module, inner: Computation, given: Instruction) -> float:
+    """Bytes of a parameter that its users in a fusion read. What only passes through to the
+    results is not read, nor what a collective sends of which the kernel does a part: a TPU's
+    compiler spreads a gather over the matmuls beside it, and each has the whole buffer."""
+    whole, found, written = float(sum(shape.bytes for shape in given.shapes)), 0.0, _written(inner)
+    for user in inner.instructions.values():
+        for at, operand in enumerate(user.operands):
+            if operand != given.name:
+                continue
+            if user.opcode in WINDOWS and at == 0:
+                found += sum(shape.bytes for shape in user.shapes)
+            elif user.opcode == "fusion":
+                called = module.computations[next(iter(user.names("calls")))]
+                within = (one for one in called.instructions.values() if one.opcode == "parameter")
+                found += _read(module, called, next(p for p in within if p.operands[0] == str(at)))
+            elif not (
+                _collective(user)
+                or (user.opcode == "tuple" and user.name == inner.root)
+                or (user.name in written and at == 0)  # written in place
+            ):
+                return whole
+    return min(found, whole)
 
 
 def _written(inner: Computation) -> set[str]:
     """Results of a fusion that are a parameter with a window written anew."""
     return {
         one.name
-        for one in _each(inner)
+        for one in inner.instructions.values()
         if one.opcode == "dynamic-update-slice"
         and inner.instructions[one.operands[0]].opcode == "parameter"
     }

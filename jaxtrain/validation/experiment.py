@@ -19,17 +19,19 @@ from jaxtrain.models.splitting import unsplit
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import remat_violations
+from jaxtrain.validation.experts import group_violations, narrow_violations
 from jaxtrain.validation.model import (
     described_where_sound,
     describes,
     positions_of,
     vocab_of,
 )
+from jaxtrain.validation.sequence import cut_violations, cut_ways
 
 MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")
 """What an evaluation finds; the second where tokens stand for bytes."""
-UNSUPPORTED_AXES = ("replica", "expert", "context")
+UNSUPPORTED_AXES = ("replica",)
 
 
 def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
@@ -274,17 +276,13 @@ def mesh_violations(
     """What of the batch, the mesh axes and the model's fields does not fit together."""
     found = [
         f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
-        f"data, fsdp, stage and tensor"
+        f"data, fsdp, stage, expert, context and tensor"
         for axis in UNSUPPORTED_AXES
         if axis in sizes
     ]
     rules = experiment.sharding.activations
-    rows, seq_axes = activation_dims(("batch", "seq"), rules, sizes=sizes)
-    if seq_axes and not set(seq_axes) <= set(UNSUPPORTED_AXES):
-        found.append(
-            f"the activations table splits seq over {seq_axes}, and attention would see only its "
-            f"own piece; split batch, heads or mlp over them"
-        )
+    (rows,) = activation_dims(("batch",), rules, sizes=sizes)
+    found += cut_violations(experiment, sizes, mode)
     parts = ways(rows, sizes)
     for batch in _divisible_batches(experiment):
         per = batch // experiment.microbatches
@@ -307,11 +305,14 @@ def mesh_violations(
     described = described_where_sound(experiment)
     if described is not None:
         explicit = mode == "explicit"
+        found += narrow_violations(described, experiment, sizes)
         found += unsplit(described, experiment.sharding, sizes, explicit=explicit)
         seq = getattr(experiment.data, "seq", None)
+        if seq is not None and not found:
+            per = [b // experiment.microbatches // parts for b in _divisible_batches(experiment)]
+            found += group_violations(experiment, described, sizes, per, explicit=explicit)
         if explicit and seq is not None and not found:
-            split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
-            found += _sequence_violations(experiment, seq, parts, split)
+            found += _sequence_violations(experiment, seq, parts, sizes)
     return found
 
 
@@ -347,11 +348,13 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
 
 
 def _sequence_violations(
-    experiment: Experiment, seq: int, parts: int, split: Mapping[str, int]
+    experiment: Experiment, seq: int, parts: int, sizes: Mapping[str, int]
 ) -> list[str]:
+    split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
     found, count = [], math.prod(split.values())
     for batch in _divisible_batches(experiment):
         tokens = batch // experiment.microbatches // parts * seq
+        tokens //= cut_ways(experiment.sharding, sizes)
         if tokens % count:
             axes = " x ".join(f"{axis}={n}" for axis, n in split.items())
             found.append(

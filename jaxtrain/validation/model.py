@@ -13,6 +13,7 @@ from jaxtrain.models.description import (
     Bias,
     Elementwise,
     ModelDescription,
+    NormAcrossHeads,
     matrices,
     named_by,
     operations,
@@ -111,7 +112,7 @@ def untrue(model: Any, split: ModuleSplit) -> list[str]:
     names = [*described.tables, *described.entering]
     for path, block in described.blocks.items():
         for each in operations(block):
-            if isinstance(each, Elementwise | Bias):
+            if isinstance(each, Elementwise | NormAcrossHeads | Bias):
                 names += [path + leaf for leaf in each.leaves]
     names += [leaf for each in described.entry for leaf in getattr(each, "leaves", ())]
     found += [
@@ -134,6 +135,7 @@ METRICS_OF_A_STEP = frozenset(
         *("step", "loss", "weight", "loss_scale", "skipped", "gradients", "learning_rate"),
         *("grad_norm", "param_norm", "update_norm", "step_s", "data_s"),
         *("tokens_per_s", "examples_per_s", "mfu_full", "mfu_causal", "bits_per_byte"),
+        *("expert_load_max", "dropped", "router_entropy", "balance_loss", "router_z_loss"),
         *("compressed", "reducer_error", "reducer_cosine", "guard_tripped"),
     }
 )

@@ -192,7 +192,8 @@ def sample_ids(
     layer order."""
     raise_violations(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
     comm = Local(precision.compute)
-    run = jax.jit(partial(_generate, static, comm, order, tokens, temperature))
+    ends = _ends(len(prompt), tokens, config.describe().switches)
+    run = jax.jit(partial(_generate, static, comm, order, ends, temperature))
     key = named_key(jax.random.key(seed), "sample")
     with jax.default_matmul_precision(precision.matmul):
         out = run(params, jnp.asarray(prompt, jnp.int32), key)
@@ -203,14 +204,13 @@ def _generate(
     static: Any,
     comm: Local,
     order: Callable[[dict[str, Any]], dict[str, Any]],
-    tokens: int,
+    ends: Sequence[int],
     temperature: float,
     params: dict[str, Any],
     prompt: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    model = put_together(static, order(params))
-    caches = model.empty_cache(1, len(prompt) + tokens, comm.compute_dtype)
+    model, given = put_together(static, order(params)), len(prompt)
 
     def choose(logits: jax.Array, at: Any) -> jax.Array:
         if temperature == 0:
@@ -220,10 +220,22 @@ def _generate(
 
     def step(carry: Any, at: Any) -> tuple[Any, jax.Array]:
         token, caches = carry
-        index = len(prompt) + at
-        logits, caches = model.decode(token[None, None], caches, index, comm=comm)
+        logits, caches = model.decode(token[None, None], caches, given + at, comm=comm)
         return (choose(logits[0, -1], at + 1), caches), token
 
-    logits, caches = model.decode(prompt[None], caches, jnp.int32(0), comm=comm)
-    first = choose(logits[0, -1], 0)
-    return lax.scan(step, (first, caches), jnp.arange(tokens))[1]
+    text = prompt
+    for end in ends:
+        at = len(text) - given
+        caches = model.empty_cache(1, ends[-1], comm.compute_dtype)
+        logits, caches = model.decode(text[None], caches, jnp.int32(0), comm=comm)
+        first = choose(logits[0, -1], at)
+        _, found = lax.scan(step, (first, caches), jnp.arange(at, end - given))
+        text = jnp.concatenate([text, found])
+    return text[given:]
+
+
+def _ends(prompt: int, tokens: int, switches: Sequence[int]) -> list[int]:
+    """The lengths of the text up to which one cache serves, the last that of all of it: a cache is
+    made anew with the first token beyond a switch."""
+    whole = prompt + tokens
+    return [*(s + 1 for s in switches if prompt <= s < whole - 1), whole]

@@ -20,8 +20,9 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
 from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merge_adapters
+from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.build import abstract_model
-from jaxtrain.models.layered import ModelConfig
+from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.violations import raise_violations
@@ -140,7 +141,7 @@ def _of_run(
         adapters = Adapters(lora.rank, scale, targets)
     wanted = _template(abstract_model(config, adapters=adapters), spec, precision.params)
     start = FromRun(path, step, averaged=kept and averaged is not False)
-    held = stored_params(start, wanted)
+    held = stored_params(start, wanted, buffers_of(description_of(config), scaled=True).anew)
     tokenizer, lacking = None, ""
     try:
         tokenizer = run_tokenizer(path, trust)

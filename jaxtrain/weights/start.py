@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter
+from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.essence import differences, essence
-from jaxtrain.nn.quantized.delayed import is_scales, without_scales
+from jaxtrain.models.layered import description_of
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.state_format.reader import Damaged, read_arrays
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
@@ -66,9 +67,21 @@ def settled_start(assembly: Assembly) -> Start | None:
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
-    e, wanted = assembly.experiment, natural_shapes(assembly).params
+    e, wanted = assembly.experiment, _wanted(assembly)
     problems = [] if start.leaves is not None else _model_differences(start, e)
-    stored_params(start, wanted, problems + _scale_difference(start, e, wanted))
+    problems += _scale_difference(start, e, wanted)
+    stored_params(start, wanted, own_leaves(e.model), problems)
+
+
+def _wanted(assembly: Assembly) -> Shapes:
+    """What of a state is read; scales and tallies begin with the run."""
+    anew = assembly.buffers.anew
+    return {k: v for k, v in natural_shapes(assembly).params.items() if k not in anew}
+
+
+def own_leaves(model: Any) -> frozenset[str]:
+    """What another run of the model may hold beside its parameters."""
+    return buffers_of(description_of(model), scaled=True).anew
 
 
 def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
@@ -114,12 +127,13 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     e, wanted = at_rest.assembly.experiment, at_rest.template.params
     slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
-        base = {k: v for k, v in without_scales(wanted).items() if not is_adapter(k)}
+        own = {k: v for k, v in wanted.items() if k not in at_rest.assembly.buffers.anew}
+        base = {k: v for k, v in own.items() if not is_adapter(k)}
         return share_failure(
             lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
         )
-    shapes = natural_shapes(at_rest.assembly).params
-    stored = share_failure(lambda: stored_params(start, shapes))
+    shapes, beside = _wanted(at_rest.assembly), own_leaves(e.model)
+    stored = share_failure(lambda: stored_params(start, shapes, beside))
     return _cast(read_stored(stored, wanted, slots), wanted)
 
 
@@ -136,9 +150,11 @@ def _cast(params: dict[str, jax.Array], wanted: Shapes) -> dict[str, jax.Array]:
     return {**params, **jax.block_until_ready(run(other))}
 
 
-def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) -> Stored:
-    """Where a run has the parameters of `wanted` that are asked for. others: what else is known to
-    be wrong with them.
+def stored_params(
+    start: FromRun, wanted: Shapes, beside: Set[str], others: Sequence[str] = ()
+) -> Stored:
+    """Where a run has the parameters of `wanted` that are asked for. beside: leaves that it may
+    have beside them, which nobody takes. others: what else is known to be wrong with them.
 
     Raises:
         ValueError: there is no such run or step, or it has not these parameters: each leaf that is
@@ -147,8 +163,7 @@ def stored_params(start: FromRun, wanted: Shapes, others: Sequence[str] = ()) ->
     """
     step, manifest = manifest_of(start.run_dir, start.step)
     held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
-    held = {k for k in held if not is_scales(k)}
-    wanted = without_scales(wanted)  # delayed ones begin with the run
+    held -= beside - wanted.keys()
     chosen, problems = list(wanted), []
     if start.leaves is not None:
         found, problems = match_patterns(start.leaves, wanted, "leaves")

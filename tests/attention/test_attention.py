@@ -29,7 +29,7 @@ from jaxtrain.attention.kernels import (
     choose,
 )
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
-from jaxtrain.attention.splash import Splash
+from jaxtrain.attention.splash import Splash, SplashBlocks
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.attention.triton import Triton
 
@@ -309,6 +309,9 @@ CHOICES = [
     (dict(platform="gpu", documents=True, window=9, capability=9), Cudnn()),
     (dict(platform="gpu", capability=8), Cudnn()),
     (dict(platform="gpu", documents=True, capability=8), Triton()),
+    (dict(platform="gpu", documents=True), Triton()),
+    (dict(platform="gpu", documents=True, capability=8, seq=96), Blockwise),
+    (dict(platform="gpu", documents=True, capability=8, seq=64), Triton()),
     (dict(platform="gpu", documents=True, capability=8, window=9), Blockwise),
     (dict(platform="gpu", documents=True, capability=8, checked=True), Blockwise),
     (dict(platform="gpu", softcap=9.0), Blockwise),
@@ -331,9 +334,14 @@ def test_the_platform_gets_its_own_kernel_where_that_computes_what_is_asked(aske
 def test_a_portable_kernel_on_an_accelerator_is_said_aloud():
     x = jnp.zeros((1, 8, 2, 8), jnp.float32)
     with pytest.warns(
-        UserWarning, match="float32 with head_dim=8, seq=8 has no fused kernel for gpu"
+        UserWarning, match="float32 with head_dim=8, seq=8 has no fused kernel for gpu .*dtype"
     ):
         attention(x, x, x, kernel=PlatformKernel("gpu"))
+    x = x.astype(jnp.bfloat16)
+    with pytest.warns(UserWarning, match="for gpu here .softcap=3.0 is not supported"):
+        attention(x, x, x, softcap=3.0, kernel=PlatformKernel("gpu"))
+    with pytest.warns(UserWarning, match="for tpu here .seq=8"):
+        attention(x, x, x, kernel=PlatformKernel("tpu"))
 
 
 REFUSED = [
@@ -341,7 +349,6 @@ REFUSED = [
     (Cudnn(), jnp.float32, {}, "dtype=float32"),
     (Splash(), jnp.bfloat16, {}, "pad to 128"),
     (Triton(block=16), jnp.bfloat16, dict(window=3, softcap=3.0), "window=3.*softcap=3.0"),
-    (Triton(block=3), jnp.bfloat16, {}, "do not both divide seq=8"),
 ]
 
 
@@ -350,6 +357,24 @@ def test_a_kernel_refuses_what_it_cannot_compute(kernel, dtype, options, message
     x = jnp.zeros((1, 8, 2, 64), dtype)
     with pytest.raises(ValueError, match=message):
         attention(x, x, x, kernel=kernel, **options)
+
+
+def test_triton_takes_tiles_of_powers_of_two() -> None:
+    """A seq below its blocks is a tile itself."""
+    fits = [n for n in range(16, 400) if not Triton().violations(n, window=None, softcap=None)]
+    assert fits == [16, 32, 64, 128, 256, 384]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Triton(block=3, backward_block=0), "block=3.*backward_block=0"),
+        (lambda: SplashBlocks(q=0), "q=0"),
+    ],
+)
+def test_sizes_that_no_kernel_has_are_refused_where_they_are_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 BAD = [

@@ -29,6 +29,15 @@ def test_starts_are_the_firsts_of_runs():
         assert starts == np.repeat(firsts, lengths).tolist()
 
 
+@pytest.mark.parametrize("seq", [9216, 9217])
+def test_starts_of_long_rows_are_found_block_by_block(seq):
+    rng = np.random.default_rng(0)
+    rows = np.cumsum(rng.random((2, seq)) < np.array([[2e-4], [0.3]]), axis=1)
+    begins = np.pad(rows[:, 1:] != rows[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    expected = np.maximum.accumulate(np.where(begins, np.arange(seq), 0), axis=1)
+    np.testing.assert_array_equal(document_starts(jnp.asarray(rows, jnp.int32)), expected)
+
+
 @pytest.mark.parametrize("spare", [0, 3])
 def test_the_table_has_every_document_of_every_row(spare):
     rows = list(ROWS.values())

@@ -32,7 +32,7 @@ from jaxtrain.pipeline.schedule import Costs, make_schedule
 from jaxtrain.pipeline.slots import training
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
-from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.telemetry.hlo.collectives import dot_flops
 
 ONE, GPIPE, INTERLEAVED, SPLIT = PIPELINES
 

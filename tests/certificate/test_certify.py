@@ -22,6 +22,7 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
+from jaxtrain.models.small import seq_of
 from jaxtrain.step.assembly import KEEP_BARRIERS, assemble
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
@@ -65,7 +66,7 @@ STATE = 1e-4
 
 
 def passes(some: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certify, "layouts", lambda devices, which: (some, len(some)))
+    monkeypatch.setattr(certify, "layouts", lambda devices, which, **_: (some, len(some)))
     found = [difference for difference, _ in certify.certify(EXPERIMENT)]
     assert [d.layout for d in found] == some
     assert all(d.passed for d in found), report(found)
@@ -143,15 +144,15 @@ def test_a_mistake_that_losses_do_not_show_is_seen(
         if layout == layout.reference():
             return right(experiment, layout)
 
-        def run() -> Outcome:
+        def run(*given: Any) -> Outcome:
             with monkeypatch.context() as patch:
-                return right(mistake(patch, experiment), layout)()
+                return right(mistake(patch, experiment), layout)(*given)
 
         return run
 
     monkeypatch.setattr(certify, "program", program)
     layout = Layout((("data", 2),), microbatches=1, optimizer=optimizer)
-    monkeypatch.setattr(certify, "layouts", lambda devices, which: ([layout], 1))
+    monkeypatch.setattr(certify, "layouts", lambda devices, which, **_: ([layout], 1))
     small = replace(decoder, optimizer=replace(decoder.optimizer, learning_rate=1e-3))
     ((found, _),) = certify.certify(small, full=True, stop_at_failure=True)
     assert found.passed == (not failing), str(found)
@@ -181,11 +182,13 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Iterator[Any]
         averages={k: v + 0.1 * rng.normal(size=v.shape) for k, v in init.items()},
         optimizer={f"[0].mu['{k}']": v for k, v in grads[0].items()} | {"[0].count": np.array(5)},
         eval_loss=2.5,
+        routing=[{}] * STEPS,
     )
 
     def start(change: Change) -> Iterator[Any]:
         def program(experiment: Any, layout: Layout) -> Program:
-            return lambda: outcome if layout == layout.reference() else change(outcome, layout)
+            right = layout == layout.reference()
+            return lambda *given: outcome if right else change(outcome, layout)
 
         monkeypatch.setattr(certify, "program", program)
         return certify.certify(EXPERIMENT)
@@ -328,10 +331,10 @@ def test_programs_are_compiled_while_one_runs_and_run_one_at_a_time(
         compiled.append(layout)
         run = make(experiment, layout)
 
-        def alone() -> Outcome:
+        def alone(*given: Any) -> Outcome:
             assert running.acquire(blocking=False), "two programs run at once"
             ran.append((layout, len(compiled)))
-            outcome = run()
+            outcome = run(*given)
             running.release()
             return outcome
 
@@ -379,7 +382,7 @@ def test_stop_at_failure_stops_there(made_up: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_skipped_layout_is_noticed(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     every, count = layouts(8, "quick")
-    monkeypatch.setattr(certify, "layouts", lambda devices, which: (every[:-1], count))
+    monkeypatch.setattr(certify, "layouts", lambda devices, which, **_: (every[:-1], count))
     with pytest.raises(AssertionError, match="a layout was skipped"):
         list(made_up(lambda outcome, layout: outcome))
 
@@ -429,5 +432,44 @@ def test_shrinking_keeps_the_features(decoder: jaxtrain.Experiment, devices: int
         assert found.attention.heads == 2 * found.attention.kv_heads == 2 * devices
         assert found.attention.softcap == 20.0 and found.attention.qkv_bias
         assert not found.mlp.gated and found.mlp.bias
-    assert small.learned_positions == 16 and small.logit_softcap == 30.0
+    assert small.learned_positions == seq_of(devices) and small.logit_softcap == 30.0
+    assert 16 <= seq_of(devices) <= 32 and seq_of(devices) % (2 * devices) == 0, "zig-zag parts"
     assert small.padded_vocab > small.vocab, "padded rows take part"
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_shrinking_keeps_rotary_embeddings_norms_and_one_layer_of_each_kind(
+    decoder: jaxtrain.Experiment, devices: int
+) -> None:
+    """As Gemma 3 has them, five layers with windows for one without; and LongRoPE's factors, fewer,
+    in rows that are long ones."""
+    norm = jaxtrain.nn.RMSNorm(unit_offset=True)
+    long = jaxtrain.nn.LongRope((1.0,) * 48, tuple(map(float, range(2, 50))), 4.0, 4096)
+    ropes = [jaxtrain.nn.Rope(1e4), jaxtrain.nn.Rope(1e6, jaxtrain.nn.LinearScaling(8.0))]
+    ropes.append(jaxtrain.nn.Rope(1e4, long, partial_rotary_factor=0.75))
+    near, far, phi = (
+        jaxtrain.BlockConfig(
+            jaxtrain.AttentionConfig(4, 1, 128, rope, window=window, scale=0.1, qk_norm=norm),
+            jaxtrain.MlpConfig(6912),
+            norm=norm,
+            post_norm=norm,
+        )
+        for rope, window in zip(ropes, (512, None, None), strict=True)
+    )
+    period = (near, near, near, far, near, near)
+    model = replace(decoder.model, embed=1152, layers=27, prefix=(near, near), period=period)
+    model = replace(model, suffix=(phi,), init=jaxtrain.nn.Initialisation(0.02))
+    assert model.violations() == []
+    small = shrink(replace(decoder, model=model), devices=devices).model
+    assert small.violations() == []
+    assert [b.attention.window is not None for b in small.blocks] == [True] * 2 + [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert [b.attention.rope for b in small.blocks[:3]] == [ropes[0], ropes[0], ropes[1]]
+    last = small.blocks[-1].attention.rope
+    assert last.scaling.long_factor == (2.0, 18.0, 34.0) and last.partial_rotary_factor == 0.75
+    assert last.switch < seq_of(devices), "rows are long ones"
+    for found in small.blocks:
+        assert found.norm == found.post_norm == found.attention.qk_norm == norm
+        assert found.attention.scale == 0.1
+    assert small.init.std == pytest.approx(0.02 * (1152 / small.embed) ** 0.5)

@@ -30,7 +30,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.hardware import LINKS
-from jaxtrain.telemetry.hlo import collectives
+from jaxtrain.telemetry.hlo.collectives import collectives
 
 CODECS = [
     Int8(block=64),

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from jaxtrain.experiment.stored import (
     unreadable,
 )
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
+from jaxtrain.models.transformer.feed_forward import gelu_tanh
+from jaxtrain.models.transformer.mixture import SharedExpert
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.weights.loading import load
@@ -90,6 +93,18 @@ def test_a_run_from_before_adapters_left_the_block_is_read() -> None:
     assert completed(old) != new and unreadable(completed(old))
 
 
+def test_a_run_from_before_experts_had_routers_is_read() -> None:
+    """They were Mixtral's: what a run without the fields says is the same experiment."""
+    (block,) = EXPERIMENT.model.period
+    moe = replace(block, mlp=jaxtrain.MoeConfig(8, experts=4))
+    model = replace(EXPERIMENT.model, period=(moe,))
+    new = json.loads(json.dumps({"experiment": config_of(replace(EXPERIMENT, model=model))}))
+    old = json.loads(json.dumps(new))
+    for name in ("router", "shared", "capacity", "balance"):
+        del old["experiment"]["model"]["period"][0]["mlp"][name]
+    assert completed(old) == new and not unreadable(completed(old))
+
+
 ONCE = [
     ({"class": "nn.attention:Splash", "block": 256}, Splash(SplashBlocks(*[256] * 8))),
     ({"class": "attention.kernels:Splash", "block": 512, "interpret": True},
@@ -100,6 +115,31 @@ ONCE = [
     ({"class": "nn.attention:PlatformKernel", "platform": "tpu"}, PlatformKernel("tpu")),
     ({"class": "nn.blockwise:Blockwise", "query_block": 64, "key_block": 128}, Blockwise(64, 128)),
 ]  # fmt: skip
+
+
+def test_a_run_names_blocks_where_they_once_were() -> None:
+    """One file held them, and their activations: functions by name."""
+    (block,) = EXPERIMENT.model.period
+    moe = jaxtrain.MoeConfig(8, experts=4, activation=gelu_tanh, shared=SharedExpert(4))
+    model = replace(EXPERIMENT.model, period=(block, replace(block, mlp=moe)))
+    new = json.dumps({"experiment": config_of(replace(EXPERIMENT, model=model))})
+    old, moved = re.subn(r"jaxtrain\.models\.transformer\.\w+:", "jaxtrain.models.block:", new)
+    assert moved == 9
+    assert completed(json.loads(old)) == json.loads(new)
+
+
+@pytest.mark.parametrize("name", ["LinearScaling", "Llama3Scaling"])
+def test_a_run_names_rotary_embeddings_where_they_once_were(name: str) -> None:
+    """Also as it is older than the share of a head that is turned."""
+    (block,) = EXPERIMENT.model.period
+    rope = jaxtrain.nn.Rope(scaling=getattr(jaxtrain.nn, name)(2.0))
+    turned = replace(block, attention=replace(block.attention, rope=rope))
+    model = replace(EXPERIMENT.model, period=(turned,))
+    new = json.dumps({"experiment": config_of(replace(EXPERIMENT, model=model))})
+    old, moved = re.subn(r"jaxtrain\.nn\.rotary\.\w+:", "jaxtrain.nn.rotary:", new)
+    old, older = re.subn(r', "partial_rotary_factor": 1\.0', "", old)
+    assert (moved, older) == (2, 1)
+    assert completed(json.loads(old)) == json.loads(new)
 
 
 @pytest.mark.parametrize(("was", "kernel"), ONCE, ids=str)
@@ -235,8 +275,8 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "a function of JAX's": ("optimizer.decay", "jax:jit", "optimizer.decay is 'jax:jit', which is"),
     "another function of ours": (
         "optimizer.decay",
-        "jaxtrain.models.block:silu",
-        "'jaxtrain.models.block:silu', which is not of",
+        "jaxtrain.models.transformer.feed_forward:silu",
+        "'jaxtrain.models.transformer.feed_forward:silu', which is not of",
     ),
     "a text for a function": (
         "optimizer.decay",
@@ -379,6 +419,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.collectives.Compressed: lambda: jaxtrain.collectives.Compressed(
         jaxtrain.collectives.Int8()
     ),
+    jaxtrain.context.TwoLevel: lambda: jaxtrain.context.TwoLevel(2),
     jaxtrain.FromHuggingFace: lambda: jaxtrain.FromHuggingFace("a"),
     jaxtrain.FromRun: lambda: jaxtrain.FromRun("a"),
     jaxtrain.collectives.Hierarchical: lambda: jaxtrain.collectives.Hierarchical(
@@ -388,12 +429,18 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.data.Mixture: lambda: jaxtrain.data.Mixture(((0.5, jaxtrain.data.StdlibSource()),)),
     jaxtrain.data.Parquet: lambda: jaxtrain.data.Parquet("a"),
     jaxtrain.Sample: lambda: jaxtrain.Sample("a"),
+    jaxtrain.models.SharedExpert: lambda: jaxtrain.models.SharedExpert(4),
+    jaxtrain.models.LatentAttentionConfig: lambda: jaxtrain.models.LatentAttentionConfig(heads=2),
+    jaxtrain.moe.Groups: lambda: jaxtrain.moe.Groups(4, 2),
     jaxtrain.optim.ScaledRate: lambda: jaxtrain.optim.ScaledRate(0.5, 8),
     jaxtrain.Steps: lambda: jaxtrain.Steps(1, 2),
     jaxtrain.TextFiles: lambda: jaxtrain.TextFiles("a"),
     jaxtrain.data.TokenFiles: lambda: jaxtrain.data.TokenFiles("a"),
     jaxtrain.data.TokenizerFile: lambda: jaxtrain.data.TokenizerFile("a"),
     jaxtrain.nn.LinearScaling: lambda: jaxtrain.nn.LinearScaling(2.0),
+    jaxtrain.nn.Yarn: lambda: jaxtrain.nn.Yarn(2.0, 8),
+    jaxtrain.nn.DynamicNtk: lambda: jaxtrain.nn.DynamicNtk(2.0, 8),
+    jaxtrain.nn.LongRope: lambda: jaxtrain.nn.LongRope((1.0,), (2.0,), 4.0, 8),
     jaxtrain.optim.WarmupStableDecay: lambda: jaxtrain.optim.WarmupStableDecay(0.5, decay=2),
     jaxtrain.optim.InverseSqrt: lambda: jaxtrain.optim.InverseSqrt(0.5, warmup=2),
     CLASSES["jaxtrain.attention.kernels:PlatformKernel"]: lambda: PlatformKernel("cpu"),
@@ -437,8 +484,10 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
             frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
             if frozen and (does or acts or kind.__name__ in jaxtrain.__all__):
                 forgotten.add(kind.__name__)
-    # Of an `Optax` what it was given is stored; `bench gpu` has documents of its own.
+    # Of an `Optax` what it was given is stored; `bench gpu` has documents of its own. Models make
+    # a `SelfAttention`, no experiment.
     known = {"MeshSpec", "Layers", "Executor", "Tick", "Optax", "SyntheticDocuments"}
+    known |= {"SelfAttention", "ExpertLayer", "Numbered"}
     assert forgotten == known, "say in vocabulary.py who holds it"
 
 

@@ -120,7 +120,7 @@ def test_a_jobset_does_not_begin_again_what_was_refused() -> None:
 
 def test_what_no_jobset_can_hold_is_refused() -> None:
     spec = load_mesh("v5p_512")
-    slices = replace(spec, devices=1024, axes=(("data", 2), *spec.axes))
+    slices = replace(spec, devices=1024, axes=(("replica", 2), *spec.axes))
     with pytest.raises(ValueError) as caught:
         kubernetes(replace(job("v5p_512"), spec=slices, run_dir=Path("runs/a")))
     assert "has 2 slices of 8x8x8" in str(caught.value)

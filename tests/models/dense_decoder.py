@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from dense_latent import latent_attention
 
-from jaxtrain.models.block import MoeConfig
+from jaxtrain.models.transformer.latent import LatentAttentionConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.module import under
 from jaxtrain.nn.norm import LayerNorm
 
@@ -22,23 +24,32 @@ def normalise(config, p, x):
     return y + p["bias"].reshape((1,) * (x.ndim - 1) + (-1,)) if "bias" in p else y
 
 
-def rope(x, positions, theta):
-    """Pairs (i, i + head_dim / 2) as complex numbers, turned by position * frequency."""
-    half = x.shape[-1] // 2
-    angle = positions[:, :, None] * theta ** (-jnp.arange(half) / half).reshape(1, 1, -1)
-    z = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)[:, :, None]
-    return jnp.concatenate([z.real, z.imag], -1)
+def rope(x, positions, c):
+    """Pairs (i, i + dims / 2) of the first dims as complex numbers, turned by position * frequency
+    and stretched by the scaling's factor; frequencies are held to closed forms in test_rotary."""
+    half = int(x.shape[-1] * c.partial_rotary_factor) // 2
+    frequency = c.theta ** (-jnp.arange(half) / half)
+    if c.scaling is not None:
+        frequency = jnp.asarray(c.frequencies(x.shape[-1], x.shape[1]), jnp.float32)
+    angle = positions[:, :, None] * frequency.reshape(1, 1, -1)
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * jnp.exp(1j * angle)[:, :, None]
+    z = z * c.attention_scaling
+    return jnp.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
 def dense_attention(c, embed, p, x, batch):
     rows, seq, _ = x.shape
     project = lambda name: x @ p[name] + p.get(f"{name}_bias", jnp.zeros(1)).reshape(1, 1, -1)  # noqa: E731
     q, k, v = (project(n).reshape(rows, seq, -1, c.size(embed)) for n in ("query", "key", "value"))
-    if c.qk_norm is not None:
+    if c.qk_norm_across_heads:
+        flat = lambda a: a.reshape(rows, seq, -1)  # noqa: E731
+        q = normalise(c.qk_norm, under(p, "query_norm."), flat(q)).reshape(q.shape)
+        k = normalise(c.qk_norm, under(p, "key_norm."), flat(k)).reshape(k.shape)
+    elif c.qk_norm is not None:
         q = normalise(c.qk_norm, under(p, "query_norm."), q)
         k = normalise(c.qk_norm, under(p, "key_norm."), k)
     if c.rope is not None:
-        q, k = (rope(a, batch["positions"], c.rope.theta) for a in (q, k))
+        q, k = (rope(a, batch["positions"], c.rope) for a in (q, k))
     at, segments = jnp.arange(seq), batch["segments"]
     seen = (at[:, None] >= at[None]) & (at[:, None] - at[None] < (c.window or seq))
     seen = (seen[None] & (segments[:, :, None] == segments[:, None]))[:, None]
@@ -84,12 +95,18 @@ def dense_logits(config, params, batch):
     if config.learned_positions is not None:
         x = x + params["positions"][batch["positions"]]
     for c, p in zip(config.blocks, natural_layers(config, params), strict=True):
-        h = normalise(c.norm, under(p, "attention_norm."), x)
-        h = dense_attention(c.attention, config.embed, under(p, "attention."), h, batch)
-        x = x + c.residual_scale * h
-        h = normalise(c.norm, under(p, "mlp_norm."), x)
+        own = lambda norm, name, h, p=p: h if norm is None else normalise(norm, under(p, name), h)  # noqa: E731
+        h = own(c.norm, "attention_norm.", x)
+        leaves = under(p, "attention.")
+        if isinstance(c.attention, LatentAttentionConfig):
+            h = latent_attention(c.attention, leaves, h, batch, jnp)
+        else:
+            h = dense_attention(c.attention, config.embed, leaves, h, batch)
+        x = x + c.residual_scale * own(c.post_norm, "attention_post_norm.", h)
+        h = own(c.norm, "mlp_norm.", x)
         feed_forward = dense_experts if isinstance(c.mlp, MoeConfig) else dense_mlp
-        x = x + c.residual_scale * feed_forward(c.mlp, under(p, "mlp."), h)
+        h = feed_forward(c.mlp, under(p, "mlp."), h)
+        x = x + c.residual_scale * own(c.post_norm, "mlp_post_norm.", h)
     x = normalise(config.norm, under(params, "norm."), x)
     head = params["embedding" if config.tied else "head"][: config.vocab]
     z = x @ head.T * config.logit_scale

@@ -12,21 +12,19 @@ import pytest
 from dense_decoder import dense_logits, dense_loss
 from flax import nnx
 
-from jaxtrain.models import block as block_module
-from jaxtrain.models.block import (
-    AttentionConfig,
-    BlockConfig,
-    MlpConfig,
-    MoeConfig,
-    add_bias,
-    gelu_exact,
-    gelu_tanh,
-)
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.transformer import block as block_module
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import MlpConfig, gelu_exact, gelu_tanh
+from jaxtrain.models.transformer.latent import LatentAttentionConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
+from jaxtrain.models.transformer.place import add_bias
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
-from jaxtrain.nn.rotary import Rope
+from jaxtrain.nn.rotary.rope import Rope
+from jaxtrain.nn.rotary.scaling import LinearScaling, LongRope, Yarn
 from jaxtrain.nn.stack import LayerLoop
 
 ROWS, SEQ, VOCAB = 2, 8, 13
@@ -42,9 +40,23 @@ def decoder(*period, layers=2, **fields):
 NORM = RMSNorm()
 
 
-def block(heads=4, hidden=12, *, mlp=None, norm=NORM, residual_scale=1.0, dropout=0.0, **fields):
-    mlp = mlp or MlpConfig(hidden)
-    return BlockConfig(AttentionConfig(heads, **fields), mlp, norm, residual_scale, dropout)
+def block(
+    heads=4, hidden=12, *, mlp=None, norm=NORM, post_norm=None, residual_scale=1.0, dropout=0.0,
+    **fields,
+):  # fmt: skip
+    mlp, attention = mlp or MlpConfig(hidden), AttentionConfig(heads, **fields)
+    return BlockConfig(attention, mlp, norm, residual_scale, dropout, post_norm)
+
+
+OFFSET = RMSNorm(unit_offset=True)
+SANDWICH = {"norm": OFFSET, "post_norm": RMSNorm(1e-3, unit_offset=True)}
+LONG = Rope(100.0, LongRope((1.0, 2.0, 3.0), (2.0, 4.0, 8.0), 4.0, 2), 0.75)
+
+
+def latent(value, *, mlp=None, query_latent=6):
+    sizes = dict(latent=5, nope_head_dim=4, rope_head_dim=4, value_head_dim=value)
+    attention = LatentAttentionConfig(2, **sizes, query_latent=query_latent)
+    return BlockConfig(attention, mlp or MlpConfig(12), NORM)
 
 
 BIASED = {"qkv_bias": True, "out_bias": True}
@@ -58,14 +70,29 @@ MODELS = {
     "qwen3": decoder(block(kv_heads=2, head_dim=6, qk_norm=RMSNorm())),
     "mistral": decoder(block(kv_heads=2, window=3, mlp=MlpConfig(12, bias=True))),
     "gemma2": decoder(
-        block(head_dim=4, softcap=2.0, scale=0.7, window=3, norm=RMSNorm(unit_offset=True)),
-        block(head_dim=4, softcap=2.0, scale=0.7, mlp=MlpConfig(10, gelu_exact)),
-        layers=4, tied=True, embedding_scale=8**0.5, logit_softcap=3.0,
-        norm=RMSNorm(unit_offset=True),
+        block(head_dim=4, softcap=2.0, scale=0.7, window=3, **SANDWICH),
+        block(head_dim=4, softcap=2.0, scale=0.7, mlp=MlpConfig(10, gelu_exact), **SANDWICH),
+        layers=4, tied=True, embedding_scale=8**0.5, logit_softcap=3.0, norm=OFFSET,
     ),
+    "gemma3": decoder(
+        block(head_dim=4, kv_heads=2, window=3, qk_norm=OFFSET, rope=Rope(100.0), **SANDWICH),
+        block(head_dim=4, kv_heads=2, qk_norm=OFFSET, rope=Rope(1e3, LinearScaling(4.0)),
+              mlp=MlpConfig(10, gelu_tanh), **SANDWICH),
+        tied=True, embedding_scale=8**0.5, norm=OFFSET,
+    ),
+    "olmo2": decoder(
+        block(kv_heads=2, norm=None, post_norm=NORM, qk_norm=NORM, qk_norm_across_heads=True,
+              residual_scale=0.5),
+    ),
+    "phi3": decoder(block(heads=2, kv_heads=1, head_dim=8, window=5, rope=LONG), embed=8),
+    "yarn": decoder(block(kv_heads=2, rope=Rope(1e3, Yarn(4.0, 64)))),
     "mixtral": decoder(
         block(kv_heads=2, mlp=MoeConfig(12, experts=4)), block(mlp=MoeConfig(10, 3, 1, gelu_exact,
         gated=False)), layers=5, suffix=(block(mlp=MoeConfig(8, experts=2)),),
+    ),
+    "deepseek": decoder(
+        latent(10, mlp=MoeConfig(10, 3)), prefix=(latent(6),), layers=4,
+        suffix=(latent(10, query_latent=None),),
     ),
     "granite": decoder(block(residual_scale=0.3), embedding_scale=3.0, logit_scale=0.25),
     "prefix and suffix": decoder(
@@ -74,7 +101,7 @@ MODELS = {
         suffix=(block(heads=2, head_dim=2), block(window=4, residual_scale=0.3)),
     ),
 }  # fmt: skip
-QUICK = ("gpt2", "qwen3", "mixtral")
+QUICK = ("gpt2", "gemma3", "olmo2", "mixtral")
 """The other models run with the slow tests: between them all they have every field."""
 
 

@@ -11,15 +11,13 @@ from dense_decoder import natural_layers
 from flax import nnx
 
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, table, tensor
-from jaxtrain.models.block import (
-    AttentionConfig,
-    BlockConfig,
-    MlpConfig,
-    MoeConfig,
-    gelu_tanh,
-)
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.splitting import unsplit
+from jaxtrain.models.transformer.attention import AttentionConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import MlpConfig, gelu_tanh
+from jaxtrain.models.transformer.latent import LatentAttentionConfig
+from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.module import build, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
@@ -36,9 +34,16 @@ def decoder(*period, layers=2, **fields):
     )  # fmt: skip
 
 
-def block(heads=4, hidden=12, *, mlp=None, norm=NORM, residual_scale=1.0, dropout=0.0, **fields):
-    mlp = mlp or MlpConfig(hidden)
-    return BlockConfig(AttentionConfig(heads, **fields), mlp, norm, residual_scale, dropout)
+def block(
+    heads=4, hidden=12, *, mlp=None, norm=NORM, residual_scale=1.0, dropout=0.0, post_norm=None,
+    **fields,
+):  # fmt: skip
+    mlp, attention = mlp or MlpConfig(hidden), AttentionConfig(heads, **fields)
+    return BlockConfig(attention, mlp, norm, residual_scale, dropout, post_norm)
+
+
+def latent(**fields):
+    return BlockConfig(LatentAttentionConfig(4, **fields), MlpConfig(12))
 
 
 def abstract(config):
@@ -156,7 +161,28 @@ def test_std_by_fan_in():
          ["block 0: embed=8 is not a multiple of heads=3; set head_dim or use embed=6"]),
         (decoder(block(kv_heads=3)),
          ["block 0: heads=4 is not a multiple of kv_heads=3; use kv_heads=2"]),
-        (decoder(block(head_dim=3)), ["block 0: head_dim=3 is odd; RoPE rotates pairs"]),
+        (decoder(block(head_dim=3)), 
+         ["block 0: rope: rotary embedding turns pairs of dims, and of head_dim=3 it would turn 3; "
+          "use 2 or 4"]),
+        (decoder(latent(latent=0), latent(query_latent=0), latent(rope_head_dim=5),
+                 latent(rope=None, norm=None), latent(scale=0.0), layers=5, learned_positions=8),
+         ["block 0: latent=0; use a whole number of at least 1",
+          "block 1: query_latent=0; use a whole number of at least 1",
+          "block 2: rope: rotary embedding turns pairs of dims, and of head_dim=5 it would turn 5; "
+          "use 4 or 6",
+          "block 3: rope=None; latent attention has one: use Rope()",
+          "block 3: norm=None; latent attention has one: use RMSNorm(1e-6)",
+          "block 4: scale=0.0; use a positive number, or None"]),
+        (decoder(block(norm=None), block(norm=RMSNorm(eps=0.0), post_norm=True), layers=2,
+                 norm=RMSNorm),
+         [f"norm={RMSNorm!r}; use RMSNorm(), or LayerNorm()",
+          "block 0: norm=None without post_norm leaves its branches without any norm; use "
+          "post_norm=RMSNorm(), as OLMo 2 does",
+          "block 1: norm: eps=0.0; use a positive number, such as 1e-5",
+          "block 1: post_norm=True; use RMSNorm(), or LayerNorm()"]),
+        (decoder(block(qk_norm=LayerNorm(), qk_norm_across_heads=True)),
+         ["block 0: qk_norm_across_heads=True with qk_norm=LayerNorm(eps=1e-05, bias=True); use "
+          "an RMSNorm, or False"]),
         (decoder(block(), block(dropout=1.0), dropout=-0.1),
          ["block 1: dropout=1.0; use a share in [0, 1)", "dropout=-0.1; use a share in [0, 1)"]),
         (decoder(block(rope=None)),
@@ -209,6 +235,9 @@ OVER_TOKENS = ShardingRules(activations=table({"batch": ("data", "fsdp"), "mlp":
         (decoder(block(heads=8, kv_heads=1, head_dim=2)), tensor(), {"tensor": 2}, True,
          ["kv_heads=1 does not split over tensor=2; use 2 kv_heads, or tensor=1"]),
         (decoder(block(heads=6, head_dim=2)), fsdp(), {"fsdp": 4}, True, []),
+        (decoder(latent()), tensor(), {"tensor": 8}, True,
+         ["heads=4 does not split over tensor=8; use 8 heads, or tensor=2 or 4",
+          "kv_heads=4 does not split over tensor=8; use 8 kv_heads, or tensor=2 or 4"]),
         (decoder(block(mlp=MoeConfig(4, 2))), WITH_EXPERTS, {"fsdp": 2}, True,
          ["the activations table splits experts over fsdp: in use they are whole; split their "
           "hidden units (mlp), or split experts in the params table"]),

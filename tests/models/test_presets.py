@@ -193,7 +193,7 @@ def test_llama_presets_turn_as_published(
     ((rope, size),) = model.ropes
     assert rope == Rope(theta, scaling) and size == head_dim
     assert {b.attention.size(model.embed) for b in model.blocks} == {head_dim}
-    found = rope.frequencies(head_dim)
+    found = rope.frequencies(head_dim, 1)
     plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     factor = 1.0 if scaling is None else scaling.factor
     np.testing.assert_allclose(found[[0, -1]], [1.0, plain[-1] / factor], rtol=1e-12)

@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
-from jaxtrain.models.block import silu
+from jaxtrain.models.transformer.feed_forward import silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, group_sizes, grouped_matmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, choose, settled
-from jaxtrain.moe.layer import moe_layer, plan_rows
+from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves
 from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.rows import plan_rows
 from jaxtrain.moe.triton_blocks import GROUPED, TritonBlocks, _place
 
 TRITON = TritonBlocks(largest_block=32, columns=32, depth=16, interpret=True)
@@ -122,7 +123,7 @@ def sharded_layer(kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32) -> 
     def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
         if check_vma:
             x, router, weights = jax.tree.map(lambda a: vary(a, ("data",)), (x, router, weights))
-        return moe_layer(x, router, weights, k=2, activation=silu, kernel=kernel)
+        return ExpertLayer(2, silu, kernel=kernel)(x, ExpertLeaves(router, weights))
 
     run = jax.shard_map(
         local,

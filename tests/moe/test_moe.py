@@ -12,15 +12,26 @@ import pytest
 
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, tensor
-from jaxtrain.models.block import gelu_tanh, silu
+from jaxtrain.models.transformer.feed_forward import gelu_tanh, silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_rows, grouped_matmul
-from jaxtrain.moe.layer import combine, dispatch, moe_layer, plan_rows, route
+from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
+from jaxtrain.moe.rows import combine, dispatch, plan_rows
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.gspmd import Gspmd
 
 EMBED, HIDDEN = 6, 10
 Weights = tuple[jax.Array, ...]
+
+
+def moe_layer(
+    x: jax.Array, router: jax.Array, weights: Weights, *, k: int, activation: Any
+) -> jax.Array:
+    return ExpertLayer(k, activation)(x, ExpertLeaves(router, weights))
+
+
+def route(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    return ExpertLayer(k, silu).route(x, ExpertLeaves(router, ()))
 
 
 def problem(
@@ -241,16 +252,15 @@ def test_under_gspmd_a_mixture_saves_its_inputs_and_nothing_else() -> None:
     x, router, weights = problem(16, 4)
     mesh = make_mesh(mesh_from_axes(data=2, fsdp=2, tensor=2))
     comm = Gspmd(mesh=mesh, rules=fsdp() | tensor(), places={})
-    kernel = partial(moe_layer, k=2, activation=silu)
+    layer, given = ExpertLayer(2, silu), (x, ExpertLeaves(router, weights))
 
-    def out(x: Any, router: Any, weights: Any) -> jax.Array:
-        return comm.experts(kernel, x, router, weights)
+    def out(x: Any, leaves: Any) -> jax.Array:
+        return comm.experts(layer, x, leaves, TokenFacts())
 
-    given = (x, router, weights)
     y, back = jax.vjp(out, *given)
     shapes = sorted(each.shape for each in jax.tree.leaves(given))
     assert sorted(each.shape for each in jax.tree.leaves(back)) == shapes
-    wanted, alone = jax.vjp(kernel, *given)
+    wanted, alone = jax.vjp(layer, *given)
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
     for found, each in zip(*map(jax.tree.leaves, (back(y), alone(wanted))), strict=True):
         np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-4)

@@ -29,6 +29,7 @@ from jaxtrain.nn.quantized.products import (
     column,
     differentiated,
     product,
+    product_of_numbers,
     row,
     standing_for,
 )
@@ -273,3 +274,14 @@ def test_ways_of_one_device_take_no_ring() -> None:
     x = jnp.asarray(drawn(TOKENS, K))
     np.testing.assert_array_equal(column(ways, x, (weight,))[0], row(ways, x, weight))
     assert replace(weight, stand_in=None).shape == (K, COLUMNS)
+
+
+def test_products_with_gradients_ask_for_whole_sums() -> None:
+    """At the default precision a Hopper GPU may add 8-bit floats up in fewer bits than fp32's."""
+    numbers = jnp.ones((4, 4), E4M3.dtype)
+    found = []
+    for other in (E4M3, E5M2):
+        traced = jax.make_jaxpr(product_of_numbers)(numbers, jnp.ones((4, 4), other.dtype))
+        (dot,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general")
+        found.append(dot.params["precision"])
+    assert found == [None, (jax.lax.Precision.HIGHEST,) * 2]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.planner.assembled import steady
 from jaxtrain.planner.contract import Contract, contract
 from jaxtrain.step.assembly import active_mesh
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
-from jaxtrain.telemetry.hlo import Collective, collectives
-from jaxtrain.telemetry.hlo_order import side_by_side
-from jaxtrain.telemetry.hlo_text import program_text
-from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.collectives import Collective, collectives
+from jaxtrain.telemetry.hlo.order import side_by_side
+from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.text import program_text
 
 
-def lowered(assembly: Any) -> Any:
-    """The step of a run's last steps, before it is compiled."""
-    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
+def lowered(assembly: Any, spec: MeshSpec | None = None) -> Any:
+    """The step of a run's last steps, before it is compiled. spec: of devices that are here, where
+    those of the assembly are not."""
+    mesh = active_mesh(make_mesh(spec or assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     return trace_step(assembly, mesh, where, choice=steady(assembly)).lower()
 

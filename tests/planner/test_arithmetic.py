@@ -10,8 +10,9 @@ import pytest
 
 import jaxtrain
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.kernels import Cudnn, Reference
+from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
@@ -21,7 +22,7 @@ from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
-from jaxtrain.telemetry.hlo import dot_flops
+from jaxtrain.telemetry.hlo.collectives import dot_flops
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -81,7 +82,8 @@ def test_what_is_made_again_is_asked_for() -> None:
     assert asked("attention") - none == products
     assert asked("dots") - none == attention
     assert asked("full") - none == products + attention
-    assert asked("none", attention=Cudnn()) == none - 3.5 * attention
+    fused = asked("none", attention=Splash(interpret=True))
+    assert fused == none - 3.5 * attention
     experts = asked("none", experts=4)
     assert asked("dots", experts=4) - experts > attention, "a mixture is saved by `none` alone"
 
@@ -101,10 +103,10 @@ def test_products_of_a_fused_kernel_are_in_no_program() -> None:
     products = e.model.layers * 2 * tokens * 2 * 3 * embed * hidden / 2  # two experts, two devices
     for remat, times in (("none", 3), ("dots", 4)):
         portable, nothing = found(remat)
-        asked, opaque = found(remat, grouped_matmul=Megablox())
+        asked, opaque = found(remat, grouped_matmul=Megablox(interpret=True))
         assert nothing == 0 and opaque == times * products
         assert portable - asked >= times * products
-    assert found("none", grouped_matmul=TritonBlocks())[1] >= 3 * products
+    assert found("none", grouped_matmul=TritonBlocks(interpret=True))[1] >= 3 * products
 
 
 @pytest.mark.parametrize("seq", [16, 500, 4096])
@@ -130,6 +132,8 @@ ASKED_AT_MOST = [
     pytest.param({"data": 1}, "attention", {}, marks=pytest.mark.slow),
     pytest.param({"data": 1}, "dots", {}, marks=pytest.mark.slow),
     pytest.param({"fsdp": 2}, "none", {"experts": 4}, marks=pytest.mark.slow),
+    pytest.param({"expert": 2}, "none", {"experts": 4}, marks=pytest.mark.slow),
+    pytest.param({"expert": 2}, "none", {"experts": 4, "expert_chunk": 64}, marks=pytest.mark.slow),
 ]
 
 

@@ -22,9 +22,9 @@ from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import collective_traffic
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo_order import side_by_side
-from jaxtrain.telemetry.hlo_text import program_text
-from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.order import side_by_side
+from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.text import program_text
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 EXPLICIT = [each for each in layouts(8, "quick")[0] if each.mode != "gspmd"]

@@ -25,8 +25,8 @@ from jaxtrain.planner.compile import CompileReport
 from jaxtrain.planner.overhead import flop_facts, overhead
 from jaxtrain.planner.pipeline import work as pipeline_work
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo import dot_flops
-from jaxtrain.telemetry.hlo_text import program_text
+from jaxtrain.telemetry.hlo.collectives import dot_flops
+from jaxtrain.telemetry.hlo.text import program_text
 
 ROOT = Path(__file__).parents[2]
 TWO = (("stage", 2),)
@@ -205,7 +205,7 @@ def test_compile_prints_it_too(small):
     checked = jaxtrain.check(
         assembled(small, TWO, ONE_F_ONE_B, 4).experiment, jaxtrain.mesh_from_axes(stage=2)
     )
-    memory = dict.fromkeys(("argument_bytes", "temp_bytes", "peak_bytes"))
+    memory = dict.fromkeys(("argument_bytes", "temp_bytes", "host_temp_bytes", "peak_bytes"))
     report = CompileReport(checked, memory, None, 0.0, 0.0, None, {}, {}, None, {}, ())
     work = overhead(checked.assembly)
     assert work.summary() in report.summary().splitlines()

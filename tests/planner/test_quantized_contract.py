@@ -15,15 +15,17 @@ from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.moe import BlockLoop, TritonBlocks
 from jaxtrain.nn import Delayed, Fp8Products, Int8Products
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.overhead import overhead
 from jaxtrain.planner.seconds import step_seconds
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.run.notes import notes
 from jaxtrain.step.assembly import Assembly, assemble
-from jaxtrain.telemetry.hlo import dot_flops
-from jaxtrain.telemetry.hlo_text import program_text
+from jaxtrain.telemetry.hlo.collectives import dot_flops
+from jaxtrain.telemetry.hlo.text import program_text
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
@@ -57,7 +59,11 @@ DELAYED = [
 def assembled(layout: Layout, products: Any = Fp8Products(), **counts: int) -> Assembly:  # noqa: B008
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     (block,) = small.model.period
-    beside: Any = {k: (block,) * v if k != "layers" else v for k, v in counts.items()}
+    beside: Any = {"period": (block,)}
+    if experts := counts.pop("experts", 0):
+        block = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts))
+        beside = {"period": (block,)}
+    beside |= {k: (block,) * v if k != "layers" else v for k, v in counts.items()}
     placed = experiment_on(replace(small, model=replace(small.model, **beside)), layout)
     given = replace(placed, precision=replace(placed.precision, products=products))
     return assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes)))
@@ -92,6 +98,48 @@ def test_with_delayed_scales_no_greatest_magnitude_is_sent(
     assert any(e.key.dtype == "u8" for e in found.lines)
     traffic = step_traffic(facts_of(assembled(layout, Fp8Products(Delayed()), **counts)))
     assert not any("greatest" in each.why and "logit" not in each.why for each in traffic)
+
+
+MIXTURES = [
+    (Layout(CUBE, loop=PLAIN), {}, Int8Products()),
+    (Layout(CUBE, loop=FULL), {}, Fp8Products()),
+    (Layout(CUBE, "explicit, ring", loop=DOTS), {}, Fp8Products()),
+    (Layout(CUBE, "explicit, ring", "fsdp, reduced once", loop=PLAIN), BESIDE,
+     Fp8Products(Delayed())),
+    (Layout((("fsdp", 2), ("expert", 2), ("tensor", 2)), loop=FULL), BESIDE, Fp8Products()),
+    (Layout((("data", 2), ("expert", 2), ("tensor", 2)), "explicit, ring", loop=DOTS), {},
+     Int8Products()),
+    (Layout((("fsdp", 2), ("expert", 2), ("tensor", 2)), "explicit, ring", "fsdp, reduced once",
+            loop=PLAIN), {}, Fp8Products(Delayed())),
+    (PIPED._replace(loop=FULL), {}, Fp8Products()),
+    (PIPED._replace(pipeline="GPipe, residuals", loop=DOTS), {}, Fp8Products()),
+    (PIPED._replace(periods=None, loop=PLAIN), BESIDE, Fp8Products()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts", "products"),
+    [MIXTURES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MIXTURES[1:])],
+    ids=name_of,
+)
+def test_the_contract_is_kept_with_experts_in_8_bits(
+    layout: Layout, counts: dict[str, int], products: Any
+) -> None:
+    found = held(assembled(layout, products, experts=4, **counts))
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+
+
+def test_matrices_of_experts_are_gathered_a_byte_each() -> None:
+    """And an all-reduce has a greatest magnitude of each."""
+    wide, narrow = (assembled(Layout(CUBE), p, experts=4) for p in (None, Fp8Products()))
+    before, after = sent(wide, "weights of period"), sent(narrow, "weights of period")
+    assert before["float32"] == 4 * after["uint8"] > 0 and set(after) == {"uint8"}
+    found = {
+        each.buffer_bytes // 4
+        for each in step_traffic(facts_of(narrow))
+        if "greatest w" in each.why
+    }
+    assert found == {4 + 3 * 4}
 
 
 def sent(assembly: Assembly, part: str, kind: str = "all-gather") -> Counter[str]:
@@ -173,6 +221,52 @@ def test_products_are_reckoned_at_the_chips_own_rate(
     saved = 6 * weights * small.batch * small.data.seq / CHIPS[chip].bf16_flops / 8
     expected = before.compute_s - saved * (1 - 1 / times)
     assert after.compute_s == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("chip", "products", "use"),
+    [
+        ("h100_sxm", Fp8Products(), None),
+        ("h100_sxm", Int8Products(), None),
+        ("tpu_v5p", Int8Products(), None),
+        ("tpu_v5p", Fp8Products(), "use Int8Products(), whose rate is twice that"),
+        ("tpu_v5e", Fp8Products(), "use Int8Products(), whose rate is twice that"),
+        ("a100_80g", Fp8Products(), "use Int8Products(), whose rate is twice that"),
+        ("tpu7x", Int8Products(), "use Fp8Products(), whose rate is twice that"),
+    ],
+    ids=str,
+)
+def test_products_that_are_no_faster_on_a_chip_are_noted(
+    chip: str, products: Any, use: str | None
+) -> None:
+    e = assembled(Layout(CUBE), products).experiment
+    told = [n for n in notes(assemble(e, machine(chip))) if "no faster than bf16" in n]
+    assert [n.rpartition("; ")[2] for n in told] == ([] if use is None else [use])
+    assert all(n.startswith(f"precision.products: {chip} multiplies {products.rate}") for n in told)
+
+
+@pytest.mark.parametrize("kernel", [BlockLoop(), TritonBlocks()])
+def test_experts_are_reckoned_at_that_rate_where_their_kernel_has_it(kernel: Any) -> None:
+    """Two of them for each token; a kernel that takes no 8 bits multiplies them in 16."""
+    chip, found = "h100_sxm", []
+    for products in (None, Fp8Products()):
+        e = assembled(Layout(CUBE), products, experts=4).experiment
+        execution = replace(e.execution, grouped_matmul=kernel, loop=None)
+        given = replace(e, precision=replace(jaxtrain.bf16, products=products), execution=execution)
+        assembly = assemble(replace(given, sharding=jaxtrain.fsdp()), machine(chip))
+        seconds, told = step_seconds(assembly), [n for n in notes(assembly) if "in 16 bits" in n]
+        assert bool(told) == (products is not None and isinstance(kernel, TritonBlocks))
+        assert seconds is not None
+        found.append((e, seconds.compute_s))
+    (e, before), (_, after) = found
+    block, m = e.model.period[0], e.model
+    heads = block.attention.heads * block.attention.size(m.embed)
+    keys = block.attention.key_heads * block.attention.size(m.embed)
+    met = 2 * heads + 2 * keys
+    if isinstance(kernel, BlockLoop):
+        met += 2 * 3 * block.mlp.hidden
+    flops = 6 * m.embed * met * m.layers * e.batch * e.data.seq
+    assert after == pytest.approx(before - flops / CHIPS[chip].bf16_flops / 8 / 2, rel=2e-4)
 
 
 def test_a_pipeline_in_8_bits_does_the_same_arithmetic() -> None:

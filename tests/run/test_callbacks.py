@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jaxtrain
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.experiment import config_of
 from jaxtrain.experiment.stored import refuse_unreadable, stored_field
-from jaxtrain.run.hooks import GarbageCollection, GuardMessages
+from jaxtrain.run.hooks import CrowdedRows, GarbageCollection, GuardMessages
 from jaxtrain.run.saves.saving import Saving
 from jaxtrain.telemetry.profiler import Profiler
 
@@ -522,3 +523,18 @@ def test_of_several_processes_garbage_is_collected_at_the_same_steps(monkeypatch
             each.before_step(Any, step)
         each.end(Any)
         assert collected == wanted and gc.isenabled()
+
+
+@pytest.mark.parametrize(("room", "held", "use"), [(64, 65.0, 128), (64, 64.0, None), (4, 9.5, 16)])
+def test_rows_with_more_documents_than_cudnn_has_room_for_are_told_once(
+    room: int, held: float, use: int | None
+) -> None:
+    told: list[str] = []
+    run: Any = SimpleNamespace(tell=told.append)
+    for rows in (CrowdedRows(room), CrowdedRows(None)):
+        for step in (1, 2, 3):
+            rows.metrics(run, step, {} if step == 1 else {"documents_per_row": held})
+    assert len(told) == (use is not None)
+    assert all(
+        f"NOTE step 2: rows hold {held:.0f}" in t and f"(documents={use})" in t for t in told
+    )

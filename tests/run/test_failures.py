@@ -77,6 +77,11 @@ def test_a_device_without_memory_is_told_with_what_takes_less(
     (note,) = notes_of("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
     assert "microbatches" in note and "remat='full'" in note
     gpu = replace(spec, chip=jaxtrain.load_mesh("h100_64").chip, simulated=False)
+    seen = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
+    seen.add_note("For simplicity, JAX has removed its internal frames from the traceback")
+    with pytest.raises(jax.errors.JaxRuntimeError), memory_remedies(spec), memory_remedies(spec):
+        raise seen
+    assert len(seen.__notes__) == 2, "JAX's own, and ours once"
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
     with pytest.raises(jax.errors.JaxRuntimeError), memory_remedies(gpu):
         raise error
@@ -151,9 +156,9 @@ def test_a_run_that_only_skips_ends_with_an_error(own: jaxtrain.Experiment, tmp_
 
 
 def made_again(run: Path) -> None:
-    """As by a save that was in flight."""
+    """As by a save that is in flight, which may be there first."""
     run.rename(run.with_name("away"))
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
 
 
 REMOVED = {

@@ -84,6 +84,8 @@ def test_mfu_causal_counts_pairs_within_documents(
         assert lines[step]["mfu_causal"] / lines[step]["mfu_full"] == pytest.approx(
             causal / (flops.matmul + flops.attention_full)
         )
+        held = len(document_lengths(segments)) / len(segments)
+        assert lines[step]["documents_per_row"] == pytest.approx(held)
 
 
 @pytest.mark.parametrize("seed", range(3))

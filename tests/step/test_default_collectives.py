@@ -9,7 +9,7 @@ import pytest
 import jaxtrain
 from jaxtrain.collectives import Collectives, Ring
 from jaxtrain.mesh.mesh import load_mesh
-from jaxtrain.step.assembly import default_collectives
+from jaxtrain.step.defaults import default_collectives
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import pytest
 
 import jaxtrain
 from jaxtrain.pipeline.executor import Executor
-from jaxtrain.step import assembly
-from jaxtrain.step.assembly import OnStages, assemble
+from jaxtrain.step import on_stages
+from jaxtrain.step.assembly import assemble
+from jaxtrain.step.on_stages import OnStages
 
 LAYERS, MICROBATCHES = 3, 4
 
@@ -88,16 +89,19 @@ def losses(session: Any, stepped: Any, count: int = 4) -> list[float]:
     return [stepped(session)["loss"] for _ in range(count)]
 
 
-DEFAULT = ("fp16",)
-OFTEN = ("blocks beside the period", "untied, positions, biases", "Adafactor", "averaged weights")
+OFTEN = (
+    "fp16",
+    "blocks beside the period",
+    "untied, positions, biases",
+    "Adafactor",
+    "averaged weights",
+)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        n
-        if n in DEFAULT
-        else pytest.param(n, marks=pytest.mark.slow if n in OFTEN else pytest.mark.exhaustive)
+        pytest.param(n, marks=pytest.mark.slow if n in OFTEN else pytest.mark.exhaustive)
         for n in FEATURES
     ],
 )
@@ -137,7 +141,7 @@ def test_what_idle_buffers_hold_is_read_by_nobody(
 ) -> None:
     experiment = piped(deep(decoder), schedule="zero_bubble", chunks=2, save=save)
     clean = losses(opened(experiment, stage=2), stepped)
-    monkeypatch.setattr(assembly, "OnStages", partial(OnStages, executor=Poisoned))
+    monkeypatch.setattr(on_stages, "OnStages", partial(OnStages, executor=Poisoned))
     assert losses(opened(experiment, stage=2), stepped) == clean
     assert np.isfinite(clean).all()
 
@@ -192,7 +196,7 @@ def test_nothing_comes_out_of_padding(
     experiment = replace(deep(decoder, period=(block,)), ema_decay=0.9)
     experiment = replace(experiment, model=replace(experiment.model, layers=layers))
     expected = losses(opened(experiment), stepped)
-    monkeypatch.setattr(assembly, "OnStages", partial(OnStages, executor=Poisoned))
+    monkeypatch.setattr(on_stages, "OnStages", partial(OnStages, executor=Poisoned))
     session = opened(piped(experiment, **pipe), stage=2)
     assert session.assembly.on_stages.layout.padding
     np.testing.assert_allclose(losses(session, stepped), expected, rtol=1e-5)

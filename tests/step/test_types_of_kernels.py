@@ -11,25 +11,44 @@ import jaxtrain
 from jaxtrain.attention import Blockwise, Cudnn, Splash, Triton
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.moe import Megablox, TritonBlocks
+from jaxtrain.optim.precision import bf16, fp32
 from jaxtrain.step.assembly import assemble
 
+SEQ = 128
+
 CASES = [
-    ("tpu_v5e", True, None, False),
-    ("tpu_v5e", True, Blockwise(), True),
-    ("h100_sxm", True, None, True),
-    ("h100_sxm", True, Triton(), False),
-    ("a100_80g", True, None, False),
-    ("a100_80g", False, None, True),
-    ("a100_80g", True, Cudnn(), True),
-    ("tpu_v5e", True, Splash(), False),
+    ("tpu_v5e", True, 64, bf16, None, False),
+    ("tpu_v5e", True, 64, fp32, None, True),
+    ("tpu_v5e", True, 64, bf16, Blockwise(), True),
+    ("h100_sxm", True, 64, bf16, None, True),
+    ("h100_sxm", True, 256, bf16, None, False),
+    ("h100_sxm", False, 256, bf16, None, False),
+    ("h100_sxm", True, 64, bf16, Triton(), False),
+    ("a100_80g", True, 64, bf16, None, False),
+    ("a100_80g", False, 64, bf16, None, True),
+    ("a100_80g", True, 64, fp32, None, True),
+    ("a100_80g", True, 64, bf16, Cudnn(), True),
+    ("tpu_v5e", True, 64, bf16, Splash(), False),
 ]
+"""(chip, whether rows are packed, head_dim, precision, kernel, whether types are checked)"""
 
 
-@pytest.mark.parametrize(("chip", "documents", "kernel", "expected"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("chip", "documents", "head_dim", "precision", "kernel", "expected"), CASES, ids=str
+)
 def test_they_are_off_for_pallas(
-    chip: str, documents: bool, kernel: Any, expected: bool, decoder: jaxtrain.Experiment
+    chip: str,
+    documents: bool,
+    head_dim: int,
+    precision: Any,
+    kernel: Any,
+    expected: bool,
+    decoder: jaxtrain.Experiment,
 ) -> None:
-    data = replace(decoder.data, isolate_documents=documents)
+    (block,) = decoder.model.period
+    block = replace(block, attention=replace(block.attention, head_dim=head_dim))
+    decoder = replace(decoder, model=replace(decoder.model, period=(block,)), precision=precision)
+    data = replace(decoder.data, isolate_documents=documents, seq=SEQ)
     spec = replace(jaxtrain.mesh_from_axes(data=2), chip=CHIPS[chip], simulated=False)
     for asked in (None, True, False):
         execution = jaxtrain.Execution(attention=kernel, check_vma=asked)
@@ -40,12 +59,18 @@ def test_they_are_off_for_pallas(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "expected"), [(None, True), (TritonBlocks(), True), (Megablox(), False)], ids=str
+    ("chip", "kernel", "expected"),
+    [
+        ("h100_sxm", None, True),
+        ("h100_sxm", TritonBlocks(), True),
+        ("tpu_v5e", Megablox(), False),
+    ],
+    ids=str,
 )
 def test_of_grouped_matmuls_megablox_refuses_them(
-    kernel: Any, expected: bool, decoder: jaxtrain.Experiment
+    chip: str, kernel: Any, expected: bool, decoder: jaxtrain.Experiment
 ) -> None:
-    spec = replace(jaxtrain.mesh_from_axes(data=2), chip=CHIPS["h100_sxm"], simulated=False)
+    spec = replace(jaxtrain.mesh_from_axes(data=2), chip=CHIPS[chip], simulated=False)
     execution = jaxtrain.Execution(grouped_matmul=kernel)
     made = assemble(replace(decoder, execution=execution), spec, fields_of(True))
     assert made.check_vma == expected
@@ -53,4 +78,29 @@ def test_of_grouped_matmuls_megablox_refuses_them(
 
 def fields_of(documents: bool) -> Any:
     names = ("tokens", "targets", "weights", *(("segments", "positions") if documents else ()))
-    return {name: ((8,), "float32" if name == "weights" else "int32") for name in names}
+    return {name: ((SEQ,), "float32" if name == "weights" else "int32") for name in names}
+
+
+OF_OTHERS = [
+    ((Splash(), None), "h100_sxm", "execution.attention=Splash.*TPUs.*of GPUs"),
+    ((Cudnn(), None), None, "execution.attention=Cudnn.*GPUs.*of CPUs; use attention=None"),
+    ((Triton(), TritonBlocks()), "tpu_v5e", r"Triton.*\n.*Blocks"),
+    ((None, Megablox()), "h100_sxm", "execution.grouped_matmul=Megablox.*TPUs"),
+    ((Splash(interpret=True), Megablox(interpret=True)), None, ""),
+]
+
+
+@pytest.mark.parametrize(("kernels", "chip", "told"), OF_OTHERS, ids=str)
+def test_a_kernel_of_another_platform_is_refused(
+    kernels: tuple[Any, Any], chip: str | None, told: str, decoder: jaxtrain.Experiment
+) -> None:
+    spec, (attention, grouped) = jaxtrain.mesh_from_axes(data=2), kernels
+    if chip is not None:
+        spec = replace(spec, chip=CHIPS[chip], simulated=False)
+    execution = jaxtrain.Execution(attention=attention, grouped_matmul=grouped)
+    asked = replace(decoder, execution=execution)
+    if not told:
+        assemble(asked, spec, fields_of(True))
+        return
+    with pytest.raises(ValueError, match=told):
+        assemble(asked, spec, fields_of(True))

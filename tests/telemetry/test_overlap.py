@@ -4,6 +4,7 @@ prints, and on programs that a TPU's compiler has really scheduled."""
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import replace
 
 import jax
@@ -16,7 +17,7 @@ from jaxtrain.collectives.matmul import Tiled, gather_matmul
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.absent import ENVIRONMENT, absent_mesh
 from jaxtrain.mesh.mesh import load_mesh
-from jaxtrain.telemetry.hlo import collectives, dot_flops
+from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
 from jaxtrain.telemetry.overlap import Tally, Work, overlaps, tally
 
 HEAD = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
@@ -177,6 +178,15 @@ def test_tallies_add_up() -> None:
     assert tally(overlaps(text), lambda each: "all")["all"] == Tally(
         3, 2, 1, 5 * sent, 2 * sent, sent
     )
+
+
+@pytest.mark.parametrize("pace", [0.0, 0.1, 0.25, 1.0, math.inf])
+def test_hidden_is_what_the_link_sends_in_the_time_of_the_matmuls(pace: float) -> None:
+    """Of two permutes of 256 bytes: behind one matmul, and behind none."""
+    text = scheduled(start("a"), dot("d"), done("a"), start("b"), done("b"))
+    [found] = tally(overlaps(text), bytes_per_flop=lambda each: pace).values()
+    assert found.hidden_bytes == min(256, FLOPS * pace)
+    assert found.exposed_bytes == 512 - found.hidden_bytes
 
 
 def test_a_program_without_a_schedule_is_refused() -> None:

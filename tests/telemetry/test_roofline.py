@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtrain.telemetry.hlo_totals import FALLBACK
+from jaxtrain.telemetry.hlo.totals import FALLBACK
 from jaxtrain.telemetry.roofline import Roofline, roofline
 
 LAYERS = """HloModule layers, is_scheduled=true
@@ -107,6 +107,49 @@ def test_a_branch_for_what_hardly_occurs_does_not_count():
     with_branch = roofline(text_of(either, (64, 64)), peak_flops=1.0, bandwidth_gbytes=1e12)
     alone = roofline(text_of(product, (64, 64)), peak_flops=1.0, bandwidth_gbytes=1e12)
     assert with_branch.seconds == pytest.approx(alone.seconds) == pytest.approx(2 * 64**3)
+
+
+SPREAD = """HloModule spread, is_scheduled=true
+
+window (x: f32[64,64], at: s32[]) -> f32[8,64] {
+  x = f32[64,64]{1,0} parameter(0)
+  at = s32[] parameter(1)
+  zero = s32[] constant(0)
+  ROOT part = f32[8,64]{1,0} dynamic-slice(x, at, zero), dynamic_slice_sizes={8,64}
+}
+
+spread (mine: f32[1,4096], whole: f32[4,4096], mark: u32[], x: f32[64,64], w: f32[64,64], at: s32[]) -> (f32[8,64], f32[1,4096], f32[4,4096], f32[4,4096], u32[]) {
+  x = f32[64,64]{1,0} parameter(3)
+  at = s32[] parameter(5)
+  part = f32[8,64]{1,0} fusion(x, at), kind=kLoop, calls=window
+  w = f32[64,64]{1,0} parameter(4)
+  y = f32[8,64]{1,0} convolution(part, w), dim_labels=bf_io->bf
+  mine = f32[1,4096]{1,0} parameter(0)
+  whole = f32[4,4096]{1,0} parameter(1)
+  gathered = f32[4,4096]{1,0} all-gather(mine), replica_groups={{0,1,2,3}}, dimensions={0}
+  mark = u32[] parameter(2)
+  ROOT out = (f32[8,64]{1,0}, f32[1,4096]{1,0}, f32[4,4096]{1,0}, f32[4,4096]{1,0}, u32[]) tuple(y, mine, whole, gathered, mark)
+}
+
+ENTRY main (mine: f32[1,4096], whole: f32[4,4096], mark: u32[], x: f32[64,64], w: f32[64,64], at: s32[]) -> f32[8,64] {
+  mine = f32[1,4096]{1,0} parameter(0)
+  whole = f32[4,4096]{1,0} parameter(1)
+  mark = u32[] parameter(2)
+  x = f32[64,64]{1,0} parameter(3)
+  w = f32[64,64]{1,0} parameter(4)
+  at = s32[] parameter(5)
+  beside = (f32[8,64]{1,0}, f32[1,4096]{1,0}, f32[4,4096]{1,0}, f32[4,4096]{1,0}, u32[]) fusion(mine, whole, mark, x, w, at), kind=kOutput, calls=spread
+  ROOT y = f32[8,64]{1,0} get-tuple-element(beside), index=0
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_beside_which_a_gather_goes_on_has_the_bytes_of_its_own_work() -> None:
+    """The gather's buffers pass through it; of x, cut in a fusion within, it reads a window."""
+    found = roofline(SPREAD, peak_flops=1e30, bandwidth_gbytes=1.0)
+    window = 8 * 64 * 4
+    assert found.kernels == 1
+    assert found.seconds == pytest.approx((TILE + window + INDEX + window) / 1e9)
 
 
 def test_totals_add_and_multiply():

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.telemetry.hlo import Collective, collectives
-from jaxtrain.telemetry.stablehlo import lowered_collectives
+from jaxtrain.telemetry.hlo.collectives import Collective, collectives
+from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
 
 
 def lowered(function: Any, dtype: str) -> Any:
@@ -48,6 +48,34 @@ def test_it_is_what_a_compiler_reads_that_widens_nothing(name: str, axes: Any) -
     program = lowered(lambda x: KINDS[name](x, axes), "float32")
     before, after = lowered_collectives(program), collectives(program.compile().as_text())
     assert [told(each) for each in before] == [told(each) for each in after] != []
+
+
+def ragged(x: jax.Array, places: int) -> jax.Array:
+    """Two of the rows of x to each of the four devices along b."""
+    two = jnp.full(4, 2)
+    at = jnp.arange(4) * 2
+    where = jnp.full(4, 2 * lax.axis_index("b"))
+    empty = jnp.zeros((places, 6), x.dtype)
+    return lax.ragged_all_to_all(x, empty, at, two, where, two, axis_name="b")
+
+
+@pytest.mark.parametrize("places", [8, 32, 5])
+def test_a_ragged_all_to_all_moves_what_both_arrays_have_at_the_most(places: int) -> None:
+    (found,) = lowered_collectives(lowered(lambda x: ragged(x, places), "float32"))
+    size = min(8, places) * 6 * 4
+    groups = {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert told(found) == ("ragged-all-to-all", "f32", size, size * 3 / 4, groups, 1)
+    text = f"""HloModule ragged, num_partitions=8
+
+ENTRY main (x: f32[8,6], out: f32[{places},6], n: s32[4]) -> f32[{places},6] {{
+  x = f32[8,6] parameter(0)
+  out = f32[{places},6] parameter(1)
+  n = s32[4] parameter(2)
+  ROOT came = f32[{places},6] ragged-all-to-all(x, out, n, n, n, n), channel_id=1, replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+}}
+"""  # noqa: E501
+    (after,) = collectives(text)
+    assert told(after) == told(found)
 
 
 DTYPES = {

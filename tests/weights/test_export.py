@@ -145,21 +145,39 @@ def test_texts_and_infinities_come_back_too(decoder: jaxtrain.Experiment, tmp_pa
 # Against `transformers`.
 
 
+HEADS = dict(num_attention_heads=4, initializer_range=0.3)
+THEIRS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[str, ...]]] = {
+    "Llama": ({"fsdp": 2}, {"num_key_value_heads": 2}, ("*.attention.*", "*.mlp.up")),
+    "DeepseekV3": (
+        {"expert": 2},
+        {
+            **{"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 12, "v_head_dim": 6},
+            **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "moe_intermediate_size": 8},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            "first_k_dense_replace": 1,
+        },
+        ("*.attention.*", "*.mlp.*"),
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Llama", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
 def test_merged_adapters_have_the_logits_of_transformers(
-    decoder: jaxtrain.Experiment, tmp_path: Path
+    decoder: jaxtrain.Experiment, tmp_path: Path, name: str
 ) -> None:
-    """Of a model that it made: imported, trained by its adapters on fsdp x tensor, exported."""
+    """Of a model that it made: imported, trained by its adapters on a mesh, exported."""
     why = "compares with transformers; pip install '.[parity]'"
     torch: Any = pytest.importorskip("torch", reason=why)
     transformers: Any = pytest.importorskip("transformers", reason=why)
     torch.manual_seed(0)
     sizes = dict(vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    axes, fields, targets = THEIRS[name]
+    config = getattr(transformers, f"{name}Config")(**sizes, **HEADS, **fields)
+    made = transformers.AutoModelForCausalLM.from_config(config)
     made.save_pretrained(tmp_path / "folder")
     model = replace(jaxtrain.huggingface_config(tmp_path / "folder"), vocab_multiple=16)
-    lora = LoRA(2, alpha=8.0, targets=("*.attention.*", "*.mlp.up"))
+    lora = LoRA(2, alpha=8.0, targets=targets)
     given = replace(
         decoder,
         model=model,
@@ -168,7 +186,7 @@ def test_merged_adapters_have_the_logits_of_transformers(
         steps=3,
         checkpoints=jaxtrain.SavePolicy(every=1000),
     )
-    trained(given, tmp_path, fsdp=2, tensor=2)
+    trained(given, tmp_path, **axes, tensor=2)
     jaxtrain.export(tmp_path / "run", tmp_path / "out")
     ids = np.random.default_rng(0).integers(0, 16, (2, 12))
 

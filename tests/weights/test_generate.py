@@ -52,10 +52,10 @@ def untrained(experiment: jaxtrain.Experiment, **axes: int) -> Model:
     return Model(assembly, initialise(assembly, where).params)
 
 
-def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
+def whole_forward(model: Model, length: int = LENGTH) -> Callable[[list[int]], np.ndarray]:
     """ids -> fp32 logits after them, from one pass over all of them, no cache.
 
-    Always of one length, so that it compiles once: what comes after does not reach back.
+    Always of one `length`, so that it compiles once: what comes after does not reach back.
     """
 
     @jax.jit
@@ -70,7 +70,7 @@ def whole_forward(model: Model) -> Callable[[list[int]], np.ndarray]:
         return logits(x, head, module.head_config)
 
     def after(ids: list[int]) -> np.ndarray:
-        padded = jnp.asarray([(ids + [0] * LENGTH)[:LENGTH]], jnp.int32)
+        padded = jnp.asarray([(ids + [0] * length)[:length]], jnp.int32)
         return np.asarray(run(padded)[len(ids) - 1])
 
     return after
@@ -119,6 +119,27 @@ def test_greedy_is_argmax_over_repeated_whole_forwards(
     for token in found:
         assert token == int(np.argmax(after(seen))), f"after {seen}"
         seen.append(token)
+
+
+def test_a_cache_is_made_anew_where_longrope_changes_its_factors(
+    decoder: jaxtrain.Experiment,
+) -> None:
+    """Every token is the likeliest of a forward pass over all before it, whose rows are turned by
+    the short factors up to 8 tokens and by the long ones beyond."""
+    block = decoder.model.period[0]
+    pairs = block.attention.size(decoder.model.embed) // 2
+    scaling = jaxtrain.nn.LongRope((1.0,) * pairs, (9.0,) * pairs, factor=4.0, original_seq=8)
+    rope = jaxtrain.nn.Rope(100.0, scaling)
+    turned = replace(block, attention=replace(block.attention, rope=rope))
+    model = untrained(sharpened(decoder, layers=2, period=(turned,)))
+    found, seen = model.continued(), list(PROMPT)
+    short, long = whole_forward(model, 8), whole_forward(model)
+    assert np.abs(short(seen) - long(seen)).max() > 1, "factors that change what is said"
+    for token in found:
+        after = short if len(seen) <= 8 else long
+        assert token == int(np.argmax(after(seen))), f"after {seen}"
+        seen.append(token)
+    assert len(seen) == LENGTH
 
 
 @pytest.mark.parametrize(

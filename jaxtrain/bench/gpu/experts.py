@@ -17,7 +17,7 @@ from jaxtrain.bench.gpu.setting import ExpertShape, Setting
 from jaxtrain.bench.gpu.timing import timed
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import GroupedMatmul
-from jaxtrain.moe.layer import moe_layer, route
+from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, Routed
 
 Weights = tuple[Float[Array, "experts _ _"], ...]
 Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
@@ -33,7 +33,12 @@ def ours(
     kernel: GroupedMatmul | None = None,
 ) -> jax.Array:
     """The layer that models have; with None by the platform's kernel."""
-    return moe_layer(x, router, weights, k=k, activation=jax.nn.silu, kernel=kernel)
+    return ExpertLayer(k, jax.nn.silu, kernel=kernel)(x, ExpertLeaves(router, weights))
+
+
+def route(x: jax.Array, router: jax.Array, k: int) -> Routed:
+    """The same choices and shares for all of them."""
+    return ExpertLayer(k, jax.nn.silu).route(x, ExpertLeaves(router, ()))
 
 
 def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:

@@ -67,7 +67,8 @@ def bench_gpu(
     command: Command | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> GpuReport:
-    """Measure what `out` does not have yet, or `parts` (names or groups), again if it has them.
+    """Measure what `out` does not have yet, what failed included, or `parts` (names or groups),
+    again if it has them.
 
     mesh: a mesh file of one device, for one that is not in the table of chips. dry_run: all parts
     at sizes that mean nothing, on a CPU. limit_s: seconds a part may take. command: what a part's
@@ -84,7 +85,8 @@ def bench_gpu(
             f"{out / LINES} has results that are {had}, not {have}; give another --out"
         )
     out.mkdir(parents=True, exist_ok=True)
-    waiting = asked if parts is not None else [part for part in asked if part not in known]
+    ended = {part for part, found in known.items() if found.state != FAILED}
+    waiting = asked if parts is not None else [part for part in asked if part not in ended]
     run = command or _command(out, mesh, dry_run)
     for number, part in enumerate(waiting, 1):
         progress(f"{number} of {len(waiting)}: {part}")

@@ -69,6 +69,7 @@ class Sizes:
     checked_experts: ExpertShape
     saved: int
     steps: int
+    longest_round_s: float
 
 
 REAL = Sizes(
@@ -90,6 +91,7 @@ REAL = Sizes(
     checked_experts=ExpertShape(512, 256, 384, 8),
     saved=15 * 10**9,
     steps=5,
+    longest_round_s=20.0,
 )
 DRY = Sizes(
     matmul=64,
@@ -107,6 +109,7 @@ DRY = Sizes(
     checked_experts=ExpertShape(64, 16, 24, 4),
     saved=2**16,
     steps=1,
+    longest_round_s=1.0,
 )
 
 

@@ -23,8 +23,9 @@ FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def environment(part: str, *, dry: bool, out: Path, environ: dict[str, str]) -> dict[str, str]:
-    """Of a part's process: one device, nearly all of its memory, and programs that are compiled
-    once. What the user has set stays. In torch's parts JAX has no device."""
+    """Of a part's process: one device and nearly all of its memory, where the user has not set
+    others, and programs that are compiled once, kept under `out`. In torch's parts JAX has no
+    device."""
     here = str(Path(__file__).parents[3])
     path = os.pathsep.join(p for p in (here, environ.get("PYTHONPATH")) if p)
     own = {

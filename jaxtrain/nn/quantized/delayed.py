@@ -14,27 +14,36 @@ have the whole tensor's among their entries, and it is the greatest: the same on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jaxtrain.nn.quantized.formats import Format, Scaled, greatest_magnitude
+from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.nn.quantized.formats import (
+    Format,
+    Scaled,
+    along,
+    greatest_magnitude,
+    greatest_of_matrices,
+)
 from jaxtrain.violations import count, raise_violations
 
+Value = TypeVar("Value")
 SCALES = "_scales"
-"""What ends the name of such a leaf, behind its matrix's."""
+"""What ends the name of such a leaf, behind its matrix's. A user's own may end so too: which leaves
+are such ones is told by exact names (`models.buffers`)."""
 ROWS = ("x", "w", "dy")
 EXPONENTS = 256
-FIRST = {"x": 16.0, "dy": 1.0}
-"""Greatest magnitudes before any was seen. Normalised activations are below that of x; a gradient
-is of a mean over tokens, and e5m2 has 31 binades below that of dy. One too small would cut numbers
-off; one too large costs range, until the first `history` steps are over."""
-Arrays = dict[str, jax.Array]
+FIRST = {"x": 448.0, "dy": 16.0}
+"""Greatest magnitudes before any was seen, of dy in units of the loss's own derivative by a token's
+loss. They count in the first step alone: whatever it sees takes their place. x is then e4m3 as it
+is, with 448 for what is more: inputs of a second product are normalised by nobody. Of dy a small
+decoder's were below 4 in those units, their root mean squares 2^-10 to 1, and e5m2 has 31 binades
+below that of dy."""
 
 
 @dataclass(frozen=True)
@@ -51,54 +60,71 @@ class Delayed:
         raise_violations(count("history", self.history, 1))
 
 
-def is_scales(name: str) -> bool:
-    """Whether a leaf of that name is such a one."""
-    return name.endswith(SCALES)
-
-
-def without_scales(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that are parameters of the model."""
-    return {k: v for k, v in leaves.items() if not is_scales(k)}
-
-
-def scale_of(table: Float[Array, 3 * 256], row: str) -> Float32[Array, ""]:
+def scale_of(table: Float[Array, "*stack 3*256"], row: str) -> Float32[Array, "*stack"]:
     """The scale of the tensor of that row; 1 where nothing counts."""
-    counts = table.reshape(len(ROWS), EXPONENTS)[ROWS.index(row)] > 0
-    bits = jnp.max(jnp.where(counts, jnp.arange(EXPONENTS), 0))
+    rows = table.reshape(*table.shape[:-1], len(ROWS), EXPONENTS)
+    counts = rows[..., ROWS.index(row), :] > 0
+    bits = lax.broadcasted_iota(jnp.int32, counts.shape, counts.ndim - 1)
+    bits = jnp.max(jnp.where(counts, bits, 0), axis=-1)
     bits = jnp.where(bits > 0, bits, 127)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 23, jnp.float32)
 
 
+def own_tables(
+    tables: Float[Array, "all 3*256"], count: int, axes: MeshAxes
+) -> Float[Array, "{count} 3*256"]:
+    """Those of a device's experts, of the leaves of all, which rest whole. axes: they split
+    experts."""
+    return lax.dynamic_slice_in_dim(tables, lax.axis_index(axes) * count, count, axis=0)
+
+
 def seen(x: Float[Array, "*n"], form: Format) -> Float32[Array, 256]:
     """1 at the scale that x would have by itself; nothing of zeros, and of what is not finite."""
-    return _entry(greatest_magnitude(x), form)
+    return entry(greatest_magnitude(x), form)
 
 
-def _entry(greatest: Float32[Array, "*n"], form: Format) -> Float32[Array, "*n 256"]:
+def entry(greatest: Float32[Array, "*n"], form: Format) -> Float32[Array, "*n 256"]:
+    """`seen`, of tensors of these greatest magnitudes."""
     bits = lax.bitcast_convert_type(form.scale(greatest), jnp.int32) >> 23
     known = (greatest > 0) & jnp.isfinite(greatest)
     return jax.nn.one_hot(jnp.where(known, bits, -1), EXPONENTS, dtype=jnp.float32)
 
 
-def quantized_by(scale: Float32[Array, ""], x: Float[Array, "*n"], form: Format) -> Scaled:
-    """x in `form` at this scale, cut off at the largest number; none where x is not finite."""
-    most = form.largest * scale
+def quantized_by(scale: Float32[Array, "*m"], x: Float[Array, "*n"], form: Format) -> Scaled:
+    """x in `form` at this scale, or at that of each of its first dims; cut off at the largest
+    number; none where x is not finite."""
+    most = along(form.largest * scale, x)
     wide = x.astype(jnp.float32)
     kept = jnp.where(jnp.isfinite(wide), jnp.clip(wide, -most, most), jnp.nan)
     return Scaled(form.numbers(kept, scale), scale)
 
 
 def first_table(
-    w: Float[Array, "*stack k columns"], forward: Format, backward: Format, history: int
+    w: Float[Array, "*stack k columns"],
+    forward: Format,
+    backward: Format,
+    history: int,
+    derivative: float = 1.0,
 ) -> Float32[Array, "*stack 3*256"]:
-    """The leaf of a matrix before the first step: by its own magnitude, and `FIRST`."""
-    greatest = jnp.max(jnp.abs(w), axis=(-2, -1)).astype(jnp.float32)
+    """The leaf of a matrix before the first step: by its own magnitude, and `FIRST`. derivative:
+    the loss's by that of a token."""
+    greatest = greatest_of_matrices(w)
     rows = [
-        _entry(jnp.full_like(greatest, FIRST["x"]), forward),
-        _entry(greatest, forward),
-        _entry(jnp.full_like(greatest, FIRST["dy"]), backward),
+        entry(jnp.full_like(greatest, FIRST["x"]), forward),
+        history * entry(greatest, forward),
+        entry(jnp.full_like(greatest, FIRST["dy"] * derivative), backward),
     ]
-    return history * jnp.concatenate(rows, axis=-1)
+    return jnp.concatenate(rows, axis=-1)
+
+
+def table_of_weight(
+    table: Float[Array, "*stack 3*256"], w: Float[Array, "*stack k columns"], forward: Format
+) -> Float[Array, "*stack 3*256"]:
+    """The leaf with w's own scale of the moment in its row, the others as they are: for weights
+    that no step has had."""
+    shape = (*table.shape[:-1], len(ROWS), EXPONENTS)
+    own = entry(greatest_of_matrices(w), forward).astype(table.dtype)
+    return table.reshape(shape).at[..., ROWS.index("w"), :].set(own).reshape(table.shape)
 
 
 def next_table(

@@ -53,9 +53,10 @@ class Format:
         scale = jnp.where(greatest > 0, scale, 1.0)
         return jnp.where(jnp.isfinite(greatest), scale, jnp.inf)
 
-    def numbers(self, x: Float[Array, "*n"], scale: Float32[Array, ""]) -> Shaped[Array, "*n"]:
-        """The numbers nearest to x / scale, of two as near the even one."""
-        shrunk = x.astype(jnp.float32) / scale
+    def numbers(self, x: Float[Array, "*n"], scale: Float32[Array, "*m"]) -> Shaped[Array, "*n"]:
+        """The numbers nearest to x / scale, of two as near the even one. scale: one, or one for
+        each of x's first dims."""
+        shrunk = x.astype(jnp.float32) / along(scale, x)
         return (jnp.round(shrunk) if self.whole else shrunk).astype(self.dtype)
 
 
@@ -70,17 +71,32 @@ INT8 = Format("int8", 127.0)
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers", "scale"), meta_fields=())
 @dataclass(frozen=True)
 class Scaled:
-    """An array of 8-bit `numbers` that are meant times `scale`, a scalar in fp32."""
+    """An array of 8-bit `numbers` that are meant times `scale`, a scalar in fp32, or one for each
+    matrix of a stack."""
 
     numbers: jax.Array
     scale: jax.Array
 
 
+def along(scale: Float32[Array, "*m"], x: Shaped[Array, "*n"]) -> Float32[Array, ...]:
+    """The scales of x's first dims, to multiply all of it by; one of all of x as it is."""
+    return scale if not scale.ndim else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
+
+
+def greatest_of_matrices(x: Float[Array, "*stack m n"]) -> Float32[Array, "*stack"]:
+    """`greatest_magnitude` of each matrix of a stack."""
+    return _greatest(x, (-2, -1))
+
+
 def greatest_magnitude(x: Float[Array, "*n"]) -> Float32[Array, ""]:
     """max|x|, 0 of an empty array; infinite where a number is not finite, NaN too: a maximum passes
     over NaN on XLA:CPU, and on the way between devices may do so elsewhere."""
+    return _greatest(x, None)
+
+
+def _greatest(x: jax.Array, axis: tuple[int, ...] | None) -> jax.Array:
     known = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
-    return jnp.max(known, initial=0.0).astype(jnp.float32)
+    return jnp.max(known, axis=axis, initial=0.0).astype(jnp.float32)
 
 
 def quantize(x: Float[Array, "*n"], form: Format) -> Scaled:
@@ -91,4 +107,4 @@ def quantize(x: Float[Array, "*n"], form: Format) -> Scaled:
 
 def dequantize(x: Scaled) -> Float32[Array, ...]:
     """numbers * scale in fp32."""
-    return x.numbers.astype(jnp.float32) * x.scale
+    return x.numbers.astype(jnp.float32) * along(x.scale, x.numbers)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -32,12 +33,8 @@ from jaxtrain.collectives.matmul import PRODUCT_SCATTERS, Tiled, gather_products
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
-from jaxtrain.nn.quantized.delayed import quantized_by, scale_of, seen
-from jaxtrain.nn.quantized.formats import (
-    Format,
-    Scaled,
-    greatest_magnitude,
-)
+from jaxtrain.nn.quantized.delayed import entry, quantized_by, scale_of, seen
+from jaxtrain.nn.quantized.formats import E5M2, Format, Scaled, greatest_of_matrices
 from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.nn.remat import PRODUCT
 
@@ -50,16 +47,18 @@ MOST_TERMS = (2**31 - 1) // 127**2
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("value", "stand_in", "scales", "seen"),
-    meta_fields=("dtype",),
+    meta_fields=("dtype", "ways"),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [k, columns] in 8 bits, in the place of the array of `dtype` that it was made of.
+    """A matrix [k, columns] in 8 bits, in the place of the array of `dtype` that it was made of; or
+    one for each expert, [experts, k, columns], each with a scale of its own.
 
     value: its numbers and scale. stand_in: what gets the gradient of that array: one of its shape
     and dtype; or a `Tiled` without `whole`, whose tile does; None where nobody asks. Its numbers
     are not read. Of delayed scaling, else None: scales, the matrix's leaf of them, whose gradient
-    is what the products of a step see; seen, that of the array, on this device.
+    is what the products of a step see; seen, that of the array, on this device. ways: of experts',
+    which no communicator multiplies by.
     """
 
     value: PyTree  # a Scaled, or what JAX puts in its place
@@ -67,6 +66,7 @@ class QuantizedWeight:
     dtype: DTypeLike
     scales: PyTree = None
     seen: PyTree = None
+    ways: Ways | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,21 +112,31 @@ class Ways:
 
 
 def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes) -> list[Scaled]:
-    """Each array in `form`, with the scale of all its parts on the devices of `axes`: by one
-    all-reduce of the greatest magnitudes of all."""
-    found = jnp.stack([greatest_magnitude(x) for x in arrays])
-    if axes:
-        found = vary(lax.pmax(found, axes), varying_axes(found))
-    scales = form.scale(found)
+    """Each array in `form`, each matrix of a stack with the scale of all its parts on the devices
+    of `axes`: by one all-reduce of the greatest magnitudes of all."""
+    scales = scales_alike([greatest_of_matrices(x) for x in arrays], form, axes)
     return [Scaled(form.numbers(x, scale), scale) for x, scale in zip(arrays, scales, strict=True)]
 
 
+def scales_alike(
+    greatest: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes
+) -> list[Float[Array, ...]]:
+    """The scales of tensors of which devices of `axes` have parts with these greatest magnitudes,
+    by one all-reduce."""
+    found = jnp.concatenate([each.reshape(-1) for each in greatest])
+    if axes:
+        found = vary(lax.pmax(found, axes), varying_axes(found))
+    ends = np.cumsum([each.size for each in greatest])
+    parts = jnp.split(form.scale(found), ends[:-1])
+    return [part.reshape(each.shape) for part, each in zip(parts, greatest, strict=True)]
+
+
 def scaled_before(
-    weight: Float[Array, "k columns"], scales: Float[Array, 3 * 256], form: Format
+    weight: Float[Array, "*stack k columns"], scales: Float[Array, "*stack 3*256"], form: Format
 ) -> QuantizedWeight:
     """A matrix in `form`, with the scale that its leaf of delayed scales has for it."""
-    made = quantized_by(scale_of(scales, "w"), weight, form)
-    return QuantizedWeight(made, None, weight.dtype, seen=seen(weight, form))
+    made, found = quantized_by(scale_of(scales, "w"), weight, form), greatest_of_matrices(weight)
+    return QuantizedWeight(made, None, weight.dtype, seen=entry(found, form))
 
 
 def differentiated(weight: Value) -> Value | jax.Array:
@@ -178,25 +188,33 @@ def row(
 
 
 def product(x: Shaped[Array, "m k"], w: Scaled) -> Float[Array, "m n"]:
-    """x @ w of 8-bit numbers, times w's scale, in fp32.
+    """x @ w of 8-bit numbers, times w's scale, in fp32: as `product_of_numbers`."""
+    return product_of_numbers(x, w.numbers) * w.scale
 
-    Of floats every term is exact in fp32, in which they are added. Of whole numbers the sums are
-    exact, and rounded to fp32: in int32, and of more than `MOST_TERMS` by parts.
+
+def product_of_numbers(x: Shaped[Array, "m k"], w: Shaped[Array, "k n"]) -> Float[Array, "m n"]:
+    """x @ w of 8-bit numbers, in fp32.
+
+    Of floats every term is exact in fp32, in which they are added; but for what Hopper's tensor
+    cores, at the default precision, add of a forward product in fewer bits ("fast accumulation").
+    Products with gradients ask for all. Of whole numbers the sums are exact, and rounded to fp32:
+    in int32, and of more than `MOST_TERMS` by parts.
     """
     dims = (((1,), (0,)), ((), ()))
     if x.dtype != jnp.int8:
-        total = lax.dot_general(x, w.numbers, dims, preferred_element_type=jnp.float32)
-        return total * w.scale
+        precision = lax.Precision.HIGHEST if E5M2.dtype in (x.dtype, w.dtype) else None
+        how: Any = dict(precision=precision, preferred_element_type=jnp.float32)
+        return lax.dot_general(x, w, dims, **how)
     parts = [
         lax.dot_general(
             x[:, at : at + MOST_TERMS],
-            w.numbers[at : at + MOST_TERMS],
+            w[at : at + MOST_TERMS],
             dims,
             preferred_element_type=jnp.int32,
         ).astype(jnp.float32)
         for at in range(0, max(x.shape[1], 1), MOST_TERMS)
     ]
-    return sum(parts[1:], start=parts[0]) * w.scale
+    return sum(parts[1:], start=parts[0])
 
 
 def as_bytes(numbers: Shaped[Array, ...]) -> UInt8[Array, ...]:
@@ -282,7 +300,7 @@ def _output_gradients(
 
 
 def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, found: Any) -> QuantizedWeight:
-    """The cotangent of a weight in whose place `_kept` has been; found: that of its scales."""
+    """The cotangent of a weight in whose place `kept` has been; found: that of its scales."""
     wanted, made = weight.stand_in, None
     if isinstance(wanted, Tiled):
         scale = x.scale * dy.scale
@@ -296,7 +314,7 @@ def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, found: Any) -> Qua
     return replace(weight, value=None, stand_in=made, scales=found, seen=None)
 
 
-def _kept(weight: QuantizedWeight) -> QuantizedWeight:
+def kept(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight for the backward pass: its stand-in without an array of that size."""
     stand_in = weight.stand_in
     if isinstance(stand_in, Tiled):
@@ -336,7 +354,7 @@ def _column_forward(
 ) -> tuple[Outputs, tuple[Scaled, Any, tuple[QuantizedWeight, ...]]]:
     narrow, of_x = _input(ways, x, weights[0])
     outs = _column_outputs(ways, narrow, tuple(w.value for w in weights))
-    return outs, (narrow, of_x, tuple(map(_kept, weights)))
+    return outs, (narrow, of_x, tuple(map(kept, weights)))
 
 
 def _column_backward(
@@ -366,7 +384,7 @@ def _row_forward(
     ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
 ) -> tuple[Float[Array, "tokens columns"], tuple[Scaled, Any, QuantizedWeight]]:
     narrow, of_x = _input(ways, x, weight)
-    return _row_output(ways, narrow, weight.value), (narrow, of_x, _kept(weight))
+    return _row_output(ways, narrow, weight.value), (narrow, of_x, kept(weight))
 
 
 def _row_backward(

@@ -8,27 +8,22 @@ the pipeline tokens are split over (tensor, stage): a stage is handed its share 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from jaxtrain.models.description import (
     STACK,
     Block,
-    ColumnParallel,
     Elementwise,
     ExpertCall,
-    RowParallel,
+    ReplicatedProduct,
+    matrices,
     operations,
 )
-from jaxtrain.planner import token_traffic as tokens
-from jaxtrain.planner.backward_work import (
-    body_work,
-    chain,
-    fetched_again,
-    needed_for_kept,
-    stack_works,
-)
+from jaxtrain.planner.backward_work import body_work, fetched_again, needed_for_kept, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times, ways
+from jaxtrain.planner.tokens import traffic as tokens
+from jaxtrain.planner.values import Tokens, chain
 from jaxtrain.planner.weight_traffic import (
     Leaves,
     fetches,
@@ -166,16 +161,13 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
     found = stack_works(facts, p.depth, below=below)
     for work, turns in found:
-        work = work if again else work._replace(columns_again=0)
+        work = work if again else work._replace(columns_again=())
         yield from times(tokens.backward(facts, axes, work), turns)
-    if not again:
-        count = mixtures(period) * p.depth
-        yield from tokens.token_gathers(facts, "inputs of experts, again", axes, count)
     yield from _weight_gathers(
         facts, p, "weights of a layer, backward", fetched_again(facts, found)
     )
     blocks, _ = _stack_and_outside(facts)
-    yield from _weight_gradients(facts, p, _of_experts(facts, blocks) if p.weight else blocks)
+    yield from _weight_gradients(facts, p, _made_before(facts, blocks) if p.weight else blocks)
 
 
 def run_again(facts: StepFacts, p: PipelineFacts) -> tuple[int, int]:
@@ -213,33 +205,28 @@ def _kept(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> frozen
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """A tick's W: the inputs of all products and their outputs' gradients, which lie split, are
     gathered again for the weights'."""
-    every = [each for block in facts.model.period for each in operations(block)]
+    values = chain(facts.model.period)
     columns, rows = (
-        sum(isinstance(each, kind) for each in every) * p.depth
-        for kind in (ColumnParallel, RowParallel)
+        [Tokens(value.width) for value in values if value.kind == kind] * p.depth
+        for kind in ("columns", "rows")
     )
     yield from tokens.token_gathers(facts, "columns, for weight gradients", facts.tensor, columns)
     yield from tokens.token_gathers(facts, "rows, for weight gradients", facts.tensor, rows)
     blocks, _ = _stack_and_outside(facts)
-    made = _of_experts(facts, blocks)
+    made = _made_before(facts, blocks)
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made})
 
 
-def _of_experts(facts: StepFacts, blocks: Leaves) -> Leaves:
-    """Those whose gradients B makes, W or not."""
+def _made_before(facts: StepFacts, blocks: Leaves) -> Leaves:
+    """Matrices whose gradients B makes, W or not."""
     made = {
-        path + leaf
+        path + weight.leaf
         for path, block in facts.model.stacked.items()
         for each in operations(block)
-        if isinstance(each, ExpertCall)
-        for leaf in each.leaves
+        if isinstance(each, ExpertCall | ReplicatedProduct)
+        for weight in matrices(each)
     }
     return {k: leaf for k, leaf in blocks.items() if k in made}
-
-
-def mixtures(blocks: Sequence[Block]) -> int:
-    """How many mixtures of experts there are in blocks."""
-    return sum(isinstance(each, ExpertCall) for block in blocks for each in operations(block))
 
 
 def _weight_gathers(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:

@@ -16,20 +16,14 @@ from typing import NamedTuple
 from jaxtrain.models.description import (
     AttentionCall,
     Block,
-    ColumnParallel,
     ExpertCall,
-    RowParallel,
+    Product,
 )
-from jaxtrain.planner.backward_work import (
-    Value,
-    body_work,
-    chain,
-    needed_for_kept,
-    stack_works,
-)
+from jaxtrain.planner.backward_work import body_work, needed_for_kept, stack_works
 from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
 from jaxtrain.planner.pipeline.traffic import run_again
 from jaxtrain.planner.sent import Sent
+from jaxtrain.planner.values import Value, chain
 
 
 class Work(NamedTuple):
@@ -94,8 +88,8 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
 def _of_value(flops: FlopFacts, value: Value) -> int:
     """Forward, on one microbatch; of attention the whole square of scores."""
     operation, tokens = value.operation, flops.rows * flops.seq
-    if value.kind in ("columns", "rows"):
-        assert isinstance(operation, ColumnParallel | RowParallel)
+    if value.kind in ("columns", "rows", "replicated"):
+        assert isinstance(operation, Product)
         return 2 * tokens * sum(weight.size for weight in operation.weights)
     if value.kind == "attention":
         assert isinstance(operation, AttentionCall)
@@ -104,7 +98,8 @@ def _of_value(flops: FlopFacts, value: Value) -> int:
         return 0
     if value.kind == "router":
         return 2 * tokens * operation.router.size
-    return 2 * tokens * operation.per_token * sum(weight.size for weight in operation.weights)
+    met = operation.per_token * sum(weight.size for weight in operation.weights)
+    return 2 * tokens * (met + sum(weight.size for weight in operation.shared))
 
 
 def _all(flops: FlopFacts, block: Block) -> int:
@@ -136,8 +131,9 @@ def _remat_flops(
     is made again."""
     again, values = set(made), chain(blocks, flops.narrow)
     total = sum(_of_value(flops, values[number]) for number in again)
+    # What reads attention reads the value after it, the same of whole rows.
     goes_on = {of for number in again for of in values[number].of}
-    half = [n for n in again if split and values[n].kind == "attention" and n not in goes_on]
+    half = [n for n in again if split and values[n].kind == "attention" and n + 1 not in goes_on]
     return total - sum(_of_value(flops, values[n]) for n in half) / 2
 
 

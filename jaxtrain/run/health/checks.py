@@ -13,10 +13,7 @@ import numpy as np
 
 from jaxtrain.cluster.agreement import all_gather_text, all_gather_union
 from jaxtrain.experiment import Health
-from jaxtrain.run.health.self_check import SelfCheck
-from jaxtrain.run.session import Session
-from jaxtrain.state_format.leaves import named_leaves
-from jaxtrain.step.digests import (
+from jaxtrain.run.health.digests import (
     Copies,
     Difference,
     Rows,
@@ -31,6 +28,9 @@ from jaxtrain.step.digests import (
     sole,
     summary,
 )
+from jaxtrain.run.health.self_check import SelfCheck
+from jaxtrain.run.session import Session
+from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.state import TrainState
 
 MOST_LEAVES = 3

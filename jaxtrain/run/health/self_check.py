@@ -31,7 +31,8 @@ from jaxtrain.models.description import ExpertCall
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.run.session import Session
-from jaxtrain.step.assembly import Assembly, assemble, platform_of, try_assemble
+from jaxtrain.step.assembly import Assembly, assemble, try_assemble
+from jaxtrain.step.defaults import platform_of
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.running_kernels import kernels_of
 from jaxtrain.step.state import TrainState

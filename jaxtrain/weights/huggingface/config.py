@@ -12,15 +12,23 @@ from jaxtrain.files.regular import read_text
 from jaxtrain.files.stores import local_path
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.essence import differences, essence
+from jaxtrain.models.transformer.feed_forward import MlpConfig
+from jaxtrain.weights.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jaxtrain.weights.huggingface.families.gemma import GEMMA2, GEMMA3
+from jaxtrain.weights.huggingface.families.gpt2 import GPT2
+from jaxtrain.weights.huggingface.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from jaxtrain.weights.huggingface.families.mixtral import MIXTRAL
+from jaxtrain.weights.huggingface.families.mixtures import DOTS1, QWEN2_MOE, QWEN3_MOE
+from jaxtrain.weights.huggingface.families.phi3 import PHI3
 from jaxtrain.weights.huggingface.family import Family
 from jaxtrain.weights.huggingface.fields import Fields
-from jaxtrain.weights.huggingface.gpt2 import GPT2
-from jaxtrain.weights.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from jaxtrain.weights.huggingface.mixtral import MIXTRAL
 
 NAME = "config.json"
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2)
+FAMILIES = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, QWEN2_MOE, QWEN3_MOE, DOTS1),
+    *(GEMMA2, GEMMA3, OLMO2, PHI3, DEEPSEEK_V2, DEEPSEEK_V3),
+)
 """A model that several can say is written as the first of them."""
 
 
@@ -92,6 +100,12 @@ def _read(family: Family, raw: dict[str, Any]) -> tuple[DecoderConfig, list[str]
     return config, problems or config.violations()
 
 
+def _kinds(config: DecoderConfig) -> set[type]:
+    """The kinds of attention that a model has, and whether it has mixtures of experts."""
+    every = {type(part) for block in config.blocks for part in (block.attention, block.mlp)}
+    return every - {MlpConfig}
+
+
 def _refusal(path: Path, problems: list[str]) -> ValueError:
     return ValueError("\n- ".join([f"{path} is not a model that can be read here:", *problems]))
 
@@ -109,8 +123,7 @@ def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         raise ValueError("\n".join(problems))
     wanted = essence(config)
     nearest: tuple[Family, list[str]] | None = None
-    kind = type(config.blocks[0].mlp)
-    least = math.inf, math.inf
+    kinds, least = _kinds(config), (math.inf, math.inf)
     for family in FAMILIES:
         written = family.write(config)
         read, problems = _read(family, written)
@@ -124,7 +137,7 @@ def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
             head = {"architectures": [family.architecture], "model_type": family.model_type}
             return family, {**head, **written}
         # One word says that experts are lacking, and that is more than any other field.
-        far = (type(read.blocks[0].mlp) is not kind, len(problems))
+        far = (len(_kinds(read) ^ kinds), len(problems))
         if far < least:
             nearest, least = (family, problems), far
     assert nearest is not None

@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxtrain.models.block import Activation, BlockConfig, gelu_exact, gelu_tanh, silu
+import numpy as np
+
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.models.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
+from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.weights.huggingface.fields import Fields
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -21,6 +25,10 @@ ACTIVATIONS: dict[str, Activation] = {
 """By the names of `transformers`; the first of a function is the one written."""
 
 
+Order = Callable[[DecoderConfig], np.ndarray]
+"""Of a model's tensor, the way round we keep it, the number that each column has in ours."""
+
+
 class Tensor(NamedTuple):
     """One of their tensors, or one of every layer, or of every expert of every layer.
 
@@ -28,12 +36,16 @@ class Tensor(NamedTuple):
     that are in it, side by side along the last dim (GPT-2's c_attn has three); those of a layer are
     named within their block. transposed: the last two dims of theirs are [out, in], as torch's
     Linear keeps them; ours are [in, out].
+    mixed: of layers that have a router (True), or that have none (False), None of both. order: of
+    its columns, where that is another than ours; of one leaf.
     A model without these leaves (biases, an untied head) has no such tensor.
     """
 
     name: str
     leaves: tuple[str, ...]
     transposed: bool = False
+    mixed: bool | None = None
+    order: Order | None = None
 
     @property
     def of_layer(self) -> bool:
@@ -51,7 +63,8 @@ class Family:
     architecture: its class with a language model's head. base: what names begin with, but for the
     head's; a folder saved from the class without a head lacks it. tensors: as they are written;
     others: all of them as some folders have them too. buffers: tensors that older versions saved
-    and nobody needs. defaults: fields that may be missing from a config.json.
+    and nobody needs. defaults: fields that may be missing from a config.json. layers_beyond: a
+    folder may have layers beyond the model's, for multi-token prediction; they are left out.
     """
 
     model_type: str
@@ -64,15 +77,21 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]]
     """The fields that come nearest to a config; `config.family_and_fields` tells what they miss."""
     others: tuple[Tensor, ...] = ()
+    layers_beyond: bool = False
 
     def name_of(self, leaf: str) -> str:
         """The tensor that is one leaf outside the layers."""
         return next(tensor.name for tensor in self.tensors if tensor.leaves == (leaf,))
 
 
-def activation_name(activation: Activation) -> str:
-    """Its name there, or that of SiLU."""
-    return next((name for name, known in ACTIVATIONS.items() if known is activation), "silu")
+def activation_name(activation: Activation, names: Mapping[str, Activation] = ACTIVATIONS) -> str:
+    """The first of `names` that is its, or that of SiLU."""
+    return next((name for name, known in names.items() if known is activation), "silu")
+
+
+def eps_of(block: BlockConfig) -> float:
+    """Of the norms of a block, which a config.json has one for all of."""
+    return (block.norm or block.post_norm or RMSNorm()).eps
 
 
 Blocks = tuple[BlockConfig, ...]

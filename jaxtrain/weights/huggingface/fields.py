@@ -12,6 +12,8 @@ HARMLESS = {
     "architectures",
     "attention_dropout",
     "attn_pdrop",
+    "auto_map",  # code that came with a folder before `transformers` had the family
+    "cache_implementation",
     "chunk_size_feed_forward",
     "dtype",
     "embd_pdrop",
@@ -74,6 +76,13 @@ class Fields:
     def count_or_none(self, name: str) -> int | None:
         return None if self.value(name) is None else self.count(name)
 
+    def whole(self, name: str) -> int:
+        """A whole number from 0."""
+        found = self.value(name)
+        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= SIZE:
+            return found
+        return self._wrong(name, "a whole number of at least 0", 0)
+
     def number(self, name: str) -> float:
         """A finite number above 0."""
         found = self.value(name)
@@ -81,6 +90,19 @@ class Fields:
         if number and 0 < found < math.inf:
             return float(found)
         return self._wrong(name, "a number above 0", 1.0)
+
+    def number_or_none(self, name: str) -> float | None:
+        return None if self.value(name) is None else self.number(name)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0."""
+        found = self.value(name)
+        listed = found if isinstance(found, list) else [None]
+        each = [Fields({name: number}) for number in listed]
+        numbers = tuple(one.number(name) for one in each)
+        if any(one.problems for one in each):
+            return self._wrong(name, "a list of numbers above 0", (1.0,))
+        return numbers
 
     def flag(self, name: str) -> bool:
         found = self.value(name)

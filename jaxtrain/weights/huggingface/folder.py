@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,10 @@ class Folder:
     def rename(self, names: Mapping[str, str]) -> None:
         """Ask for some tensors by other names: old -> new."""
         self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Some tensors are as if they were not there."""
+        self.tensors = {k: info for k, info in self.tensors.items() if k not in set(names)}
 
     def _index(self) -> dict[str, str] | None:
         """Tensor -> file, or None of a single file, which counts where both are there."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxtrain.mesh.sharding import PaddedAxis
@@ -34,12 +35,14 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of a folder: its name, shape, and pieces from left to right."""
+    """A tensor of a folder: its name, shape, and pieces from left to right. order: as of
+    `family.Tensor`."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
     pieces: tuple[Piece, ...]
+    order: np.ndarray | None = None
 
 
 def leaf_shapes(config: DecoderConfig) -> dict[str, LeafShape]:
@@ -57,12 +60,20 @@ def stored_tensors(
     config: DecoderConfig, rules: Sequence[Tensor], leaves: dict[str, LeafShape]
 ) -> list[Stored]:
     """Every tensor of this model's folder by these rules, those of a layer together."""
+    orders = {rule: rule.order(config) for rule in rules if rule.order is not None}
     outer = [_stored(rule, rule.name, "", (), leaves) for rule in rules if not rule.of_layer]
     inner = [
-        _stored(rule, rule.name.format(layer=layer, expert=expert), prefix, where, leaves)
+        _stored(
+            rule,
+            rule.name.format(layer=layer, expert=expert),
+            prefix,
+            where,
+            leaves,
+            orders.get(rule),
+        )
         for layer, (prefix, at) in enumerate(_layer_places(config))
         for rule in rules
-        if rule.of_layer
+        if rule.of_layer and rule.mixed in (None, f"{prefix}mlp.router" in leaves)
         for expert, where in _expert_places(rule, prefix, at, leaves)
     ]
     return [tensor for tensor in outer + inner if tensor is not None]
@@ -88,7 +99,12 @@ def _expert_places(
 
 
 def _stored(
-    rule: Tensor, name: str, prefix: str, at: tuple[int, ...], leaves: dict[str, LeafShape]
+    rule: Tensor,
+    name: str,
+    prefix: str,
+    at: tuple[int, ...],
+    leaves: dict[str, LeafShape],
+    order: np.ndarray | None = None,
 ) -> Stored | None:
     """A rule's tensor, None where the model has not its leaves."""
     paths = [prefix + leaf for leaf in rule.leaves]
@@ -101,7 +117,7 @@ def _stored(
         offset += shape[-1]
     whole = (*pieces[0].shape[:-1], offset)
     shape = transpose_last(whole) if rule.transposed else whole
-    return Stored(name, shape, rule.transposed, tuple(pieces))
+    return Stored(name, shape, rule.transposed, tuple(pieces), order)
 
 
 def transpose_last(dims: tuple[Any, ...]) -> tuple[Any, ...]:

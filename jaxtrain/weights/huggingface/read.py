@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ def read_params(
     with Folder(folder) as files:
         problems = _template_problems(template, leaves, slots)
         reader = _reader(files, config, family, leaves, problems)
+        if reader.left_out:
+            warnings.warn(
+                f"{folder}: {len(reader.left_out)} tensors of layers behind the model's, for "
+                "multi-token prediction, are left out",
+                stacklevel=2,
+            )
         return {path: reader.leaf(path, spec, slots) for path, spec in template.items()}
 
 
@@ -75,10 +83,12 @@ def _reader(
     _find_base(files, family)
     tensors = _spelling(files, config, family, leaves)
     copy = _tied_copy(files, config, family)
+    beyond = _layers_beyond(files, config) if family.layers_beyond else []
+    files.leave_out(beyond)
     problems = problems + files.problems + _tensor_problems(files, tensors, family, copy)
     if problems:
         raise ValueError("\n- ".join([f"{files.path} has not this model's weights:", *problems]))
-    return _Reader(files, tensors, copy)
+    return _Reader(files, tensors, copy, beyond)
 
 
 def _template_problems(
@@ -116,6 +126,14 @@ def _find_base(files: Folder, family: Family) -> None:
         files.rename(names)
 
 
+def _layers_beyond(files: Folder, config: DecoderConfig) -> list[str]:
+    """The tensors of layers behind the model's that predict further tokens: those with a matrix
+    that joins a token's embedding to what the model has made so far."""
+    found = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in files.tensors)
+    beyond = [(name, int(at[1])) for name, at in found if at and int(at[1]) >= config.layers]
+    return [n for n, at in beyond if f"model.layers.{at}.eh_proj.weight" in files.tensors]
+
+
 def _tied_copy(files: Folder, config: DecoderConfig, family: Family) -> str | None:
     """The name of a second copy of a tied table. Where it is the only one it becomes the first."""
     head, embedding = family.name_of("head"), family.name_of("embedding")
@@ -151,8 +169,10 @@ def _tensor_problems(
 class _Reader:
     """Leaves out of an open folder that has them all."""
 
-    def __init__(self, files: Folder, tensors: list[Stored], copy: str | None) -> None:
-        self.files, self.copy = files, copy
+    def __init__(
+        self, files: Folder, tensors: list[Stored], copy: str | None, left_out: list[str]
+    ) -> None:
+        self.files, self.copy, self.left_out = files, copy, left_out
         self.parts: dict[str, list[tuple[Stored, Piece]]] = {}
         for tensor in tensors:
             for piece in tensor.pieces:
@@ -181,11 +201,25 @@ class _Reader:
         """Part `box` of a leaf; zeros where no tensor has any of it."""
         out = np.zeros([stop - start for start, stop in box], dtype)
         for tensor, where, theirs in self.overlaps(path, box):
-            values = self.files.read(tensor.name, theirs)
+            if tensor.order is not None:
+                out[where] = self.reordered(tensor, theirs)
+                continue
+            values = self.files.read(tensor.name, _as_stored(tensor, theirs))
             if self.copy is not None and path == "embedding":
                 self.compare(tensor.name, values, theirs)
             out[where] = np.swapaxes(values, -1, -2) if tensor.transposed else values
         return out
+
+    def reordered(self, tensor: Stored, box: Box) -> np.ndarray:
+        """That part of a tensor whose columns are in another order than ours: all between the first
+        and the last of them are read."""
+        assert tensor.order is not None, "a tensor with an order"
+        *rows, (a, b) = box
+        columns = np.argsort(tensor.order)[a:b]
+        first, last = int(columns.min()), int(columns.max()) + 1
+        values = self.files.read(tensor.name, _as_stored(tensor, (*rows, (first, last))))
+        values = np.swapaxes(values, -1, -2) if tensor.transposed else values
+        return values[..., columns - first]
 
     def compare(self, name: str, values: np.ndarray, box: Box) -> None:
         """`transformers` unties two tables that differ, whatever config.json says."""
@@ -197,7 +231,7 @@ class _Reader:
 
     def overlaps(self, path: str, box: Box) -> Iterator[tuple[Stored, tuple[Any, ...], Box]]:
         """The tensors that meet `box`: where each goes in it, and which part of the tensor it
-        is."""
+        is, the way round we keep it."""
         for tensor, piece in self.parts[path]:
             stacked, rest = box[: len(piece.at)], box[len(piece.at) :]
             if not all(a <= i < b for i, (a, b) in zip(piece.at, stacked, strict=True)):
@@ -208,5 +242,8 @@ class _Reader:
             index = [i - a for i, (a, _) in zip(piece.at, stacked, strict=True)]
             where = (*index, *(slice(0, b - a) for a, b in part))
             a, b = part.pop()
-            theirs = (*part, (a + piece.offset, b + piece.offset))
-            yield tensor, where, transpose_last(theirs) if tensor.transposed else theirs
+            yield tensor, where, (*part, (a + piece.offset, b + piece.offset))
+
+
+def _as_stored(tensor: Stored, box: Box) -> Box:
+    return transpose_last(box) if tensor.transposed else box

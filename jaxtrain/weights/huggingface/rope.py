@@ -6,66 +6,199 @@ one object `rope_parameters`. Both versions read the older spelling, which is th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtrain.nn.rotary import LinearScaling, Llama3Scaling, Rope, RopeScaling
+from jaxtrain.nn.rotary.rope import Rope
+from jaxtrain.nn.rotary.scaling import (
+    DynamicNtk,
+    LinearScaling,
+    Llama3Scaling,
+    LongRope,
+    RopeScaling,
+    Yarn,
+)
 from jaxtrain.weights.huggingface.fields import Fields
 
+Kinds = Mapping[str, Callable[[Fields, Fields], RopeScaling | None]]
+"""By rope_type, what reads a scaling out of the object's fields and those around it."""
 
-def read_rope(fields: Fields) -> Rope:
-    """The rotary embedding, its problems among those of `fields`."""
-    fields.only("partial_rotary_factor", 1.0)
+
+def _llama3(inner: Fields, fields: Fields) -> RopeScaling:
+    return Llama3Scaling(
+        inner.number("factor"),
+        inner.number("low_freq_factor"),
+        inner.number("high_freq_factor"),
+        _original(inner, fields),
+    )
+
+
+_MSCALES = ("mscale", "mscale_all_dim")
+
+
+def _yarn(inner: Fields, fields: Fields) -> RopeScaling:
+    original = _original(inner, fields)
+    return Yarn(
+        _factor(inner, fields, original),
+        original,
+        inner.number_or_none("beta_fast") or 32.0,
+        inner.number_or_none("beta_slow") or 1.0,
+        inner.number_or_none("attention_factor"),
+        # 0 is as good as none to `transformers`.
+        *(None if inner.value(k) == 0 else inner.number_or_none(k) for k in _MSCALES),
+        truncate=inner.value("truncate") is None or inner.flag("truncate"),
+    )
+
+
+def _longrope(inner: Fields, fields: Fields) -> RopeScaling:
+    original = _original(inner, fields)
+    return LongRope(
+        inner.numbers("short_factor"),
+        inner.numbers("long_factor"),
+        _factor(inner, fields, original),
+        original,
+        inner.number_or_none("attention_factor"),
+    )
+
+
+def _original(inner: Fields, fields: Fields) -> int:
+    """The sequence length of the first training; what stands outside the object goes first."""
+    name = "original_max_position_embeddings"
+    outside, inside = fields.count_or_none(name), inner.count_or_none(name)
+    return outside or inside or fields.count("max_position_embeddings")
+
+
+def _factor(inner: Fields, fields: Fields, original: int) -> float:
+    found = inner.number_or_none("factor")
+    return found or fields.count("max_position_embeddings") / original
+
+
+KINDS: Kinds = {
+    "default": lambda inner, fields: None,
+    "linear": lambda inner, fields: LinearScaling(inner.number("factor")),
+    "dynamic": lambda inner, fields: DynamicNtk(
+        inner.number("factor"), fields.count("max_position_embeddings")
+    ),
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def read_rope(fields: Fields, kinds: Kinds = KINDS, *, partial: bool = False) -> Rope:
+    """The rotary embedding, its problems among those of `fields`. partial: heads may be turned in
+    part."""
     found = [fields.value(name) for name in ("rope_scaling", "rope_parameters")]
-    theta = fields.value("rope_theta")
+    theta, share = fields.value("rope_theta"), fields.value("partial_rotary_factor")
+    fields.value("original_max_position_embeddings")  # of which a scaling asks
     object_ = next((each for each in found if each), {})  # version 5 prefers them in this order
     if not isinstance(object_, dict):
         fields.problems.append(f"rope_scaling={object_!r}; use an object, or null for none")
         object_ = {}
     where = "rope_scaling." if found[0] else "rope_parameters."
-    inner = Fields({"rope_theta": 10000.0 if theta is None else theta, **object_}, where)
-    rope = Rope()
+    outside = {
+        "rope_theta": 10000.0 if theta is None else theta,
+        "partial_rotary_factor": 1.0 if share is None else share,
+    }
+    return rope_of(Fields({**outside, **object_}, where), fields, kinds, partial=partial)
+
+
+def rope_of(inner: Fields, fields: Fields, kinds: Kinds, *, partial: bool = False) -> Rope:
+    """The rotary embedding that an object's fields say; all problems are among those of `fields`,
+    which are around it."""
+    rope, where = Rope(), inner.where.rstrip(".")
     try:
-        rope = Rope(inner.number("rope_theta"), _scaling(inner, fields))
+        theta, share = inner.number("rope_theta"), inner.number("partial_rotary_factor")
+        if not partial and share != 1.0:
+            inner.only("partial_rotary_factor", 1.0)
+        rope = Rope(theta, _scaling(inner, fields, kinds), share if partial else 1.0)
     except ValueError as error:  # the values' own checks
         if not inner.problems:
-            inner.problems.append(f"{where.rstrip('.')}: {error}")
+            inner.problems.append(f"{where}: {error}")
     fields.problems += inner.problems + inner.unknown()
     return rope
 
 
-def _scaling(inner: Fields, fields: Fields) -> RopeScaling | None:
-    inner.only("partial_rotary_factor", 1.0)
+def read_phi3_rope(fields: Fields) -> Rope:
+    """Phi 3's, of which a part of each head may be turned, and whose older files call LongRoPE by
+    two other names."""
+    names = dict.fromkeys(("longrope", "su", "yarn"), KINDS["longrope"])
+    return read_rope(fields, {"default": KINDS["default"], **names}, partial=True)
+
+
+def read_layer_ropes(fields: Fields) -> dict[str, Rope]:
+    """By `layer_types`, Gemma 3's: one with `rope_theta` and what scales it for layers that see
+    everything, one with `rope_local_base_freq` for those with windows."""
+    given = fields.value("rope_parameters") or {}
+    scaling, names = fields.value("rope_scaling") or {}, ("full_attention", "sliding_attention")
+    thetas = [fields.value(name) for name in ("rope_theta", "rope_local_base_freq")]
+    fields.value("original_max_position_embeddings")
+    objects = [given, scaling, *(given.values() if isinstance(given, dict) else [])]
+    if not all(isinstance(each, dict | None) for each in objects) or {*given} - {*names}:
+        fields.problems.append(
+            f"rope_parameters={given!r} with rope_scaling={scaling!r}; use an object of objects "
+            f"for {' and '.join(names)}, and an object, or null for none"
+        )
+        return dict.fromkeys(names, Rope())
+    found = {}
+    for name, theta, otherwise, own in zip(names, thetas, (1e6, 1e4), (scaling, {}), strict=True):
+        inside = {"partial_rotary_factor": 1.0, "rope_theta": otherwise if theta is None else theta}
+        inner = Fields({**inside, **(given.get(name) or {}), **own}, f"rope_parameters.{name}.")
+        found[name] = rope_of(inner, fields, KINDS)
+    return found
+
+
+def _scaling(inner: Fields, fields: Fields, kinds: Kinds) -> RopeScaling | None:
     kind = inner.value("type")
     kind = inner.value("rope_type") or kind or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(inner.number("factor"))
-    if kind == "llama3":
-        original = inner.count_or_none("original_max_position_embeddings")
-        return Llama3Scaling(
-            inner.number("factor"),
-            inner.number("low_freq_factor"),
-            inner.number("high_freq_factor"),
-            original or fields.count("max_position_embeddings"),
-        )
-    inner.problems.append(f"{inner.where}rope_type={kind!r}; use default, linear or llama3")
+    if isinstance(kind, str) and kind in kinds:
+        return kinds[kind](inner, fields)
+    inner.problems.append(f"{inner.where}rope_type={kind!r}; use {', '.join(kinds)}")
     inner.taken.update(inner.given)  # of a kind that nobody knows no field is known
     return None
 
 
 def write_rope(rope: Rope | None) -> dict[str, Any]:
     """The fields of a rotary embedding; of a scaling unknown there, none."""
-    scaling: dict[str, Any] | None = None
-    match rope.scaling if rope else None:
+    rope = rope or Rope()
+    fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": written(rope.scaling)}
+    if isinstance(rope.scaling, DynamicNtk):  # which goes by no other length
+        fields["max_position_embeddings"] = rope.scaling.original_seq
+    return fields
+
+
+def written(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """A scaling as an object; None of none, and of one that is unknown there."""
+    found: dict[str, Any] | None = None
+    match scaling:
         case LinearScaling(factor):
-            scaling = {"rope_type": "linear", "factor": factor}
-        case Llama3Scaling(factor, low, high, original):
-            scaling = {
+            found = {"rope_type": "linear", "factor": factor}
+        case DynamicNtk(factor):
+            found = {"rope_type": "dynamic", "factor": factor}
+        case Llama3Scaling(factor, low, high):
+            found = {
                 "rope_type": "llama3",
                 "factor": factor,
                 "low_freq_factor": low,
                 "high_freq_factor": high,
-                "original_max_position_embeddings": original,
             }
-    return {"rope_theta": rope.theta if rope else Rope().theta, "rope_scaling": scaling}
+        case Yarn(factor, _, fast, slow):
+            found = {"rope_type": "yarn", "factor": factor, "beta_fast": fast, "beta_slow": slow}
+            found |= _given(scaling, "attention_factor", "mscale", "mscale_all_dim")
+            found |= {} if scaling.truncate else {"truncate": False}
+        case LongRope(short, long, factor):
+            found = {
+                "rope_type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "factor": factor,
+                **_given(scaling, "attention_factor"),
+            }
+    if isinstance(scaling, Llama3Scaling | Yarn | LongRope):
+        found = {**(found or {}), "original_max_position_embeddings": scaling.original_seq}
+    return found
+
+
+def _given(scaling: RopeScaling, *names: str) -> dict[str, Any]:
+    """Those of its fields that are not None."""
+    return {name: getattr(scaling, name) for name in names if getattr(scaling, name) is not None}

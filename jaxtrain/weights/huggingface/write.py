@@ -46,8 +46,9 @@ def write_folder(
 
     dtype: of the files, None that of the parameters. shard_bytes: of one file at most, unless a
     tensor is larger; the host holds one file at a time. max_seq, bos, eos: written
-    as max_position_embeddings (models with learned positions have their own), bos_token_id and
-    eos_token_id; they change no logits. texts: other files to put there, by their names.
+    as max_position_embeddings (models with learned positions or dynamic NTK scaling have their
+    own), bos_token_id and eos_token_id; they change no logits. texts: other files to put there, by
+    their names.
     The folder is there whole or not at all. With several processes all call this, process 0 writes,
     and every device holds one tensor at a time.
 
@@ -66,7 +67,7 @@ def write_folder(
     name = str(jnp.dtype(given))
     fields |= {"torch_dtype": name, "bos_token_id": bos, "eos_token_id": eos}
     if max_seq is not None and config.learned_positions is None:
-        fields["max_position_embeddings"] = max_seq
+        fields.setdefault("max_position_embeddings", max_seq)
     files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
     size = sum(_elements(tensor) for tensor in tensors) * jnp.dtype(name).itemsize
     with Target(folder) as target:
@@ -191,6 +192,7 @@ def _keep(
         for (array, at), piece in zip(found, tensor.pieces, strict=True)
     ]
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    whole = whole if tensor.order is None else whole[..., tensor.order]
     if dtype == "float16" and not np.isfinite(whole).all():
         raise ValueError(f"{tensor.name} has weights beyond float16; use bfloat16 or float32")
     # The library writes memory as it lies.

@@ -14,7 +14,7 @@ from tiny_families import GPT2, LLAMA, MODELS, attention, with_block
 import jaxtrain
 from jaxtrain import MlpConfig, MoeConfig
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn import LayerNorm, Llama3Scaling, RMSNorm, Rope
+from jaxtrain.nn import DynamicNtk, LayerNorm, Llama3Scaling, LongRope, RMSNorm, Rope, Yarn
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.weights.huggingface import read_config
 from jaxtrain.weights.huggingface.config import family_and_fields
@@ -154,7 +154,8 @@ def same(a: DecoderConfig, b: DecoderConfig) -> bool:
         found = []
         for block in config.blocks:
             a = block.attention
-            a = replace(a, kv_heads=a.key_heads, head_dim=a.size(config.embed))
+            if isinstance(a, jaxtrain.AttentionConfig):
+                a = replace(a, kv_heads=a.key_heads, head_dim=a.size(config.embed))
             found.append(replace(block, attention=a, dropout=0.0))
         return tuple(found)
 
@@ -201,6 +202,34 @@ def test_mixtral_as_published_and_as_its_defaults(tmp_path: Path) -> None:
     assert read_config(folder(tmp_path, few)) == config
 
 
+ROPE = LLAMA_3_2_1B["rope_scaling"]
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {"type": "longrope", "short_factor": [1, 2], "long_factor": [2] * 32, "factor": 32}
+SCALINGS = [
+    (YARN, Yarn(4.0, 32768)),
+    ({**YARN, "factor": None, "beta_fast": None, "mscale": 0.7, "truncate": False},
+     Yarn(4.0, 32768, mscale=0.7, truncate=False)),
+    ({"rope_type": "yarn", "factor": 2}, Yarn(2.0, 131072)),
+    ({"rope_type": "dynamic", "factor": 2}, DynamicNtk(2.0, 131072)),
+    ({"type": "longrope", "short_factor": [1] * 32, "long_factor": [2.5] * 32, "factor": 16,
+      "attention_factor": 1.2, "original_max_position_embeddings": 4096},
+     LongRope((1.0,) * 32, (2.5,) * 32, 16.0, 4096, 1.2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "scaling"), SCALINGS)
+def test_a_scaling_as_published(tmp_path: Path, given: dict[str, Any], scaling: Any) -> None:
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = {**LLAMA_3_2_1B, "rope_scaling": None, name: {**given, "rope_theta": 1e4}}
+        (block,) = read_config(folder(tmp_path, fields)).period
+        assert block.attention.rope == Rope(1e4, scaling)
+    outside = {**fields, "original_max_position_embeddings": 2048}
+    (block,) = read_config(folder(tmp_path, outside)).period
+    assert getattr(block.attention.rope.scaling, "original_seq", None) == (
+        131072 if isinstance(scaling, DynamicNtk) else 2048
+    ), "what stands outside goes first"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     kind, config = MODELS[name]
@@ -209,7 +238,6 @@ def test_what_is_written_reads_as_the_same_model(tmp_path: Path, name: str) -> N
     assert same(read_config(folder(tmp_path, fields)), config)
 
 
-ROPE = LLAMA_3_2_1B["rope_scaling"]
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_3_2_1B, {"model_type": "mamba"}, "model_type='mamba'"),
     (LLAMA_3_2_1B, {"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
@@ -220,7 +248,13 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_3_2_1B, {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
     (LLAMA_3_2_1B, {"num_attention_heads": 30}, "hidden_size=2048 is not a multiple"),
     (LLAMA_3_2_1B, {"num_key_value_heads": 5}, "heads=32 is not a multiple of kv_heads=5"),
-    (LLAMA_3_2_1B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+    (LLAMA_3_2_1B, {"rope_scaling": {"type": "axial", "factor": 4.0}}, "rope_type='axial'"),
+    (LLAMA_3_2_1B, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "rope_scaling.beta_fast='32'"),
+    (LLAMA_3_2_1B, {"rope_scaling": {**YARN, "beta_slow": 33}}, "beta_slow=33.0 must be above 0"),
+    (LLAMA_3_2_1B, {"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling.truncate=1"),
+    (LLAMA_3_2_1B, {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+    (LLAMA_3_2_1B, {"rope_scaling": {**LONGROPE, "long_factor": [1, 0]}}, "long_factor=[1, 0]"),
+    (LLAMA_3_2_1B, {"rope_scaling": LONGROPE}, "short_factor has 2 numbers and heads turn 32"),
     (LLAMA_3_2_1B, {"rope_scaling": {**ROPE, "mscale": 0.7}}, "rope_scaling.mscale=0.7"),
     (LLAMA_3_2_1B, {"rope_scaling": {**ROPE, "factor": 0.5}}, "factor=0.5"),
     (LLAMA_3_2_1B, {"rope_scaling": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary"),
@@ -291,7 +325,7 @@ INEXPRESSIBLE: list[tuple[DecoderConfig, str]] = [
     (replace(LLAMA, prefix=(attention(window=3),), layers=3), "block.attention.window is 3"),
     (with_block(replace(attention(), mlp=MoeConfig(12, 4, gated=False))), "mlp.gated is False"),
     (replace(with_block(replace(attention(), mlp=MoeConfig(12, 4))), prefix=(attention(),),
-             layers=3), "block.mlp is a MoeConfig, there a MlpConfig"),
+             layers=3), "block.mlp.shared is None, there a SharedExpert"),
     (replace(GPT2, norm=LayerNorm(bias=False)), "norm.bias is False"),
     (with_block(attention(rope=Rope(scaling=Llama3Scaling()), window=3, qkv_bias=True),
                 logit_scale=2.0), "logit_scale is 2.0"),

@@ -1,0 +1,31 @@
+"""How devices stand to each other in a mixture of experts: who has which tokens and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float32
+
+from jaxtrain.collectives.rows import Padded, RowExchange
+from jaxtrain.collectives.vary import MeshAxes
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What a layer of experts is told of the devices beside its own.
+
+    tokens: mesh axes whose devices have other tokens of the same microbatch. counted: 1 on one of
+    the devices that have the same tokens, 0 on the others of them. experts: mesh axes whose devices
+    have other experts, among which rows travel as `rows` says. chunk: tokens of a device that are
+    sent at one time, None for all of them.
+    """
+
+    tokens: MeshAxes = ()
+    counted: Float32[Array, ""] | float = 1.0
+    experts: MeshAxes = ()
+    rows: RowExchange = Padded()  # noqa: RUF009 (frozen)
+    chunk: int | None = None
+
+
+ALONE = Exchange()
+"""On one device, all tokens at once."""

@@ -1,0 +1,273 @@
+"""Attention of a sequence that is cut over devices, with its derivative written out.
+
+Partial results, of all keys that have come by so far, are merged by their log-sum-exp; gradients of
+a tile are made from the log-sum-exp of all keys (Liu et al. 2023). While a tile is multiplied the
+keys of the next are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxtrain.attention.documents import document_starts
+from jaxtrain.attention.fused import Attended, Saved
+from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
+from jaxtrain.attention.tiling import full
+from jaxtrain.collectives.ring import each_of
+from jaxtrain.collectives.vary import Index, vary, varying_axes
+from jaxtrain.context.ring import Transport
+from jaxtrain.context.schemes import Scheme, Slots
+from jaxtrain.context.tiles import tile_kernel
+
+Tokens = Float[Array, "batch tokens heads head_dim"]
+KeyTokens = Float[Array, "batch tokens kv_heads head_dim"]
+RowStarts = Int[Array, "batch seq"]
+"""Of whole rows, in their natural order."""
+Found = TypeVar("Found")
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads beside the cotangent of o: all of this device's tokens but
+    `starts`."""
+
+    q: Tokens
+    k: KeyTokens
+    v: KeyTokens
+    starts: RowStarts | None
+    o: Tokens
+    lse: Float32[Array, "batch tokens heads"]
+
+
+@dataclass(frozen=True)
+class Around:
+    """Static facts of one call: what is multiplied and what brings it, by which kernel. unroll:
+    every hop is in the program; False makes a loop of them where a scheme's hops are alike."""
+
+    scheme: Scheme
+    transport: Transport
+    kernel: Any
+    scoring: Scoring
+    unroll: bool = True
+
+    def scored(self, mask: AttentionMask) -> Scoring:
+        return Scoring(mask, self.scoring.scale, self.scoring.softcap)
+
+
+def attend_around(
+    call: Around, q: Tokens, k: KeyTokens, v: KeyTokens, starts: RowStarts | None
+) -> Tokens:
+    """Attention of this device's queries to the keys of all, inside a shard_map."""
+    axes = varying_axes(*(x for x in (q, k, v, starts) if x is not None))
+    q, k, v = (vary(x, axes) for x in (q, k, v))
+    return _attend(call, q, k, v, None if starts is None else vary(starts, axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    call: Around, q: Tokens, k: KeyTokens, v: KeyTokens, starts: RowStarts | None
+) -> Tokens:
+    return _forward(call, q, k, v, starts)[0].astype(q.dtype)
+
+
+def _attend_forward(
+    call: Around, q: Tokens, k: KeyTokens, v: KeyTokens, starts: RowStarts | None
+) -> tuple[Tokens, Kept]:
+    o, lse = _forward(call, q, k, v, starts)
+    o = checkpoint_name(o.astype(q.dtype), "attention_out")
+    return o, Kept(q, k, v, starts, o, checkpoint_name(lse, "attention_lse"))
+
+
+def _forward(
+    call: Around, q: Tokens, k: KeyTokens, v: KeyTokens, starts: RowStarts | None
+) -> Attended:
+    scheme, transport = call.scheme, call.transport
+    me = transport.seats.me()
+    moving = transport.begin(scheme.slots(jnp.concatenate([k, v], axis=3)))
+    mine, keys, values = (scheme.alone(x) for x in (q, k, v))
+    scoring = call.scored(scheme.own)
+    kernel = tile_kernel(call.kernel, mine, scoring, documents=starts is not None)
+    own = kernel.forward(mine, keys, values, _own_starts(call, starts, me), scoring)
+    (o, lse), moving = lax.optimization_barrier((own, moving))
+    found = scheme.together(o).astype(jnp.float32), scheme.together(lse)
+
+    def tile(moving: Any, hop: Index) -> Attended:
+        tiles = _Tiles(call, starts, hop, me)
+        return tiles.forward(tiles.queries(q), transport.came(moving, hop, me))
+
+    def step(carry: tuple[Attended, Any], hop: Index) -> tuple[Attended, Any]:
+        # The keys to come are on their way while these are multiplied, every hop behind its tiles:
+        # left free, a scheduler finds it hidden behind what merges them, which is soon done.
+        found, moving = lax.optimization_barrier(carry)
+        new, following = lax.optimization_barrier((tile(moving, hop), transport.onward(moving)))
+        return scheme.merge(found, new, hop, me), following
+
+    if scheme.hops == 0:
+        return found
+    found, moving = _each_hop(call, step, (found, moving), scheme.hops)
+    found, moving = lax.optimization_barrier((found, moving))
+    return scheme.merge(found, tile(moving, scheme.hops), scheme.hops, me)
+
+
+def _backward(call: Around, saved: Kept, do: Tokens) -> tuple[Tokens, KeyTokens, KeyTokens, None]:
+    scheme, transport = call.scheme, call.transport
+    # Else a compiler may find that the keys have come by before, and keep those of all devices.
+    saved, do = lax.optimization_barrier((saved, do))
+    q, k, v, starts, o, lse = saved
+    me, kv = transport.seats.me(), jnp.concatenate([k, v], axis=3)
+    moving = transport.begin(scheme.slots(kv))
+    (dq, own), moving = lax.optimization_barrier((_own_gradients(call, saved, do, me), moving))
+    sums = transport.no_sums(own)
+
+    def tile(moving: Any, hop: Index) -> tuple[jax.Array, ...]:
+        tiles = _Tiles(call, starts, hop, me)
+        mine = [tiles.queries(x) for x in (q, do, o, lse)]
+        return tiles.backward(mine, transport.came(moving, hop, me))
+
+    def added(dq: jax.Array, made: Any, arrived: Slots, hop: Index) -> tuple[jax.Array, Slots]:
+        of_queries, *of_both = (dx.astype(jnp.float32) for dx in made)
+        of_keys = jnp.concatenate(of_both, axis=3)
+        dq = scheme.add_queries(dq, of_queries, hop, me)
+        return dq, scheme.add_keys(arrived, of_keys, hop, me)
+
+    def step(carry: Any, hop: Index) -> Any:
+        dq, moving, sums = lax.optimization_barrier(carry)
+        travelling = transport.onward(moving), transport.sums(sums, hop, me)
+        made, (following, arrived) = lax.optimization_barrier((tile(moving, hop), travelling))
+        dq, arrived = added(dq, made, arrived, hop)
+        return dq, following, transport.put(sums, arrived, hop, me)
+
+    if scheme.hops:
+        last = scheme.hops
+        dq, moving, sums = lax.optimization_barrier(_each_hop(call, step, (dq, moving, sums), last))
+        made, arrived = lax.optimization_barrier(
+            (tile(moving, last), transport.sums(sums, last, me))
+        )
+        dq, arrived = added(dq, made, arrived, last)
+        own = transport.home(own, transport.put(sums, arrived, last, me), last)
+    dk, dv = jnp.split(scheme.joined(own), 2, axis=3)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+def _own_starts(call: Around, starts: RowStarts | None, me: Index) -> Any:
+    """As a kernel takes them of a device's own tokens: a document is a run of them."""
+    if starts is None:
+        return None
+    return document_starts(call.scheme.alone(call.scheme.order.take(starts, me)))
+
+
+def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[jax.Array, Slots]:
+    """Of what a device's queries see of its own keys, fp32; those of keys as they travel."""
+    scheme, scoring = call.scheme, call.scored(call.scheme.own)
+    q, k, v, o, lse, do = (
+        scheme.alone(x) for x in (saved.q, saved.k, saved.v, saved.o, saved.lse, do)
+    )
+    kernel = tile_kernel(call.kernel, q, scoring, documents=saved.starts is not None)
+    mine = Saved(q, k, v, _own_starts(call, saved.starts, me), o, lse)
+    dq, dk, dv = (
+        scheme.together(dx).astype(jnp.float32) for dx in kernel.backward(mine, do, scoring)
+    )
+    return dq, scheme.slots(jnp.concatenate([dk, dv], axis=3))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The tiles of one hop."""
+
+    call: Around
+    row_starts: RowStarts | None
+    hop: Index
+    me: Index
+
+    @property
+    def scoring(self) -> Scoring:
+        return self.call.scored(self.call.scheme.mask(self.hop))
+
+    @property
+    def starts(self) -> Any:
+        if self.row_starts is None:
+            return None
+        return self.call.scheme.starts(self.row_starts, self.hop, self.me)
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        return self.call.scheme.queries(x, self.hop, self.me)
+
+    def keys(self, slots: Slots) -> tuple[jax.Array, jax.Array]:
+        """Keys and values."""
+        k, v = jnp.split(self.call.scheme.keys(slots, self.hop, self.me), 2, axis=3)
+        return k, v
+
+    def kernel(self, q: jax.Array) -> Any:
+        documents = self.row_starts is not None
+        return tile_kernel(self.call.kernel, q, self.scoring, documents=documents)
+
+    def forward(self, q: jax.Array, came: Slots) -> Attended:
+        """A device that needs no keys of this hop has seen none."""
+
+        def run(q: jax.Array, came: Slots) -> Attended:
+            o, lse = self.kernel(q).forward(q, *self.keys(came), self.starts, self.scoring)
+            return o, self._without_hidden(lse, MASKED)
+
+        def nothing(q: jax.Array, came: Slots) -> Attended:
+            return full(q.shape, 0.0, q).astype(q.dtype), full(q.shape[:3], MASKED, q)
+
+        return self._where_needed(run, nothing, q, came)
+
+    def backward(self, mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+        """Gradients of the tiles' queries, keys and values."""
+
+        def run(mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+            q, do, o, lse = mine
+            # An infinite sum of exponentials: no weight on any key.
+            saved = Saved(q, *self.keys(came), self.starts, o, self._without_hidden(lse, -MASKED))
+            return self.kernel(q).backward(saved, do, self.scoring)
+
+        def nothing(mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+            like = (mine[0], *self.keys(came))
+            return tuple(full(x.shape, 0.0, x).astype(x.dtype) for x in like)
+
+        return self._where_needed(run, nothing, mine, came)
+
+    def _where_needed(
+        self, run: Callable[..., Found], nothing: Callable[..., Found], *operands: Any
+    ) -> Found:
+        """Of a branch that devices take differently: there is no collective in it."""
+        needed = self.call.scheme.needed(self.hop, self.me)
+        return run(*operands) if needed is True else lax.cond(needed, run, nothing, *operands)
+
+    def _without_hidden(self, lse: jax.Array, value: float) -> jax.Array:
+        hidden = self.call.scheme.hidden(self.hop, self.me)
+        if hidden is False:
+            return lse
+        first, second = jnp.split(lse, 2)
+        return jnp.concatenate([jnp.where(hidden, value, first), second])
+
+
+def _each_hop(call: Around, step: Callable[[Any, Index], Any], carry: Any, hops: int) -> Any:
+    """carry = step(carry, hop) for all hops but the last."""
+    looped = not call.unroll and call.scheme.own.window is None
+    if not looped or hops < 4:
+        for hop in range(1, hops):
+            carry = step(carry, hop)
+        return carry
+
+    # A loop of permutes could run beside other collectives on CPU: see `collectives/order.py`.
+    def act(hop: Index, carry: Any) -> Any:
+        return step(carry, hop)
+
+    return lax.platform_dependent(
+        step(carry, 1),
+        cpu=partial(each_of, range(2, hops), act),
+        default=partial(lax.fori_loop, 2, hops, act),
+    )
+
+
+_attend.defvjp(_attend_forward, _backward)

@@ -1,0 +1,268 @@
+"""The methods by which attention sees a whole row of which each device has a part.
+
+A method is a value, called inside a shard_map with a `SelfAttention`, q, k and v of this device's
+tokens, the document starts of whole rows, and the mesh axes that cut the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax import lax
+
+from jaxtrain.attention.kernels import SelfAttention
+from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.context.exchange import to_heads, to_tokens
+from jaxtrain.context.kernel import Around, KeyTokens, RowStarts, Tokens, attend_around
+from jaxtrain.context.order import Order
+from jaxtrain.context.ring import Gathered, Seats, Transport, Travelling
+from jaxtrain.context.schemes import Chunks, scheme
+from jaxtrain.violations import count, flag, raise_violations
+
+Attend = Callable[..., jax.Array]
+"""(q, k, v, starts) -> o; a `SelfAttention` where a method must know what it computes."""
+
+
+@runtime_checkable
+class ContextMethod(Protocol):
+    """ways: of how many devices the sequence is cut over."""
+
+    def order(self, ways: int) -> Order:
+        """Which tokens of a row a device has."""
+        ...
+
+    def trading(self, ways: int) -> int:
+        """How many devices side by side trade tokens for heads, 1 for none; between as many groups
+        as there are of these keys travel."""
+        ...
+
+    def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
+        """Why it cannot attend so, with what would mend it. heads, kv_heads: of a device before
+        the method trades any. seq: of whole rows, None where it is not known."""
+        ...
+
+    def __call__(
+        self,
+        kernel: Attend,
+        q: Tokens,
+        k: KeyTokens,
+        v: KeyTokens,
+        starts: RowStarts | None,
+        axes: MeshAxes,
+    ) -> Tokens: ...
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """Keys and values travel from device to device, behind the arithmetic (Liu et al. 2023): memory
+    is linear in a device's own tokens, and only key heads travel. A window needs few hops.
+
+    zigzag: each device has an early and a late part of a row, so that causal work is even, 2n+1 of
+    4n tiles of a device without a mask; else, in contiguous order, the last of n devices has all
+    its 2n, and others wait for it. unroll: every hop is in the program; False makes a loop of them.
+    """
+
+    zigzag: bool = True
+    unroll: bool = True
+
+    def __post_init__(self) -> None:
+        raise_violations(flag("zigzag", self.zigzag) + flag("unroll", self.unroll))
+
+    def order(self, ways: int) -> Order:
+        return Order(ways, self.zigzag)
+
+    def trading(self, ways: int) -> int:
+        return 1
+
+    def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
+        return _uncut(self.order(ways), ways, seq)
+
+    def __call__(
+        self,
+        kernel: Attend,
+        q: Tokens,
+        k: KeyTokens,
+        v: KeyTokens,
+        starts: RowStarts | None,
+        axes: MeshAxes,
+    ) -> Tokens:
+        order = self.order(lax.axis_size(axes))
+        return _around(kernel, q, k, v, starts, axes, order, Travelling, unroll=self.unroll)
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys and values of all devices are gathered before a device's queries meet them (Llama 3,
+    Dubey et al. 2024, section 3.3.2): one collective a pass, in sight of the compiler, and the
+    memory of whole rows of keys. zigzag: as of `RingAttention`."""
+
+    zigzag: bool = True
+
+    def __post_init__(self) -> None:
+        raise_violations(flag("zigzag", self.zigzag))
+
+    def order(self, ways: int) -> Order:
+        return Order(ways, self.zigzag)
+
+    def trading(self, ways: int) -> int:
+        return 1
+
+    def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
+        return _uncut(self.order(ways), ways, seq)
+
+    def __call__(
+        self,
+        kernel: Attend,
+        q: Tokens,
+        k: KeyTokens,
+        v: KeyTokens,
+        starts: RowStarts | None,
+        axes: MeshAxes,
+    ) -> Tokens:
+        order = self.order(lax.axis_size(axes))
+        return _around(kernel, q, k, v, starts, axes, order, Gathered)
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Tokens are traded for heads by an all-to-all before attention, and back after it (Jacobs et
+    al. 2023): each device attends to whole rows with some of the heads, by any kernel. Queries and
+    outputs travel too, and nothing hides it; it sends less than a ring where there are many devices
+    and few queries to a key head."""
+
+    def order(self, ways: int) -> Order:
+        return Order(ways, zigzag=False)
+
+    def trading(self, ways: int) -> int:
+        return ways
+
+    def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
+        return _untraded("Ulysses()", ways, heads, kv_heads) + _uncut(self.order(ways), ways, seq)
+
+    def __call__(
+        self,
+        kernel: Attend,
+        q: Tokens,
+        k: KeyTokens,
+        v: KeyTokens,
+        starts: RowStarts | None,
+        axes: MeshAxes,
+    ) -> Tokens:
+        ways = lax.axis_size(axes)
+        o = kernel(*to_heads((q, k, v), axes, ways), starts)
+        return to_tokens(o, axes, ways)
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """Tokens traded for heads within groups of neighbouring devices, such as those of a host, and a
+    ring across the groups: `Ulysses` inside, `RingAttention` outside (Fang and Zhao 2024, "USP").
+
+    group: devices that trade. zigzag, unroll: as of `RingAttention`, of the groups.
+    """
+
+    group: int
+    zigzag: bool = True
+    unroll: bool = True
+
+    def __post_init__(self) -> None:
+        found = flag("zigzag", self.zigzag) + flag("unroll", self.unroll)
+        raise_violations(count("group", self.group, 2) + found)
+
+    def order(self, ways: int) -> Order:
+        return Order(max(ways // self.group, 1), self.zigzag)
+
+    def trading(self, ways: int) -> int:
+        return self.group
+
+    def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
+        if ways % self.group:
+            fits = [n for n in range(2, ways + 1) if ways % n == 0]
+            return [
+                f"{self} cuts context={ways} into no whole groups; use group="
+                f"{' or '.join(map(str, fits))}"
+            ]
+        found = _untraded(str(self), self.group, heads, kv_heads)
+        return found + _uncut(self.order(ways), ways, seq)
+
+    def __call__(
+        self,
+        kernel: Attend,
+        q: Tokens,
+        k: KeyTokens,
+        v: KeyTokens,
+        starts: RowStarts | None,
+        axes: MeshAxes,
+    ) -> Tokens:
+        order, group = self.order(lax.axis_size(axes)), self.group
+        traded = to_heads((q, k, v), axes, group)
+        if order.groups == 1:
+            return to_tokens(kernel(*traded, starts), axes, group)
+        q, k, v = traded
+        options: dict[str, Any] = dict(group=group, unroll=self.unroll)
+        o = _around(kernel, q, k, v, starts, axes, order, Travelling, **options)
+        return to_tokens(o, axes, group)
+
+
+def _around(
+    kernel: Attend,
+    q: Tokens,
+    k: KeyTokens,
+    v: KeyTokens,
+    starts: RowStarts | None,
+    axes: MeshAxes,
+    order: Order,
+    transport: Callable[[Seats], Transport],
+    *,
+    group: int = 1,
+    unroll: bool = True,
+) -> Tokens:
+    """Attention of tokens that lie in this order on groups of devices."""
+    if not isinstance(kernel, SelfAttention):
+        raise ValueError(
+            f"comm.attend was given {kernel!r}; where the sequence is cut a method must know the "
+            f"mask: give it a SelfAttention of jaxtrain.attention, or use Execution(context="
+            f"Ulysses()), which attends to whole rows by any function"
+        )
+    kernel.check(q, k, v)
+    scoring = kernel.scoring(q.shape[3])
+    way = scheme(scoring.mask, order, q.shape[1])
+    seats = Seats(axes, order.groups, group, isinstance(way, Chunks))
+    call = Around(way, transport(seats), kernel.settled_kernel, scoring, unroll)
+    return attend_around(call, q, k, v, starts)
+
+
+def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
+    """That a row is not cut into whole parts."""
+    # A group's two chunks are its devices' together, of each of which they are whole tokens.
+    parts = math.lcm(2 * order.groups, ways) if order.zigzag else ways
+    if seq is None or seq % parts == 0:
+        return []
+    near = sorted({max(seq // parts, 1) * parts, -(-seq // parts) * parts})
+    use = f"use seq={' or '.join(map(str, near))}"
+    if order.zigzag and seq % ways == 0:
+        use += ", or zigzag=False"
+    cut = (
+        f"{2 * order.groups} chunks, 2 for each of context={ways}"
+        if order.zigzag
+        else f"context={ways} parts"
+    )
+    return [f"seq={seq} is not cut into {cut} of whole tokens; {use}"]
+
+
+def _untraded(method: str, ways: int, heads: int, kv_heads: int) -> list[str]:
+    """That heads do not split over the devices that trade."""
+    found = []
+    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
+        if number % ways:
+            fits = [n for n in range(2, number + 1) if number % n == 0]
+            over = f"trade over {' or '.join(map(str, fits))}, or " if fits else ""
+            found.append(
+                f"{method} trades over {ways} devices, which do not divide a device's "
+                f"{name}={number}; {over}use RingAttention(), which splits no heads"
+            )
+    return found

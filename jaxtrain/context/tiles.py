@@ -1,0 +1,48 @@
+"""Which kernel attends between tokens of different places, and how its results are merged."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.attention.blockwise import Blockwise
+from jaxtrain.attention.fused import Attended, FusedKernel, Heads
+from jaxtrain.attention.kernels import PlatformKernel, choose, portable
+from jaxtrain.attention.online_softmax import MASKED, Scoring
+
+
+def tile_kernel(kernel: Any, q: Heads, scoring: Scoring, *, documents: bool) -> FusedKernel:
+    """What attends from queries like q to as many keys: `kernel`, the platform's own settled, where
+    it gives the log-sum-exp and computes what is asked, else `Blockwise`; on an accelerator that is
+    said. documents: whether there are starts; of a mask with an offset those of queries and keys
+    are two."""
+    platform = kernel.platform if isinstance(kernel, PlatformKernel) else jax.default_backend()
+    if isinstance(kernel, PlatformKernel):
+        kernel = kernel.settled(q, scoring, documents=documents)
+    asked: dict[str, Any] = dict(
+        documents=documents, between=not scoring.mask.causal or bool(scoring.mask.offset)
+    )
+    if isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **asked):
+        return kernel
+    if platform != "cpu":
+        warnings.warn(portable(platform, q, scoring), stacklevel=2)
+    found = choose(
+        platform, dtype=jnp.float32, seq=q.shape[1], head_dim=q.shape[3], documents=documents
+    )
+    assert isinstance(found, Blockwise), "of fp32 there is no fused kernel anywhere"
+    return found
+
+
+def merged(a: Attended, b: Attended) -> Attended:
+    """Attention to two sets of keys together, from that to each: of a every query has seen a key.
+    What b has where a query saw none need not be a number."""
+    (o_a, lse_a), (o_b, lse_b) = a, b
+    seen = lse_b > MASKED / 2
+    lse_b = jnp.where(seen, lse_b, MASKED)
+    o_b = jnp.where(seen[..., None], o_b.astype(jnp.float32), 0.0)
+    lse = jnp.logaddexp(lse_a, lse_b)
+    left, right = jnp.exp(lse_a - lse)[..., None], jnp.exp(lse_b - lse)[..., None]
+    return o_a * left + o_b * right, lse

@@ -1,0 +1,64 @@
+"""Low-rank adapters of experts (Hu et al. 2021): each expert has a pair of its own.
+
+An expert's matrix w with a pair A, B is used as w + scale A B, which is never formed: its rows go
+through A and B as they go through w, by products that are grouped alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxtrain.collectives.vary import varying_axes
+from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners, Products, Rows, grouped_matmul
+
+Pair = tuple[jax.Array, jax.Array]
+"""A [experts, n, rank] and B [experts, rank, m]; of one matrix without the first dim."""
+Pairs = tuple[Pair | None, ...]
+"""Of each of several matrices, None of one without; () where none has any."""
+
+
+def with_changes(
+    kernel: GroupedMatmul,
+    rows: Rows,
+    products: Sequence[Products],
+    pairs: Pairs,
+    scale: float,
+    owners: Owners,
+) -> tuple[Products, ...]:
+    """The products of rows with experts' matrices, and what their adapters add to each. kernel:
+    that of the matrices; it multiplies by A and B too where it can, else `BlockLoop` does."""
+
+    def changed(y: Products, pair: Pair | None) -> Products:
+        if pair is None:
+            return y
+        into, out_of = pair
+        by = _kernel_of_rank(kernel, rows, into)
+        z = grouped_matmul(by, rows, into, owners) * scale
+        return y + grouped_matmul(by, z, out_of, owners)
+
+    return tuple(changed(y, pair) for y, pair in zip(products, _each(pairs, products), strict=True))
+
+
+def products_with_changes(
+    x: Float[Array, "tokens n"], weights: Sequence[jax.Array], pairs: Pairs, scale: float
+) -> list[jax.Array]:
+    """x times matrices [n, m], and what their adapters add."""
+    return [
+        x @ w if pair is None else x @ w + ((x @ pair[0]) * scale) @ pair[1]
+        for w, pair in zip(weights, _each(pairs, weights), strict=True)
+    ]
+
+
+def _each(pairs: Pairs, beside: Sequence[object]) -> Pairs:
+    return pairs or (None,) * len(beside)
+
+
+def _kernel_of_rank(kernel: GroupedMatmul, rows: Rows, into: jax.Array) -> GroupedMatmul:
+    experts, width, rank = into.shape
+    checked = bool(varying_axes(rows, into))
+    asked = Asked(len(rows), experts, width, rank, rows.dtype, checked)
+    return BlockLoop() if kernel.violations(asked) else kernel

@@ -1,0 +1,223 @@
+"""Routers: which experts a token goes through, and the share that each has in its output.
+
+Logits are fp32 whatever the precision of other products: it is little work, and rounding moves
+tokens. Of equal experts that of the lower number is chosen. A choice has no gradient; a share has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int
+
+from jaxtrain.violations import at_least, count, flag, positive
+
+Logits = Float32[Array, "tokens experts"]
+Scores = Float32[Array, "tokens experts"]
+"""Of each expert for each token, the larger the likelier."""
+Chosen = Int[Array, "tokens k"]
+Shares = Float32[Array, "tokens k"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts lie in groups of one size, such as those of a node, and a token goes to few of them
+    (DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2, and "DeepSeek-V3", section 2.1.2).
+
+    count: of groups. chosen: groups that a token's experts may be of. best: a group counts as much
+    as so many of its best scores together: 1 in DeepSeek-V2, 2 in V3.
+    """
+
+    count: int
+    chosen: int
+    best: int = 1
+
+    def violations(self, experts: int, per_token: int) -> list[str]:
+        """What does not fit so many experts, of which a token goes through so many."""
+        found = [v for n in ("count", "chosen", "best") for v in count(n, getattr(self, n))]
+        if found:
+            return found
+        if experts % self.count:
+            return [f"count={self.count} does not divide experts={experts}; use a divisor of it"]
+        size = experts // self.count
+        if self.chosen > self.count:
+            found.append(f"chosen={self.chosen} of count={self.count} groups; use at most that")
+        if self.best > size:
+            found.append(f"best={self.best} of {size} experts in a group; use at most {size}")
+        if self.chosen * size < per_token:
+            found.append(
+                f"chosen={self.chosen} groups of {size} experts are fewer than experts_per_token="
+                f"{per_token}; use chosen={-(-per_token // size)} or more"
+            )
+        return found
+
+    def open(self, scores: Scores) -> jax.Array:
+        """[tokens, experts]: whether an expert's group is one of the token's."""
+        best = lax.top_k(self.worth(scores), self.chosen)[1]
+        among = jax.nn.one_hot(best, self.count, dtype=jnp.bool_)
+        return jnp.repeat(among.any(axis=1), scores.shape[1] // self.count, axis=1)
+
+    def worth(self, scores: Scores) -> Float32[Array, "tokens groups"]:
+        """Of each group to each token: those with the most are open."""
+        grouped = scores.reshape(len(scores), self.count, -1)
+        return jnp.sum(lax.top_k(grouped, self.best)[0], axis=-1)
+
+
+@dataclass(frozen=True)
+class Router:
+    """What routers have in common: the `k` experts with the largest scores are chosen.
+
+    renormalise: the shares of the chosen are divided by their sum; else they are their scores, and
+    with one expert a token its router learns. scale: what shares are multiplied by. bias: a number
+    of each expert is added to its scores where they are compared, and not to its share; it has no
+    gradient (`Balance.bias_rate` moves it). groups: of experts, None for one.
+    """
+
+    renormalise: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    groups: Groups | None = None
+
+    def violations(self, experts: int, per_token: int) -> list[str]:
+        """What does not fit so many experts, of which a token goes through so many."""
+        found = flag("renormalise", self.renormalise) + flag("bias", self.bias)
+        found += positive("scale", self.scale)
+        if self.groups is not None:
+            found += [f"groups.{v}" for v in self.groups.violations(experts, per_token)]
+        return found
+
+    def scores(self, logits: Logits) -> Scores:
+        raise NotImplementedError
+
+    def probabilities(self, logits: Logits) -> Scores:
+        """Scores that sum to 1: what balance is judged by."""
+        raise NotImplementedError
+
+    def choose(
+        self, logits: Logits, bias: Float32[Array, " experts"] | None, k: int
+    ) -> Int[Array, "tokens {k}"]:
+        """Each token's experts, the likeliest first."""
+        compared = self.compared(logits, bias)
+        if self.groups is not None:
+            compared = jnp.where(self.groups.open(compared), compared, -jnp.inf)
+        return lax.top_k(compared, k)[1]
+
+    def compared(self, logits: Logits, bias: Float32[Array, " experts"] | None) -> Scores:
+        """By what experts are compared: logits where nothing is added to scores, which rise with
+        them, and no groups add some up. Without a gradient."""
+        logits = lax.stop_gradient(logits)
+        if bias is None and self.groups is None:
+            return logits
+        scores = self.scores(logits)
+        return scores if bias is None else scores + lax.stop_gradient(bias)[None]
+
+    def shares(self, logits: Logits, chosen: Chosen) -> Shares:
+        """Of the chosen experts in the token's output."""
+        found = jnp.take_along_axis(self.scores(logits), chosen, axis=1)
+        if self.renormalise:
+            found = found / (jnp.sum(found, axis=1, keepdims=True) + 1e-20)
+        return found * self.scale
+
+
+@dataclass(frozen=True)
+class SoftmaxRouter(Router):
+    """Scores are a softmax over all experts (Shazeer et al. 2017). Renormalised, as Mixtral's are
+    (Jiang et al. 2024), shares are a softmax over the chosen; not so, and with one expert a token,
+    it is Switch Transformer's router (Fedus et al. 2022)."""
+
+    def scores(self, logits: Logits) -> Scores:
+        return jax.nn.softmax(logits, axis=-1)
+
+    def probabilities(self, logits: Logits) -> Scores:
+        return self.scores(logits)
+
+    def shares(self, logits: Logits, chosen: Chosen) -> Shares:
+        if not self.renormalise:
+            return super().shares(logits, chosen)
+        # A softmax over the k largest logits is that over all, its k largest divided by their sum.
+        found = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1), axis=-1)
+        return found if self.scale == 1.0 else found * self.scale
+
+
+@dataclass(frozen=True)
+class SigmoidRouter(Router):
+    """Scores are sigmoids, each of its own expert alone (DeepSeek-AI 2024, "DeepSeek-V3")."""
+
+    def scores(self, logits: Logits) -> Scores:
+        return jax.nn.sigmoid(logits)
+
+    def probabilities(self, logits: Logits) -> Scores:
+        scores = self.scores(logits)
+        return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """An expert takes so many tokens of a group and no more; those that come later are dropped by
+    it, and have what is left of their experts (Lepikhin et al. 2021, "GShard"; Fedus et al. 2022).
+    All first choices of a group come before its second ones, and tokens in their order.
+
+    factor: of what each expert would take if loads were even. routing_group: tokens that compete,
+    which follow one another; at most those of a device's microbatch, on whatever mesh, so that what
+    is dropped is the same on each.
+    """
+
+    factor: float = 1.25
+    routing_group: int = 256
+
+    def violations(self) -> list[str]:
+        return positive("factor", self.factor) + count("routing_group", self.routing_group)
+
+    def rows(self, experts: int, k: int) -> int:
+        """Tokens that an expert takes of a group."""
+        even = self.factor * self.routing_group * k / experts
+        return min(max(-int(-even // 1), 1), self.routing_group)
+
+    def of_group(self, experts: int, k: int) -> tuple[int, int]:
+        """Tokens of a group, and those of them that an expert takes."""
+        return self.routing_group, self.rows(experts, k)
+
+    def kept(self, chosen: Chosen, experts: int) -> jax.Array:
+        """[tokens, k]: whether the expert takes the token. Raises ValueError where groups do not
+        divide the tokens."""
+        tokens, k = chosen.shape
+        if tokens % self.routing_group:
+            raise ValueError(
+                f"capacity.routing_group={self.routing_group} does not divide the {tokens} tokens "
+                "of a device's microbatch; use a divisor of them"
+            )
+        queues = chosen.reshape(-1, self.routing_group, k).swapaxes(1, 2)
+        queues = queues.reshape(-1, k * self.routing_group)
+        taken = jax.nn.one_hot(queues, experts, dtype=jnp.int32)
+        before = jnp.sum((jnp.cumsum(taken, axis=1) - taken) * taken, axis=-1)
+        kept = (before < self.rows(experts, k)).reshape(-1, k, self.routing_group)
+        return kept.swapaxes(1, 2).reshape(tokens, k)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps the loads of experts even, and the counting of them: with it each layer's loads,
+    what is dropped and the router's entropy are among the metrics.
+
+    loss_weight: of the load-balancing loss of each layer, experts * sum_e f_e P_e, where f_e is the
+    part of a microbatch's choices that fall on expert e and P_e its mean probability; 1 where loads
+    are even (Fedus et al. 2022, section 2.2; Lepikhin et al. 2021). z_loss_weight: of the mean of
+    logsumexp(logits)^2 (Zoph et al. 2022, "ST-MoE"). Both are means over tokens as the loss is,
+    weighted like it, and no part of the metric `loss`. bias_rate: by how much a router's bias goes
+    down for experts above the mean load of a step, and up for those below (Wang et al. 2024,
+    "Auxiliary-loss-free load balancing"); for routers with bias=True.
+    """
+
+    loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
+    bias_rate: float = 0.0
+
+    def violations(self, router: Router) -> list[str]:
+        names = ("loss_weight", "z_loss_weight", "bias_rate")
+        found = [v for name in names for v in at_least(name, getattr(self, name), 0)]
+        if not found and self.bias_rate and not router.bias:
+            found.append(f"bias_rate={self.bias_rate} moves a router's bias; give it bias=True")
+        return found

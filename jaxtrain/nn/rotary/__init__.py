@@ -1,0 +1,5 @@
+"""Rotary position embedding: the rotation, and what stretches it over longer sequences.
+
+To read first: Su et al. 2021 (RoFormer), and Peng et al. 2023 (YaRN), whose section 2 goes through
+the scalings before it.
+"""

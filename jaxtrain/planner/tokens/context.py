@@ -1,0 +1,126 @@
+"""What attention sends where rows are cut over devices: keys that travel, tokens traded for heads.
+
+By arithmetic on `context/`: the hops of `schemes.py`, the permutes of `ring.py`, the all-to-alls of
+`exchange.py`. Keys and values go together, and so do sums of their gradients, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxtrain.models.description import AttentionCall
+from jaxtrain.planner.facts import SequenceFacts, StepFacts
+from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, itemsize_of, times, ways
+from jaxtrain.planner.values import Moved
+
+
+def forward(facts: StepFacts, axes: MeshAxes, found: Moved, why: str = "") -> Iterator[Sent]:
+    """Of these values, made in a forward pass; axes: that split heads."""
+    s = facts.sequence
+    for kind, call in found if s is not None else ():
+        assert s is not None
+        if kind == "attention":
+            yield from _keys(facts, s, axes, call, f"keys{why}")
+        else:
+            yield from _trade(facts, s, axes, call, kind, why)
+
+
+def backward(facts: StepFacts, axes: MeshAxes, found: Moved) -> Iterator[Sent]:
+    """Of the gradients that flow through these."""
+    s = facts.sequence
+    for kind, call in found if s is not None else ():
+        assert s is not None
+        if kind != "attention":
+            yield from _trade(facts, s, axes, call, kind, ", backward")
+            continue
+        yield from _keys(facts, s, axes, call, "keys, for gradients")
+        yield from _key_gradients(facts, s, axes, call)
+
+
+def _keys(
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, why: str
+) -> Iterator[Sent]:
+    """All that come to a device, once."""
+    size = _key_elements(facts, axes, call)
+    if s.gathered:
+        whole = size * ways(facts, s.axes)
+        yield from collective_traffic(facts, why, "all_gather", "lax", s.axes, facts.compute, whole)
+        return
+    hops, chunks = _hops(s, call)
+    if not hops:
+        return
+    last = _moved(facts, s, why, facts.compute, size, chunks, 1)
+    yield from times(last, hops - 1)
+    # Past half of the line no first chunk has anything before it that is not there already.
+    yield from last[: len(last) - (chunks and hops >= s.groups)]
+
+
+def _key_gradients(
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall
+) -> Iterator[Sent]:
+    size, why = _key_elements(facts, axes, call), "gradients of keys"
+    if s.gathered:
+        whole = size * ways(facts, s.axes)
+        yield from collective_traffic(facts, why, "reduce_scatter", "lax", s.axes, "float32", whole)
+        return
+    hops, chunks = _hops(s, call)
+    if hops:
+        yield from times(_moved(facts, s, why, "float32", size, chunks, 1), hops - 1)
+        yield from _moved(facts, s, f"{why}, home", "float32", size, chunks, -hops)
+
+
+def _trade(
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, kind: str, why: str
+) -> Iterator[Sent]:
+    """Tokens for heads, of queries, keys and values before attention and of its output after it."""
+    if s.group == 1:
+        return
+    heads = call.heads + 2 * call.kv_heads if kind == "spread" else call.heads
+    size = facts.tokens * heads // ways(facts, axes) * call.head_dim
+    line = f"tokens for heads{why}" if kind == "spread" else f"heads for tokens{why}"
+    if s.groups == 1:
+        yield from collective_traffic(facts, line, "all_to_all", "lax", s.axes, facts.compute, size)
+        return
+    each = size // s.group
+    yield from times([_permute(facts, s, line, facts.compute, each)], s.group - 1)
+
+
+def _key_elements(facts: StepFacts, axes: MeshAxes, call: AttentionCall) -> int:
+    """Keys and values of a device: as many where tokens are traded for heads."""
+    return facts.tokens * 2 * call.kv_heads // ways(facts, axes) * call.head_dim
+
+
+def _hops(s: SequenceFacts, call: AttentionCall) -> tuple[int, bool]:
+    """How often keys travel, and whether in two chunks (`schemes.Chunks`)."""
+    together = s.local * s.group
+    window = call.window if (call.window or 0) < s.groups * together else None
+    if window is None:
+        return s.groups - 1, False
+    chunks = s.zigzag and call.causal
+    size, most = (together // 2, 2 * s.groups - 1) if chunks else (together, s.groups - 1)
+    return min(most, -(-(window - 1) // size)), chunks
+
+
+def _moved(
+    facts: StepFacts, s: SequenceFacts, why: str, dtype: str, size: int, chunks: bool, by: int
+) -> list[Sent]:
+    """What all places of a ring have, `by` places on (`ring.Seats.moved`)."""
+    if not chunks:
+        return [_permute(facts, s, why, dtype, size)]
+    line = 2 * s.groups
+    ways_on = set()
+    for place in range(line):
+        (of, seat), (to, there) = (_seat(at % line, s.groups) for at in (place, place + by))
+        if seat != there:
+            ways_on.add((of, to))
+    return [_permute(facts, s, why, dtype, size // 2) for _ in ways_on]
+
+
+def _seat(place: int, groups: int) -> tuple[bool, int]:
+    """(whether it is the second of its seat, the seat) of a place in the line."""
+    return (True, 2 * groups - 1 - place) if place >= groups else (False, place)
+
+
+def _permute(facts: StepFacts, s: SequenceFacts, why: str, dtype: str, elements: int) -> Sent:
+    order = tuple(a for a in facts.sizes if a in s.axes)
+    return Sent(why, "collective-permute", order, dtype, elements * itemsize_of(dtype), 1)

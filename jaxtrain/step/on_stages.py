@@ -1,0 +1,58 @@
+"""The pipeline of a mesh with stages: its tables, and parameters in the slots that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.models.layered import description_of
+from jaxtrain.nn.module import ModuleSplit
+from jaxtrain.pipeline.executor import Executor
+from jaxtrain.pipeline.layout import StageLayout
+from jaxtrain.pipeline.schedule import Schedule
+from jaxtrain.validation.experiment import late_gradients
+
+
+class OnStages(NamedTuple):
+    """A pipeline: who works when, which layer lies where, and what follows the tables (benchmarks
+    have another executor)."""
+
+    schedule: Schedule
+    layout: StageLayout
+    executor: type[Executor] = Executor
+
+
+def on_stages(
+    experiment: Experiment, sizes: Mapping[str, int]
+) -> tuple[OnStages | None, list[str]]:
+    """The pipeline of a mesh with stages, and why there is none of a kind that was asked for."""
+    stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
+    if stages == 1 or model is None or "pipeline" not in model.can:
+        return None, []
+    try:
+        schedule = experiment.execution.pipeline.table(
+            stages=stages, microbatches=experiment.microbatches
+        )
+    except ValueError as error:
+        return None, [f"execution.pipeline: {error}"]
+    except OSError as error:
+        where = experiment.execution.pipeline.schedule
+        return None, [f"execution.pipeline: {where} cannot be read: {error.strerror}"]
+    if violations := late_gradients(experiment, splits=schedule.weight is not None):
+        return None, violations
+    return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
+
+
+def split_in_slots(split: ModuleSplit, layout: StageLayout) -> ModuleSplit:
+    """The stacked parameters and their axes as they rest on stages."""
+    stacked = {k for k, axes in split.axes.items() if "layers" in axes}
+    params = {
+        k: jax.eval_shape(layout.to_slots, leaf) if k in stacked else leaf
+        for k, leaf in split.params.items()
+    }
+    axes = {k: layout.axes(names) if k in stacked else names for k, names in split.axes.items()}
+    return split._replace(params=params, axes=axes)

@@ -1,0 +1,176 @@
+"""The collectives of a program as it is handed to XLA (StableHLO), before XLA rewrites any.
+
+In what dtype something is sent is settled there: XLA:CPU compiles 16-bit collectives as fp32, and
+a compiled program does not tell those from what was sent as fp32 by mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtrain.telemetry.hlo.collectives import SENT, Collective, ragged_buffer
+from jaxtrain.telemetry.hlo.groups import Groups, connected, replica_groups
+from jaxtrain.telemetry.hlo.text import Shape
+
+if TYPE_CHECKING:
+    import jax
+    from jaxlib.mlir import ir
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+_DTYPES = {"i1": "pred", "i": "s", "ui": "u"}
+"""MLIR's names of integers -> HLO's; floats have one name in both."""
+
+
+def lowered_collectives(lowered: jax.stages.Lowered) -> list[Collective]:
+    """Every collective of what `jax.jit(...).lower(...)` has made, in program order.
+
+    Nothing is left out that XLA will find unused, and of a conditional all branches are counted as
+    if each was always taken (`in_branch`): so `count` is the most that may run.
+
+    Raises `ValueError` when one stands in a loop without a static trip count.
+    """
+    text: Any = lowered.compiler_ir("stablehlo")
+    module = text.operation
+    named = {_text(op.attributes["sym_name"]): op for op in _operations(module)}
+    done: dict[str, list[Collective]] = {}
+
+    def called(name: str) -> list[Collective]:
+        if name not in done:
+            done[name] = [each for op in _operations(named[name]) for each in found(op)]
+        return done[name]
+
+    def found(op: ir.Operation) -> list[Collective]:
+        if op.name == "func.call":
+            return called(_text(op.attributes["callee"]).lstrip("@"))
+        if _kind(op) in SENT:
+            return list(_collectives(op, named))
+        inner = [each for below in _operations(op) for each in found(below)]
+        if op.name == "stablehlo.while" and inner:
+            turns = _turns(op)
+            return [replace(each, count=each.count * turns) for each in inner]
+        if op.name in ("stablehlo.case", "stablehlo.if"):
+            return [replace(each, in_branch=True) for each in inner]
+        return inner
+
+    return called("main")
+
+
+def _operations(op: ir.Operation) -> Iterator[ir.Operation]:
+    """Those directly within an operation."""
+    for region in op.regions:
+        for block in region.blocks:
+            yield from (each.operation for each in block.operations)
+
+
+def _kind(op: ir.Operation) -> str:
+    """As HLO names it; a ragged all-to-all is a call of no operation of StableHLO's."""
+    called = op.name == "stablehlo.custom_call"
+    name = _text(op.attributes["call_target_name"]) if called else op.name
+    return name.removeprefix("stablehlo.").replace("_", "-")
+
+
+def _collectives(op: ir.Operation, named: Mapping[str, ir.Operation]) -> Iterator[Collective]:
+    kind = _kind(op)
+    groups = _groups(op, kind, named)
+    size = max(map(len, groups), default=1)
+    shapes = [_shape(value) for value in (op.results if kind == "all-gather" else op.operands)]
+    for shape in [ragged_buffer(shapes)] if kind == "ragged-all-to-all" else shapes:
+        yield Collective(
+            name=op.name,
+            kind=kind,
+            dtype=shape.dtype,
+            buffer_bytes=shape.bytes,
+            wire_bytes=shape.bytes * SENT[kind](size),
+            group_size=size,
+            groups=groups,
+            count=1,
+            arrays=1,
+            is_async=False,
+            in_branch=False,
+            op_name="",
+        )
+
+
+def _groups(op: ir.Operation, kind: str, named: Mapping[str, ir.Operation]) -> Groups:
+    if kind == "collective-permute":
+        pairs = np.asarray(op.attributes["source_target_pairs"]).tolist()
+        return connected([(source, target) for source, target in pairs])
+    ragged: Any = op.attributes["backend_config"] if kind == "ragged-all-to-all" else None
+    stated = (op.attributes if ragged is None else ragged)["replica_groups"]
+    text = str(stated)
+    if "replica_group_mesh_axes" not in text:  # jax 0.10
+        rows = np.asarray(stated).tolist()
+        return tuple(tuple(device for device in row if device >= 0) for row in rows)
+    (mesh,) = re.findall(r"mesh = @(\w+)", text)
+    return replica_groups(f"{_mesh(str(named[mesh].attributes['mesh']))} {{{_axes(text)}}}")
+
+
+def _mesh(text: str) -> str:
+    """`#sdy.mesh<["a"=2, "b"=4], device_ids=[...]>` as HLO has it."""
+    axes = ",".join(f"'{name}'={size}" for name, size in re.findall(r'"(\w+)"=(\d+)', text))
+    ids = re.search(r"device_ids=\[(.*?)\]", text)
+    return f"mesh[{axes}]" + (f", device_ids=({ids[1]})" if ids else "")
+
+
+def _axes(text: str) -> str:
+    """Axes of `#stablehlo.axis_ref<name = "a">`, or of a part of each."""
+    found = re.findall(r'name = "(\w+)"(?:[^"]*?pre_size = (\d+), size = (\d+))?', text)
+    return ",".join(f"'{a}'" + (f":({before}){size}" if size else "") for a, before, size in found)
+
+
+def _shape(value: ir.Value) -> Shape:
+    found = _TENSOR.fullmatch(str(value.type))
+    assert found is not None, f"a collective moves arrays, and this is a {value.type}"
+    dims, dtype = found.groups()
+    letters = dtype.rstrip("0123456789")
+    dtype = _DTYPES.get(dtype) or _DTYPES.get(letters, letters) + dtype[len(letters) :]
+    return Shape(dtype.lower(), tuple(map(int, dims.split("x")[:-1])))
+
+
+def _turns(loop: ir.Operation) -> int:
+    """Of a `while` whose counter goes by constant steps from a constant to below another."""
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test: Any = _returns(condition)[0].owner  # an operation, or the block that is given it
+    if getattr(test, "name", "") == "stablehlo.compare":
+        counter, bound = test.operands
+        numbers = [i for i, value in enumerate(condition.arguments) if value == counter]
+        for number in numbers:
+            step = _added(_returns(body)[number], body.arguments[number])
+            first, last = _constant(loop.operands[number]), _constant(bound)
+            below = "LT" in str(test.attributes["comparison_direction"])
+            if below and step and first is not None and last is not None:
+                return max(0, -(-(last - first) // step))
+    raise ValueError(
+        "a loop of the lowered program has no trip count that it states; what is inside it cannot "
+        "be counted. Use lax.scan or fori_loop with a static length"
+    )
+
+
+def _returns(block: ir.Block) -> list[ir.Value]:
+    *_, last = block.operations
+    return list(last.operation.operands)
+
+
+def _added(value: ir.Value, counter: ir.Value) -> int | None:
+    """The constant in `counter + constant`, where `value` is that."""
+    made: Any = value.owner
+    if getattr(made, "name", "") != "stablehlo.add" or made.operands[0] != counter:
+        return None
+    return _constant(made.operands[1])
+
+
+def _constant(value: ir.Value) -> int | None:
+    made: Any = value.owner
+    if getattr(made, "name", "") != "stablehlo.constant":
+        return None
+    return int(np.asarray(made.attributes["value"]).item())
+
+
+def _text(attribute: ir.Attribute) -> str:
+    named: Any = attribute  # of a string, or a symbol
+    return named.value
