@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 import typecheck
+from report import Report
 
 DEVICES = 8
 
@@ -43,6 +44,10 @@ cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Report(config))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,81 @@
+"""Memory of a test run's processes, and its durations, skips and failures, in a file for CI."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+REPORT = "JAXTRAIN_TEST_REPORT"
+"""The environment variable that names the file to write."""
+WORKER_BYTES = 2.5e9
+"""What a process that runs tests may take: more fails the run."""
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+class Report:
+    """A pytest plugin. It drops compiled programs behind each module, whose tests share them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._peaks = config, list[int]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: Any) -> Iterator[None]:
+        yield
+        if nextitem is None or nextitem.path != item.path:
+            jax.clear_caches()
+            gc.collect()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self._peaks.append(getattr(node, "workeroutput", {}).get("peak_bytes", 0))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(self._config, "workeroutput", None)
+        if output is not None:
+            output["peak_bytes"] = peak_bytes()
+            return
+        self._peaks = self._peaks or [peak_bytes()]
+        if max(self._peaks) > WORKER_BYTES:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        largest = max(self._peaks, default=0)
+        excess = f", above the {WORKER_BYTES / 1e9} GB it may take" * (largest > WORKER_BYTES)
+        terminalreporter.line(f"largest process of tests: {largest / 1e9:.2f} GB{excess}")
+        if os.environ.get(REPORT):
+            report = {"largest_bytes": largest, **_outcomes(terminalreporter.stats)}
+            Path(os.environ[REPORT]).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _outcomes(stats: dict[str, list[Any]]) -> dict[str, Any]:
+    """Seconds of each test, setup and teardown in them; why each was skipped; which failed."""
+    seconds: dict[str, float] = {}
+    for reports in stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+    return {
+        "seconds": seconds,
+        "skipped": {r.nodeid: _reason(r) for r in stats.get("skipped", [])},
+        "failed": [r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])],
+    }
+
+
+def _reason(report: Any) -> str:
+    return str(report.longrepr[2]).removeprefix("Skipped: ")

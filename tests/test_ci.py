@@ -1,0 +1,147 @@
+"""What a test run reports of itself, what CI makes of such reports, and what CI runs when quick."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+import report
+report.WORKER_BYTES = {limit}
+
+def pytest_configure(config):
+    config.pluginmanager.register(report.Report(config))
+"""
+MODULES = {
+    "shared.py": "import jax\ndouble = jax.jit(lambda x: 2 * x)\n",
+    "test_first.py": """
+from shared import double
+
+def test_compiles():
+    assert double(1) == 2
+
+def test_shares():
+    assert double._cache_size() == 1
+""",
+    "test_second.py": """
+import pytest
+from shared import double
+
+def test_compiles_again():
+    assert double._cache_size() == 0
+
+@pytest.mark.skip(reason="there is no moon here")
+def test_tides():
+    pass
+
+def test_fails():
+    assert not 1
+""",
+}
+
+
+def run_tests(folder: Path, limit: float, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, output and report of pytest with one worker on MODULES."""
+    for name, text in {**MODULES, "conftest.py": CONFTEST.format(limit=limit)}.items():
+        (folder / name).write_text(text)
+    report = folder / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-n", "1",
+         "-p", "no:cacheprovider", *arguments, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "JAXTRAIN_TEST_REPORT": str(report)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, json.loads(report.read_text())
+
+
+def test_programs_are_dropped_behind_each_module_and_outcomes_reported(tmp_path: Path) -> None:
+    status, output, report = run_tests(tmp_path, 1e12)
+    assert report["failed"] == ["test_second.py::test_fails"], output
+    assert report["skipped"] == {"test_second.py::test_tides": "there is no moon here"}
+    assert len(report["seconds"]) == 5 and all(s >= 0 for s in report["seconds"].values())
+    assert 50e6 < report["largest_bytes"] < 2e9, "Python with JAX imported"
+    assert status == 1
+
+
+def test_a_worker_that_takes_too_much_fails_the_run(tmp_path: Path) -> None:
+    passing = ("-k", "compiles or shares")
+    assert run_tests(tmp_path, 1e12, *passing)[0] == 0
+    status, output, _ = run_tests(tmp_path, 1e6, *passing)
+    assert status == 1
+    assert "GB, above the 0.001 GB it may take" in output
+
+
+def summary(folder: Path, known: str, reports: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """.ci/summary.py, with other known reasons for skips."""
+    (folder / "reports").mkdir()
+    script = folder / "summary.py"
+    script.write_text((ROOT / ".ci" / "summary.py").read_text(encoding="utf-8"))
+    (folder / "skips.txt").write_text(known)
+    for step, report in reports.items():
+        (folder / "reports" / f"{step}.json").write_text(json.dumps(report))
+    return subprocess.run(
+        [sys.executable, str(script), str(folder / "reports")], capture_output=True, text=True
+    )
+
+
+REPORTS = {
+    "tests": {
+        "seconds": {f"t::test_{i}": float(i) for i in range(20)},
+        "skipped": {"a::b": "there is no moon here", "a::c": "there is no moon here"},
+        "failed": ["a::d"],
+        "largest_bytes": 2_400_000_000,
+    },
+    "slow tests": {
+        "seconds": {"s::slowest": 40.0}, "skipped": {}, "failed": [], "largest_bytes": 10**9,
+    },
+}  # fmt: skip
+
+
+def test_ci_ends_with_what_was_slow_large_skipped_and_failed(tmp_path: Path) -> None:
+    done = summary(tmp_path, "# why\nthere is no moon\n\n", REPORTS)
+    assert done.returncode == 0
+    told = done.stdout.splitlines()
+    assert told[0] == "slowest tests:" and told[1].strip() == "40.0 s  slow tests: s::slowest"
+    assert [line.split("::")[1] for line in told[2:16]] == [f"test_{i}" for i in range(19, 5, -1)]
+    assert "slow tests 1.00 GB, tests 2.40 GB" in told[16]
+    assert told[17:19] == ["skipped: 2", "     2  tests: there is no moon here"]
+    assert told[19:] == ["failed: 1", "  tests: a::d"]
+
+
+@pytest.mark.parametrize("known", ["", "# there is no moon here\n", "there is no sun\n"])
+def test_a_skip_for_an_unwritten_reason_fails_ci(known: str, tmp_path: Path) -> None:
+    done = summary(tmp_path, known, REPORTS)
+    assert done.returncode == 1
+    assert "NOT in .ci/skips.txt: there is no moon here" in done.stdout
+
+
+def near(changed: list[str], tests: list[str]) -> list[str]:
+    spec = importlib.util.spec_from_file_location("near", ROOT / ".ci" / "near.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.near(changed, tests)
+
+
+def test_quick_ci_runs_the_tests_near_what_changed() -> None:
+    tests = ["tests/a/b/test_y.py", "tests/a/test_x.py", "tests/c/test_x.py", "tests/test_z.py"]
+    room = tests[:2]
+    assert near(["jaxtrain/a/x.py"], tests) == ["tests/a/test_x.py"]
+    assert near(["jaxtrain/a/b/y.py", "tests/c/test_x.py"], tests) == [tests[0], tests[2]]
+    assert near(["jaxtrain/a/none.py"], tests) == near(["tests/a/help.py"], tests) == room
+    assert near(["tests/test_z.py"], tests) == ["tests/test_z.py"]
+    assert near(["README.md", "jaxtrain/__init__.py", "tests/d/gone.py"], tests) == []
+
+
+def test_ci_refuses_what_it_does_not_know() -> None:
+    done = subprocess.run([ROOT / ".ci" / "run", "--fast"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "usage: .ci/run [--quick [COMMIT]]" in done.stderr
