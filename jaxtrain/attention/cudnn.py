@@ -179,6 +179,9 @@ def _options(packed: Packed | None, scoring: Scoring) -> dict[str, Any]:
     """The static arguments of both primitives."""
     from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
+    # JAX 0.12 takes a function of the scores too.
+    unscored = {"score_mod_name": None, "score_mod_jaxpr": None}
+
     plain = MaskType.CAUSAL if scoring.mask.causal else MaskType.NO_MASK
     padded = MaskType.PADDING_CAUSAL if scoring.mask.causal else MaskType.PADDING
     return dict(
@@ -189,6 +192,7 @@ def _options(packed: Packed | None, scoring: Scoring) -> dict[str, Any]:
         mask_type=plain if packed is None else padded,
         layout=AttentionLayout.BTNH.value,
         sliding_window_length=scoring.mask.window,
+        **(unscored if jax.__version_info__ >= (0, 12) else {}),
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_gpu import TRITON_IS_DEPRECATED, abstract_gpus
 from jax import checkpoint_policies as policies
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -245,6 +246,26 @@ def test_rows_with_more_documents_than_there_is_room_for_are_computed_all_the_sa
     found = both_passes(Cudnn(documents=2), case)
     assert not fake[0].calls and not fake[1].calls
     assert_near(found, dense(case, jnp.bfloat16), 2**-6)
+
+
+GPU_CALLS = {"__cudnn$fmha": Cudnn(documents=4), "__gpu$xla.gpu.triton": Triton()}
+
+
+@TRITON_IS_DEPRECATED
+@pytest.mark.parametrize("case", BOTH, ids=str)
+@pytest.mark.parametrize("target", GPU_CALLS)
+def test_kernels_lower_for_a_gpu_that_is_not_here(target, case):
+    """Forward and backward: cuDNN has one kernel for each, Triton two for the gradients."""
+    q, k, v, do, starts = draw(case, jnp.bfloat16)
+
+    def loss(q, k, v):
+        o, _ = GPU_CALLS[target](q, k, v, starts, case.scoring)
+        return jnp.sum((o * do).astype(jnp.float32))
+
+    with jax.sharding.use_abstract_mesh(abstract_gpus(one=1)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"custom_call @{target}") == (2 if "cudnn" in target else 3)
 
 
 def calls_of(kernel, case, remat):

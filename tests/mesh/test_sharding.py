@@ -109,7 +109,8 @@ def test_presets_place_leaves_as_written_by_hand(rules, rest, optimizer, use, sh
 @pytest.mark.parametrize(("rules", "rest"), [(row[0], row[1]) for row in PRESETS])
 def test_local_size_is_what_a_device_holds(rules, rest):
     placed, _ = place(shapes(), AXES, rules, sizes=SIZES)
-    mesh = jax.sharding.AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"))
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.sharding.AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"), auto)
     for path, (shape, _) in LEAVES.items():
         local = jax.sharding.NamedSharding(mesh, rest[path]).shard_shape(shape)
         assert placed[path].local_size(SIZES) == reduce(int.__mul__, local, 1), path

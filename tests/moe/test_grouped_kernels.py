@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_gpu import TRITON_IS_DEPRECATED, abstract_gpus
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
@@ -110,9 +111,11 @@ def test_in_bf16_sums_are_fp32(kernel: GroupedMatmul) -> None:
     assert float(dw[1, 0, 0]) >= 512
 
 
-def sharded_layer(kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32) -> tuple[Any, Any]:
-    """A layer in a shard_map over the tokens of two devices: what gives its output and gradients,
-    and its inputs."""
+def sharded_layer(
+    kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32, mesh: Any = None
+) -> tuple[Any, Any]:
+    """A layer in a shard_map over the tokens of two devices, of CPUs here or of `mesh`: what gives
+    its output and gradients, and its inputs."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -127,7 +130,7 @@ def sharded_layer(kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32) -> 
 
     run = jax.shard_map(
         local,
-        mesh=make_mesh(mesh_from_axes(data=2)),
+        mesh=mesh or make_mesh(mesh_from_axes(data=2)),
         in_specs=(P("data"), P(), P()),
         out_specs=P("data"),
         check_vma=check_vma,
@@ -149,15 +152,17 @@ def test_a_layer_is_the_same_in_a_shard_map(kernel: GroupedMatmul) -> None:
     assert_near(jax.tree.leaves(both(*inputs)), wanted, 1e-5)
 
 
+@TRITON_IS_DEPRECATED
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_triton_is_traced_and_lowered_whether_types_are_checked_or_not(check_vma: bool) -> None:
-    """Two products, their gradients by rows and by weights. JAX 0.11 lowers where a GPU is."""
-    both, inputs = sharded_layer(TritonBlocks(), check_vma=check_vma, dtype=jnp.bfloat16)
+    """Two products, their gradients by rows and by weights."""
+    both, inputs = sharded_layer(
+        TritonBlocks(), check_vma=check_vma, dtype=jnp.bfloat16, mesh=abstract_gpus(data=2)
+    )
     traced = both.trace(*inputs)
     assert str(traced.jaxpr).count("pallas_call[") == 6
-    if jax.__version_info__ < (0, 11):
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 6
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 6
 
 
 def test_tiles_of_a_product_are_each_made_once_by_neighbours() -> None:

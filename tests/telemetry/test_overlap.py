@@ -221,8 +221,8 @@ no_cache = pytest.mark.filterwarnings("ignore:Error reading persistent compilati
 
 
 def for_tpu(monkeypatch, mesh_file: str, topology: str, axis: str, function, *shapes, out: P):
-    """`function` lowered for a slice of four such chips on one mesh axis, its arrays bf16; and the
-    options of the mesh file."""
+    """`function` compiled for a slice of four such chips on one mesh axis, its arrays bf16: the
+    program's text."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     spec = replace(load_mesh(mesh_file), devices=4, topology=topology, axes=((axis, 4),))
@@ -232,7 +232,8 @@ def for_tpu(monkeypatch, mesh_file: str, topology: str, axis: str, function, *sh
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, split))
         for shape, split in shapes
     ]
-    return jax.jit(run).lower(*arrays), dict(spec.compiler_options)
+    options = dict(spec.compiler_options) or None
+    return jax.jit(run).lower(*arrays).compile(compiler_options=options).as_text()
 
 
 T, F = "tensor", "fsdp"
@@ -247,8 +248,7 @@ def test_every_hop_of_a_collective_matmul_hides_behind_a_product(monkeypatch, ri
     def product(x, w):
         return gather_matmul(x, (w,), (T,), ring)[0]
 
-    lowered, _ = for_tpu(monkeypatch, *V5E, T, product, X, W, out=P(None, T))
-    text = lowered.compile().as_text()
+    text = for_tpu(monkeypatch, *V5E, T, product, X, W, out=P(None, T))
     found = tally(overlaps(text))
     assert set(found) == {"collective-permute"}
     hops = found["collective-permute"]
@@ -267,8 +267,7 @@ def test_every_hop_of_weight_gradients_hides_behind_products(monkeypatch) -> Non
         return tuple(each.gradient(x, dy).tile for each in tiles)
 
     x, dy = ((4096, 1024), P(F)), ((4096, 2048), P(F))
-    lowered, options = for_tpu(monkeypatch, *V5P, F, gradients, x, dy, out=(P(F), P(None, F)))
-    text = lowered.compile(compiler_options=options).as_text()
+    text = for_tpu(monkeypatch, *V5P, F, gradients, x, dy, out=(P(F), P(None, F)))
     found = tally(overlaps(text))
     assert set(found) == {"collective-permute"}
     hops = found["collective-permute"]
@@ -283,41 +282,5 @@ def test_the_plain_form_waits_for_its_gather(monkeypatch) -> None:
     def plain(x, w):
         return lax.all_gather(x, T, axis=0, tiled=True) @ w
 
-    lowered, _ = for_tpu(monkeypatch, *V5E, T, plain, X, W, out=P(None, T))
-    found = tally(overlaps(lowered.compile().as_text()))
+    found = tally(overlaps(for_tpu(monkeypatch, *V5E, T, plain, X, W, out=P(None, T))))
     assert found["all-gather"].count == 1 and found["all-gather"].hidden == 0
-
-
-def prefetching(x, w):
-    """Eight layers; the weight of the next is gathered while this one is multiplied."""
-
-    def gathered(layer):
-        return lax.all_gather(lax.dynamic_index_in_dim(w, layer, 0, False), F, axis=0, tiled=True)
-
-    def turn(carry, layer):
-        x, whole = carry
-        following = gathered(layer + 1)
-        return (jnp.tanh(x @ whole), following), None
-
-    (x, last), _ = lax.scan(turn, (x, gathered(0)), jnp.arange(7))
-    return x @ last
-
-
-@tpu
-@no_cache
-def test_the_options_of_v5p_make_prefetched_gathers_asynchronous(monkeypatch) -> None:
-    """Both together; each alone, as without them, leaves every gather synchronous."""
-    weights = (8, 1024, 1024), P(None, F)
-    lowered, options = for_tpu(
-        monkeypatch, *V5P, F, prefetching, ((4096, 1024), P(F)), weights, out=P(F)
-    )
-
-    def hidden(chosen: dict) -> int:
-        gathers = tally(overlaps(lowered.compile(compiler_options=chosen or None).as_text()))
-        assert gathers["all-gather"].count == 8
-        assert gathers["all-gather"].hidden == gathers["all-gather"].asynchronous
-        return gathers["all-gather"].hidden
-
-    assert len(options) == 2
-    assert [hidden({name: value}) for name, value in options.items()] == [0, 0]
-    assert (hidden({}), hidden(options)) == (0, 7), "the first has no layer before it"
