@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from house import bare_any
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import TypeCheckError
-from typecheck import PACKAGES, unchecked
+from jaxtyping import Array, Float, TypeCheckError
+from typecheck import PACKAGES, checked, unchecked
 
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
@@ -79,6 +80,36 @@ def test_a_function_can_be_had_without_and_looks_the_same_with_it():
     assert inspect.isfunction(rotate) and inspect.getdoc(rotate).startswith("x turned by")
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rat'"):
         AdamW(learning_rat=1e-3)
+
+
+def scaling(by: int):
+    """A function within a function, as the import hook decorates it."""
+
+    @jaxtyping.jaxtyped(typechecker=checked)
+    def scaled(
+        x: Float[Array, "rows columns"], again: bool = False
+    ) -> Float[Array, "columns rows"]:
+        if again:
+            return scaling(by + 1)(x)
+        return x.T * by if by else x
+
+    return scaled
+
+
+def test_functions_within_functions_are_each_checked_and_called():
+    twice, thrice, wrong = scaling(2), scaling(3), scaling(0)
+    x = jnp.ones((2, 3))
+    for _ in range(2):
+        assert (float(twice(x).sum()), float(thrice(x).sum())) == (12.0, 18.0)
+        assert float(twice(x, again=True).sum()) == 18.0
+        with pytest.raises(TypeCheckError, match=r"return value of .*scaling.<locals>.scaled"):
+            wrong(x)
+        with pytest.raises(TypeCheckError, match="parameters of"):
+            thrice(x[0])
+    assert unchecked(twice).__closure__ and inspect.signature(twice).parameters.keys() == {
+        "x",
+        "again",
+    }
 
 
 def test_parameters_say_what_they_take():

@@ -83,6 +83,11 @@ def ordered(name: str) -> tuple[list[Layout], int]:
             and layout.sharding == "fsdp"
             and "fsdp" in dict(layout.axes),
         }
+        uses["weight gradients"] = (
+            layout.mode in ("explicit", "explicit, recursive", "explicit, hierarchical sums")
+            and layout.sharding == "fsdp"
+            and "fsdp" in dict(layout.axes)
+        )
         for ends in ("pipeline output", "pipeline input gradients"):
             uses[ends] = layout.pipeline == "1F1B" and layout.precision == "fp32"
         uses["key gradients"] = layout.context == "ring, zig-zag"
