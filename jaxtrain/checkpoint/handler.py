@@ -106,6 +106,8 @@ def open_orbax(directory: Path) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
         cleanup_tmp_directories=True,  # what a killed run left half written
+        # Made behind the step, a directory that cannot be made leaves threads waiting for it.
+        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
     )
     return ocp.CheckpointManager(directory, options=options)
 

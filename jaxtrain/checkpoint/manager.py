@@ -23,6 +23,7 @@ from jaxtrain.checkpoint.storage import (
     failure_of,
     forget_refused,
     json_text,
+    make_and_remove,
     newest,
     refuse_step,
     refuse_to_begin_again,
@@ -215,6 +216,8 @@ class CheckpointManager:
         refuse_other_step(step, metadata, leaf_table.named_leaves(state))
         self._refuse_old(step)
         with self._translated("could not be saved", step):
+            # In Orbax one that cannot make or write the step's directory keeps the others waiting.
+            share_oserror(lambda: make_and_remove(self.directory))
             # Before Orbax is asked: it answers a step it does not want with False, not an error.
             handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})

@@ -257,6 +257,13 @@ def check_writable(
         )
 
 
+def make_and_remove(directory: Path) -> None:
+    """Make a directory in `directory`, and remove it again. Raises OSError where it cannot be made:
+    read-only, no inode left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    os.rmdir(tempfile.mkdtemp(dir=directory, prefix=".writable-"))
+
+
 def json_text(value: object, *, what: str, indent: int | None = None) -> str:
     """`value` as JSON text, or ValueError that names what holds something else."""
     try:

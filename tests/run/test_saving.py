@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import process_group
 import pytest
 from tiny import Asking
 
@@ -247,12 +249,21 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_step_stays(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.parametrize("when", ["before a save", "as it begins"])
 def test_in_a_directory_that_turned_read_only_the_run_goes_on(
-    own: jaxtrain.Experiment, tmp_path: Path, bound: Path, monkeypatch: pytest.MonkeyPatch
+    when: str,
+    own: jaxtrain.Experiment,
+    tmp_path: Path,
+    bound: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each save is over before the next step, so that step 4's is while nothing can be written."""
+    """Each save is over before the next step, so that step 4's is while nothing can be written. No
+    thread waits for a directory that never came: the process could not end."""
+    if when == "as it begins":
+        monkeypatch.setattr("jaxtrain.checkpoint.manager.make_and_remove", lambda directory: None)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     asked: list[int] = []
+    before = set(threading.enumerate())
 
     def watch() -> bool:
         asked.append(1)
@@ -267,6 +278,64 @@ def test_in_a_directory_that_turned_read_only_the_run_goes_on(
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
     assert result.saved == 6 and steps_of(tmp_path) == ["2", "6"]
     assert told.count("NOT SAVED") == 1 and "Read-only" in told
+    for thread in set(threading.enumerate()) - before:
+        if not thread.daemon:
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
+
+
+TWO_SAVE = """
+import subprocess, sys
+from pathlib import Path
+
+index, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+from jaxtrain.checkpoint import CheckpointManager, SavePolicy
+from jaxtrain.cluster.agreement import all_gather_text
+
+mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+state = {"w": jax.make_array_from_callback((8, 4), split, lambda at: jax.numpy.ones((4, 4)))}
+manager = CheckpointManager(directory, SavePolicy(every=1))
+for step, how in enumerate(("rw", "ro", "rw"), 1):
+    if index == 0:
+        options = f"remount,bind,{how}"
+        subprocess.run(["mount", "-o", options, str(directory)], check=True)
+    all_gather_text("mounted")
+    try:
+        manager.save(step, state, {"step": step})
+        manager.wait()
+        print("saved", step, flush=True)
+    except ValueError as error:
+        print("NOT SAVED", error, flush=True)
+manager.close()
+"""
+
+
+def test_two_processes_tell_of_a_read_only_directory_and_save_when_it_is_not(
+    bound: Path, tmp_path: Path
+) -> None:
+    """One of them makes the directory of a step, and both would wait for it."""
+    (tmp_path / "two_save.py").write_text(TWO_SAVE)
+    started = process_group.start(
+        tmp_path, 2, lambda index, port: ("two_save.py", index, port, bound)
+    )
+    try:
+        told = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    for process, text in zip(started, told, strict=True):
+        assert process.returncode == 0, text
+        first, second, third = [line for line in text.splitlines() if "SAVED" in line.upper()]
+        assert (first, third) == ("saved 1", "saved 3"), text
+        assert "process 0: " in second and "process 1: " in second and "Read-only" in second
+        assert "step 1 is committed there" in second
+    assert [step for step in steps_of(tmp_path) if step.isdecimal()] == ["1", "3"]
 
 
 def test_the_best_save_is_kept(own: jaxtrain.Experiment, tmp_path: Path) -> None:
