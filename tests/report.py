@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 import pytest
 
 REPORT = "JAXTRAIN_TEST_REPORT"
 """The environment variable that names the file to write."""
 WORKER_BYTES = 2.5e9
 """What a process that runs tests may take: more fails the run."""
+DROP_BYTES = 1.5e9
+"""Above it compiled programs are dropped behind each test, and not behind each module alone."""
 
 
 def peak_bytes() -> int:
@@ -31,33 +34,41 @@ class Report:
     """A pytest plugin. It drops compiled programs behind each module, whose tests share them."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config, self._peaks = config, list[int]()
+        self._config = config
+        self._peak = (0, "")
+        """Of this process: bytes, and the test that was the first to take as many."""
+        self._largest = (0, "")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: Any) -> Iterator[None]:
         yield
-        if nextitem is None or nextitem.path != item.path:
+        if peak_bytes() > self._peak[0]:
+            self._peak = (peak_bytes(), item.nodeid)
+        last_of_module = nextitem is None or nextitem.path != item.path
+        if last_of_module or psutil.Process().memory_info().rss > DROP_BYTES:
             jax.clear_caches()
             gc.collect()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        self._peaks.append(getattr(node, "workeroutput", {}).get("peak_bytes", 0))
+        told = getattr(node, "workeroutput", {}).get("peak", (0, ""))
+        self._largest = max(self._largest, tuple(told))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output["peak_bytes"] = peak_bytes()
+            output["peak"] = self._peak
             return
-        self._peaks = self._peaks or [peak_bytes()]
-        if max(self._peaks) > WORKER_BYTES:
+        self._largest = max(self._largest, self._peak)
+        if self._largest[0] > WORKER_BYTES:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        largest = max(self._peaks, default=0)
-        excess = f", above the {WORKER_BYTES / 1e9} GB it may take" * (largest > WORKER_BYTES)
-        terminalreporter.line(f"largest process of tests: {largest / 1e9:.2f} GB{excess}")
+        largest, test = self._largest
+        excess = f"; it may take {WORKER_BYTES / 1e9} GB" * (largest > WORKER_BYTES)
+        where = f", in {test}" if test else ""
+        terminalreporter.line(f"largest process of tests: {largest / 1e9:.2f} GB{where}{excess}")
         if os.environ.get(REPORT):
             report = {"largest_bytes": largest, **_outcomes(terminalreporter.stats)}
             Path(os.environ[REPORT]).write_text(json.dumps(report), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 import report
-report.WORKER_BYTES = {limit}
+report.WORKER_BYTES, report.DROP_BYTES = {limit}, {drop}
 
 def pytest_configure(config):
     config.pluginmanager.register(report.Report(config))
@@ -48,9 +49,12 @@ def test_fails():
 }
 
 
-def run_tests(folder: Path, limit: float, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+def run_tests(
+    folder: Path, limit: float, *arguments: str, drop: float = 1e12
+) -> tuple[int, str, dict[str, Any]]:
     """Exit status, output and report of pytest with one worker on MODULES."""
-    for name, text in {**MODULES, "conftest.py": CONFTEST.format(limit=limit)}.items():
+    conftest = CONFTEST.format(limit=limit, drop=drop)
+    for name, text in {**MODULES, "conftest.py": conftest}.items():
         (folder / name).write_text(text)
     report = folder / "report.json"
     done = subprocess.run(
@@ -76,7 +80,12 @@ def test_a_worker_that_takes_too_much_fails_the_run(tmp_path: Path) -> None:
     assert run_tests(tmp_path, 1e12, *passing)[0] == 0
     status, output, _ = run_tests(tmp_path, 1e6, *passing)
     assert status == 1
-    assert "GB, above the 0.001 GB it may take" in output
+    assert re.search(r"largest process .* GB, in test_first.py::\S+; it may take 0.001 GB", output)
+
+
+def test_a_process_that_has_grown_drops_its_programs_behind_each_test(tmp_path: Path) -> None:
+    _, output, report = run_tests(tmp_path, 1e12, drop=0)
+    assert "test_first.py::test_shares" in report["failed"], output
 
 
 def summary(folder: Path, known: str, reports: dict[str, Any]) -> subprocess.CompletedProcess[str]:
