@@ -47,8 +47,8 @@ def run(
     *,
     modules: Path | None = None,
     seconds: float = 240,
-) -> None:
-    """As `start`, until all have ended well."""
+) -> list[str]:
+    """As `start`, until all have ended well; what each has said."""
     started = start(folder, processes, arguments, modules=modules)
     try:
         said = [process.communicate(timeout=seconds)[0] for process in started]
@@ -57,3 +57,4 @@ def run(
             process.kill()
             process.communicate()
     assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    return said

@@ -320,17 +320,10 @@ def test_two_processes_tell_of_a_read_only_directory_and_save_when_it_is_not(
 ) -> None:
     """One of them makes the directory of a step, and both would wait for it."""
     (tmp_path / "two_save.py").write_text(TWO_SAVE)
-    started = process_group.start(
-        tmp_path, 2, lambda index, port: ("two_save.py", index, port, bound)
+    told = process_group.run(
+        tmp_path, 2, lambda index, port: ("two_save.py", index, port, bound), seconds=120
     )
-    try:
-        told = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-    for process, text in zip(started, told, strict=True):
-        assert process.returncode == 0, text
+    for text in told:
         first, second, third = [line for line in text.splitlines() if "SAVED" in line.upper()]
         assert (first, third) == ("saved 1", "saved 3"), text
         assert "process 0: " in second and "process 1: " in second and "Read-only" in second
