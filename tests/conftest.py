@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import selection
 import typecheck
 from report import Report
 
@@ -36,6 +38,8 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 flags = os.environ.get("XLA_FLAGS", "")
 if jax.__version_info__ < (0, 11) and "fusion_emitters" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+# Tracing makes many small objects that live on: to look through them seldom is 4% of the time.
+gc.set_threshold(50_000, 20, 100)
 # Programs are kept between runs, by each of pytest's processes for itself, since one may read what
 # another has half written.
 process = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -46,8 +50,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Report(config))
+    config.pluginmanager.register(selection.Selection(config))
 
 
 @pytest.fixture(autouse=True)

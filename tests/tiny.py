@@ -151,7 +151,7 @@ def one_device_runs() -> dict[Any, Any]:
 @pytest.fixture
 def fresh_programs() -> Iterator[None]:
     """Compile, whatever the cache of programs holds. On a mesh of several axes an evaluation in a
-    pipeline hangs when XLA:CPU has loaded it from there (jaxlib 0.10.2), not as it was compiled:
+    pipeline hangs when XLA:CPU has loaded it from there (jaxlib 0.10 to 0.12), not as compiled:
     devices enter collectives that do not wait for each other in different orders."""
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()

@@ -26,6 +26,7 @@ RESUMABLE = (
     "experiment.execution.attention",
     "experiment.execution.grouped_matmul",
     "experiment.execution.collectives",
+    "experiment.execution.context",
     "experiment.execution.check_vma",
     "experiment.execution.reduce_layers",
     "experiment.execution.pipeline",

@@ -287,7 +287,7 @@ def test_both_train_and_are_compared(tiny: Path, monkeypatch) -> None:
     assert len(report.table().splitlines()) == 5  # head, two loops, two modes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_command_line_prints_the_keys_alone(tiny: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)

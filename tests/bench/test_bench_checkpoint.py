@@ -12,7 +12,7 @@ from jaxtrain import cli
 from jaxtrain.bench import checkpoint as bench
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_ways_are_measured_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,7 +352,7 @@ def test_the_report_says_where_we_are_faster() -> None:
 # The whole of it
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rings_are_measured_in_one_process_and_across_two() -> None:
     names, asked = ("reduce_scatter", "gather_matmul"), ("ring_1", "ring_2_looped")
     report = bench_collectives(

@@ -22,7 +22,7 @@ from jaxtrain.bench.gpu.model import Need, largest_batch
 from jaxtrain.bench.gpu.results import LINES, TABLES, PartResult, over_torch, read_results, tables
 from jaxtrain.bench.gpu.runner import bench_gpu, chosen
 from jaxtrain.bench.gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Sizes, Skipped
-from jaxtrain.bench.gpu.timing import timed
+from jaxtrain.bench.gpu.timing import Timed, summary, timed
 from jaxtrain.bench.gpu.worker import environment
 from jaxtrain.step.batches import fields_of, token_fields
 
@@ -197,6 +197,10 @@ def test_a_call_is_timed_as_often_as_fills_a_round() -> None:
     assert len(calls) == 2 + 3
 
 
+def test_a_spread_is_between_the_slowest_and_the_quickest_round() -> None:
+    assert summary([2.0, 1.0, 4.0]) == Timed(2.0, (4.0 - 1.0) / 2.0)
+
+
 def test_a_state_is_saved_where_there_is_room(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     saving.measure(told.setting, "")
     assert told.rows["later save"]["next_step_s"] > 0
@@ -206,6 +210,7 @@ def test_a_state_is_saved_where_there_is_room(told: Told, monkeypatch: pytest.Mo
         saving.measure(told.setting, "")
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_timed_at_the_largest_batch_that_fits(told: Told) -> None:
     with pytest.raises(Skipped, match="llama3_1b/batch finds, which found nothing"):
         model.step(told.setting, "largest")
@@ -398,20 +403,37 @@ def test_the_command_measures_in_a_process(
     assert "JAX sees no accelerator here; --dry-run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_every_part_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ONE_OF_EACH = (
+    "calibration",
+    "attention/blockwise",
+    "llama3_1b/torch/4",
+    "sweep/chunk/2048",
+    "save",
+)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(ONE_OF_EACH, marks=pytest.mark.exhaustive, id="one of each"),
+        pytest.param(parts.PARTS, marks=pytest.mark.exhaustive, id="all"),
+    ],
+)
+def test_parts_go_through(
+    asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    found = bench_gpu(tmp_path, dry_run=True).results
-    here = [part for part in parts.PARTS if not parts.of_torch(part)]
+    found = bench_gpu(tmp_path, parts=asked, dry_run=True).results
+    here = {part for part in asked if not parts.of_torch(part)}
     elsewhere = {part for part in here if found[part].state == "skipped"}
-    assert all(found[part].state != "failed" for part in parts.PARTS), tables(found.values())
+    assert all(found[part].state != "failed" for part in asked), tables(found.values())
     options = {
         f"sweep/flag/{name}" for name, given in parts.FLAGS.items() if "xla_gpu" in str(given)
     }
-    assert elsewhere == {"attention/cudnn"} | options
-    assert all(found[part].rows for part in set(here) - elsewhere)
+    assert elsewhere == {"attention/cudnn", *options} & here
+    assert all(found[part].rows for part in here - elsewhere)
     with_torch = peer.importlib.util.find_spec("torch") is not None
-    for part in set(parts.PARTS) - set(here):
+    for part in set(asked) - here:
         assert (found[part].state == "done") == with_torch, found[part].why
 
 

@@ -158,7 +158,7 @@ def small(decoder: Experiment) -> Experiment:
     return replace(decoder, model=replace(decoder.model, layers=2, tied=False), batch=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
     optimising_compiler: None, small: Experiment
 ) -> None:
@@ -196,7 +196,7 @@ def test_programs_of_costs_do_all_of_a_steps_work_and_no_more(
         assert dot_flops(step) == cost(assembly.on_stages.schedule, costs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_without_ticks_makes_its_buffers_and_updates(
     optimising_compiler: None, small: Experiment
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_step_without_ticks_makes_its_buffers_and_updates(
         assert {float(metrics[k]) for k in ("loss", "weight", "grad_norm", "skipped")} == {0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_and_costs_are_measured(small: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PIPELINES", (ONE, SPLIT))
     lines: list[str] = []

@@ -61,7 +61,7 @@ def in_parts(every: list[Layout], parts: int) -> list[list[Layout]]:
 
 QUICK = layouts(8, "quick")[0]
 CHOSEN = chosen(QUICK, 2)
-PARTS = 20
+PARTS = 40
 STATE = 1e-4
 
 
@@ -81,6 +81,7 @@ def test_layouts_equal_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(30)
 def test_quick_passes(part: int, monkeypatch: pytest.MonkeyPatch, remembered: None) -> None:
     passes(in_parts(QUICK, PARTS)[part], monkeypatch)
 
@@ -398,13 +399,25 @@ def test_no_devices_are_refused(devices: int) -> None:
         next(certify.certify(EXPERIMENT, devices=devices))
 
 
-@pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+@pytest.mark.parametrize(
+    "devices", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 6))]
+)
 def test_every_layout_of_any_count_of_devices_is_accepted(devices: int) -> None:
     small = shrink(load_experiment(EXPERIMENT), devices=devices)
     every, count = layouts(devices, "all")
     assert len(every) == count
     for layout in dict.fromkeys([*every, *(layout.reference() for layout in every)]):
         assemble(experiment_on(small, layout), mesh_from_axes(**dict(layout.axes)))
+
+
+def test_rows_are_cut_by_every_layout_of_any_count_of_devices() -> None:
+    """2 microbatches over all devices, and 4 over those of each of several stages."""
+    experiment = load_experiment(EXPERIMENT)
+    for devices in range(1, 25):
+        batch = shrink(experiment, devices=devices).batch
+        assert batch % (2 * devices) == 0
+        for stages in (s for s in range(2, devices + 1) if devices % s == 0):
+            assert batch % (4 * devices // stages) == 0, (devices, stages)
 
 
 def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment) -> None:

@@ -52,8 +52,7 @@ def experiment() -> jaxtrain.Experiment:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[:3]),
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS[3:]),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS),
     ],
     ids=str,
 )

@@ -79,10 +79,7 @@ def experiment(*, ends: bool = False) -> jaxtrain.Experiment:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[:3]),
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS[3:]),
-    ],
+    [pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS],
     ids=str,
 )
 def test_layouts_equal_one_device(
@@ -101,6 +98,7 @@ def test_layouts_equal_one_device(
     ],
     ids=lambda each: str(each) if isinstance(each, Layout) else type(each.router).__name__,
 )
+@pytest.mark.sampled(3)
 def test_experts_apart_equal_one_device(
     mixture: jaxtrain.MoeConfig, layout: Layout, monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:
@@ -113,7 +111,7 @@ def test_experts_apart_equal_one_device(
     assert difference.passed, str(difference)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_beside_a_pipeline_are_split_over_stages_too(
     monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:

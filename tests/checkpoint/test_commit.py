@@ -235,6 +235,7 @@ for step in range(1, 10_000):
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))]
 )
+@pytest.mark.sampled(3)
 def test_a_killed_save_leaves_a_whole_step(make, seed):
     """Killed at any moment of a save, or between two: the newest step is whole."""
     manager = make(keep=5)

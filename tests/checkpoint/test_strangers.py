@@ -69,6 +69,18 @@ def test_no_file_is_written_through_a_link(name: str, keys: Path, tmp_path: Path
         READERS[name](run)
 
 
+def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
+    told = f"run directory .* is in use by process {os.getpid()}; wait for it, stop it, or"
+    with sole_run(tmp_path):
+        with pytest.raises(ValueError, match=told), sole_run(tmp_path):
+            pass
+        with pytest.raises(ValueError, match=told):
+            refuse_held(tmp_path)
+    refuse_held(tmp_path)
+    with sole_run(tmp_path):
+        pass
+
+
 def test_a_config_that_is_a_link_or_a_pipe_or_deep_is_refused(keys: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -163,7 +163,7 @@ EVERY = [(by, n, vma) for by in ALGORITHMS for n in SIZES for vma in (True, Fals
     ("by", "n", "check_vma", "cases"),
     table(
         [(Recursive(), 3, True, SHORT)],
-        [(Ring(2), 4, False, SHORT)],
+        [],
         [(*each, cases) for each in EVERY for cases in (SHORT, FULL)],
     ),
     ids=spelt,
@@ -225,6 +225,7 @@ def test_sums_are_rounded_once_a_device(by, n, check_vma, cases):
     ),
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_over_some_axes_of_a_mesh(by, axes):
     mesh = mesh_of((2, 3), ("data", "tensor"))
     cases = tuple(Case(name, "float32", *dims[0]) for name, dims in DIMS.items())

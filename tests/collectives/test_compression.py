@@ -65,6 +65,7 @@ def test_payload_bytes_of_long_rows_beside_fp32(codec, most):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 50, 513])
 @pytest.mark.parametrize("codec", SCALED, ids=str)
+@pytest.mark.sampled(3)
 def test_errors_of_scaled_codecs_are_bounded_by_their_blocks(codec, size):
     # Made in fp64: XLA:CPU takes denormals for zero, and fp32's range must hold the sums.
     magnitudes = np.array([1e-42, 1e-30, 1, 1e30, 1e37])[:, None]
@@ -91,6 +92,7 @@ def test_zeros_stay_zeros(codec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.sampled(3)
 def test_no_codec_leaves_more_than_there_was(codec):
     """|x - C(x)| <= |x|: what error feedback rests on (Karimireddy et al. 2019, assumption A)."""
     x = normal(4, 1001) ** 3
@@ -189,6 +191,7 @@ def test_streams_are_other_noise_and_keys_other_places():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.sampled(3)
 def test_a_number_that_is_not_finite_is_seen_in_its_row_alone(codec):
     bad = np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)
     x = np.array(normal(24, 301))

@@ -141,6 +141,7 @@ def compiled(names, n, by):
     "n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES if n != 3)]
 )
 @pytest.mark.parametrize("algorithm", KERNELS)
+@pytest.mark.sampled(5)
 def test_steps_are_the_compiled_permutes(algorithm, n):
     said, found = Counter(), Counter()
     for name in COLLECTIVES:

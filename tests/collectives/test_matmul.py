@@ -68,6 +68,7 @@ TABLE += [
 
 
 @pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)
+@pytest.mark.sampled(5)
 def test_gather_matmul(ring, n, check_vma, dtype, make):
     """Two weights share one gather. x [tokens, K] split by tokens, weights by columns."""
     tokens = 2 * n
@@ -94,6 +95,7 @@ def test_gather_matmul(ring, n, check_vma, dtype, make):
 
 
 @pytest.mark.parametrize(("ring", "n", "check_vma", "dtype", "make"), TABLE, ids=str)
+@pytest.mark.sampled(5)
 def test_matmul_scatter(ring, n, check_vma, dtype, make):
     """x [tokens, K n] split by columns, the weight by rows; the result by tokens. Beside it another
     pair, of one column a device."""

@@ -231,6 +231,10 @@ def test_what_a_method_needs_is_told_with_its_remedy():
         "or use RingAttention(), which splits no heads"
     ]
     assert "use group=2 or 4" in TwoLevel(3).violations(4, seq=16, heads=3, kv_heads=3)[0]
+    # Its 4 chunks are cut over 8 devices, though 12 tokens are 4 chunks of 3.
+    (told,) = TwoLevel(4).violations(8, seq=12, heads=4, kv_heads=4)
+    assert "seq=12 is not cut into 4 chunks" in told and "use seq=8 or 16" in told
+    assert TwoLevel(4).violations(8, seq=16, heads=4, kv_heads=4) == []
     with pytest.raises(ValueError, match="group=1"):
         TwoLevel(1)
 

@@ -27,7 +27,7 @@ from jaxtrain.weights.generate import generate_ids
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 LAYOUTS = [
-    Layout((("context", 2),)),
+    pytest.param(Layout((("context", 2),)), marks=pytest.mark.exhaustive),
     Layout(
         (("fsdp", 2), ("context", 2), ("tensor", 2)),
         loop="scanned, prefetch, remat full",

@@ -13,7 +13,7 @@ from jaxtrain import cli
 from jaxtrain.drill import drill as drilling
 from jaxtrain.drill.apart import apart
 from jaxtrain.drill.drill import APART, FIRST, SAVES, Drill, drilled, kinds
-from jaxtrain.drill.happened import Happened
+from jaxtrain.drill.happened import Happened, resumed_s
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES
@@ -35,6 +35,11 @@ def test_every_kind_of_fault_is_drilled() -> None:
         assert max(fault.process for fault in faults) == processes - 1
         assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
         assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
+
+
+def test_a_run_is_resumed_when_a_start_has_done_all_that_comes_before_its_first_step() -> None:
+    phases = {"start": 1.0, "join": 2.0, "open": 4.0, "compile": 8.0, "restore": 16.0, "step": 99.0}
+    assert resumed_s(90.0, Entry(100.0, 300.0, phases)) == 10.0 + 31.0
 
 
 def test_what_a_spike_costs_is_what_the_rule_says() -> None:

@@ -27,6 +27,7 @@ from jaxtrain.checkpoint.run_config import write_config
 from jaxtrain.experiment import completed, config_of
 from jaxtrain.experiment.reading import Reader
 from jaxtrain.experiment.stored import (
+    RESUMABLE,
     ForeignField,
     refuse_unreadable,
     stored_field,
@@ -534,3 +535,15 @@ def test_resume_calls_no_factory_of_a_class_the_experiment_has_not() -> None:
     assert completed(config, EXPERIMENT)["experiment"] == there and not Grown.calls
     # Of the experiment at hand the classes are the user's own.
     assert completed(config, replace(EXPERIMENT, data=grown))["experiment"]["data"]["newer"] == 2
+
+
+def test_a_resumed_run_may_change_what_leaves_its_numbers_as_they_are() -> None:
+    """Of an experiment and its execution all but these: they decide what is learned."""
+    learned = {
+        *("model", "data", "optimizer", "steps", "batch", "seed", "precision", "clip_norm"),
+        *("ema_decay", "fine_tuning"),
+        *("execution.reducer", "execution.small_leaf"),
+    }
+    every = {f.name for f in dataclasses.fields(jaxtrain.Experiment)} - {"execution"}
+    every |= {f"execution.{f.name}" for f in dataclasses.fields(jaxtrain.Execution)}
+    assert every - {name.removeprefix("experiment.") for name in RESUMABLE} == learned

@@ -101,6 +101,7 @@ def undisturbed(folder: Path) -> dict[int, float]:
     return losses(folder, "undisturbed")
 
 
+SILENCE = ("--deadline-silence=6", "--deadline-step=7")
 FAULTS = {
     "kill@10:1": ("killed", "step", 1),
     "hang@18.load:1": ("hangs", "load", 1),
@@ -109,25 +110,43 @@ FAULTS = {
     "corrupt@34:0": ("killed", "step", 0),
 }
 """Fault -> the kind of failure, the phase and the process that are to be named."""
+RESUMED = dict(zip(FAULTS, ({8}, {16}, {16, 24}, {24}, {24}), strict=True))
+"""From which save. One that was stopped is let go on for a moment, for its stacks: it may end a
+save. The one that was corrupted is passed over."""
 
 
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.slow
+@pytest.mark.sampled(5)
+def test_the_run_is_the_same_to_the_bit_after_a_failure(
+    fault: str, folder: Path, undisturbed
+) -> None:
+    code, said = launched(folder, fault, f"--fault={fault}", *SILENCE)
+    assert code == 0, said
+    (found,) = failures(folder, fault)
+    assert (found["kind"], found["phase"], found["process"]) == FAULTS[fault]
+    assert found["step"] == int(re.findall(r"\d+", fault)[0])
+    (resumed,) = map(int, re.findall(r"resuming at step (\d+)", said))
+    assert resumed in RESUMED[fault]
+    assert losses(folder, fault) == undisturbed
+
+
+@pytest.mark.exhaustive
 def test_the_run_is_the_same_to_the_bit_whatever_fails(folder: Path, undisturbed) -> None:
     flags = [f"--fault={fault}" for fault in FAULTS]
-    code, said = launched(folder, "disturbed", *flags, "--deadline-silence=6", "--deadline-step=7")
+    code, said = launched(folder, "disturbed", *flags, *SILENCE)
     assert code == 0, said
     found = failures(folder, "disturbed")
     assert [(each["kind"], each["phase"], each["process"]) for each in found] == [*FAULTS.values()]
     for fault, each in zip(FAULTS, found, strict=True):
         assert each["step"] == int(re.findall(r"\d+", fault)[0]), fault
     resumed = [int(step) for step in re.findall(r"resuming at step (\d+)", said)]
-    # One that was stopped is let go on for a moment, for its stacks: it may end a save.
     assert resumed[2] in (16, 24) and resumed[3] in (24, 32)
     assert resumed[:2] + resumed[4:] == [8, 16, 24], "since the last whole save at most"
     assert losses(folder, "disturbed") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undisturbed) -> None:
     code, said = launched(folder, "stopped", "--fault=terminate@20:1")
     assert code == PREEMPTED, said
@@ -139,7 +158,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, undist
     assert losses(folder, "stopped") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_spike_is_skipped_by_all_whoever_is_killed_meanwhile(folder: Path) -> None:
     """Before it is seen, and after the run has gone back and saved."""
     policy = "LossSpikes(above=20.0, least=0.2, window=8, patience=2, back=2, skip_more=1)"
@@ -155,7 +174,7 @@ def test_a_spike_is_skipped_by_all_whoever_is_killed_meanwhile(folder: Path) -> 
     assert len(failures(folder, "spike")) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_crash_that_comes_again_stops_after_two_tries(folder: Path) -> None:
     code, said = launched(folder, "crashes", "--fault=crash@12:1")
     assert code == 70, said
@@ -163,7 +182,7 @@ def test_a_crash_that_comes_again_stops_after_two_tries(folder: Path) -> None:
     assert [each["step"] for each in failures(folder, "crashes")] == [12, 12]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_slow_process_is_named_within_20_steps(folder: Path, undisturbed) -> None:
     code, said = launched(folder, "slow", "--fault=slow@12:1")
     assert code == 0, said

@@ -96,12 +96,15 @@ def test_links_lead_within_a_folder_or_to_a_cache_that_folders_are_made_of(tmp_p
         path.mkdir(parents=True)
     (cache / "blobs" / "4be1").write_text("weights")
     (tmp_path / "outside").write_text("outside")
+    (cache / "snapshots" / "0f3a-other").mkdir()
+    (cache / "snapshots" / "0f3a-other" / "file").write_text("its name begins alike")
     links = {
         "model.safetensors": "../../blobs/4be1",
         "again": "model.safetensors",
         "own": "file",
         "out": "../../../../outside",
         "absolute": str(tmp_path / "outside"),
+        "beside": "../0f3a-other/file",
         "nowhere": "../nothing",
         "round": "round",
     }
@@ -110,7 +113,7 @@ def test_links_lead_within_a_folder_or_to_a_cache_that_folders_are_made_of(tmp_p
     (folder / "file").write_text("own")
     for name, text in {"model.safetensors": "weights", "again": "weights", "own": "own"}.items():
         assert file_of(folder, name).read_text() == text
-    for name in ("out", "absolute", "nowhere"):
+    for name in ("out", "absolute", "beside", "nowhere"):
         with pytest.raises(ValueError, match=f"{name} is a symbolic link out of its folder, to"):
             file_of(folder, name)
     with pytest.raises(ValueError, match="round"):

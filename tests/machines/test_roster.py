@@ -91,6 +91,8 @@ def test_a_lost_one_is_waited_for_a_moment_where_the_run_can_go_on_without() -> 
     assert 0.15 < time.monotonic() - began < 25
     assert "on 2 machines, of 4 wanted and 3 here: two" in told[-1]
     assert not roster.could_grow(), "three are as good as two"
+    time.sleep(0.25)
+    assert not roster.could_grow(), "however long they are there"
     machines.names = "abdc"
     assert not roster.could_grow(), "not at once"
     time.sleep(0.1)

@@ -81,6 +81,7 @@ def test_merged_is_what_is_used() -> None:
     "remat",
     [r if r == "full" else pytest.param(r, marks=pytest.mark.slow) for r in REMAT],
 )
+@pytest.mark.sampled(3)
 def test_nothing_of_a_matrix_size_is_kept_for_the_backward_pass(remat: str, unroll: bool) -> None:
     """Neither a matrix with its adapter nor A B; but for the parameters themselves."""
     attention = jaxtrain.AttentionConfig(2, kv_heads=1)

@@ -147,6 +147,7 @@ def built():
 
 
 @pytest.mark.parametrize("name", models(*MODELS))
+@pytest.mark.sampled(3)
 def test_loss_and_gradients_equal_the_dense_models(name, built):
     config, (static, params), batch = MODELS[name], built[name], batch_of()
     assert config.violations() == []
@@ -194,6 +195,7 @@ def test_a_packed_row_is_the_sum_of_its_documents(name, built):
 
 
 @pytest.mark.parametrize("name", models(*MODELS, quick=("gpt2", "prefix and suffix")))
+@pytest.mark.sampled(3)
 def test_decoding_with_a_cache_equals_the_full_forward(name, built):
     """Three tokens at once, then one by one."""
     config, (static, params) = MODELS[name], built[name]

@@ -115,7 +115,7 @@ def test_it_computes_its_equations() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["cube", *(pytest.param(k, marks=pytest.mark.slow) for k in ("1F1B", "zero bubble"))],
+    ["cube", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("1F1B", "zero bubble"))],
 )
 def test_a_layout_is_the_same_run_and_sends_what_is_predicted(name: str) -> None:
     layout, small = LAYOUTS[name], shrink(EXPERIMENT, devices=8)
@@ -165,7 +165,7 @@ def test_unlike_blocks_of_a_period_send_what_is_predicted(remat: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "nth", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "nth", [pytest.param(29, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_the_certificate(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every `nth` layout."""
@@ -206,7 +206,7 @@ def test_it_trains_and_is_kept_and_goes_on_elsewhere(tmp_path: Path) -> None:
         assert rest.evaluation[key] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_four_axes_at_once(tmp_path: Path) -> None:
     """On sixteen devices, in a process of their own."""
     script = """

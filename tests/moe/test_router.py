@@ -124,7 +124,7 @@ def test_one_expert_is_the_dense_layer_and_a_shared_one_is_added_to_the_others()
     np.testing.assert_allclose(found - alone, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.0])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.2])
 def test_later_choices_are_dropped_and_their_shares_are_lost(factor: float) -> None:
     capacity = Capacity(factor, routing_group=8)
     x, given = leaves(2)

@@ -125,6 +125,7 @@ def assert_same(found, wanted):
     ),
     ids=name_of,
 )
+@pytest.mark.sampled(3)
 def test_values_and_gradients_equal_a_python_loop(loop, oracle):
     assert_same(value_and_grads(lambda p, x: ours(p, x, loop), 3), oracle[3])
 

@@ -104,6 +104,7 @@ W2,
 
 
 @EACH
+@pytest.mark.sampled(3)
 def test_a_pipeline_is_one_device(kind, stages, microbatches, chunks, depth, save) -> None:
     agrees(Problem(make_schedule(kind, stages, microbatches, chunks), depth), save=save)
 
@@ -280,6 +281,7 @@ def activations(schedule: Schedule, *, save: bool) -> float:
         ),
     ],
 )
+@pytest.mark.sampled(3)
 def test_memory_grows_as_the_tables_say(kind, stages, chunks, save) -> None:
     """With microbatches, that is, for gpipe only: an input for each, or what is saved of its F and
     the head's gradient."""

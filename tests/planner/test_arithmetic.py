@@ -154,6 +154,7 @@ def test_a_compiled_step_has_what_is_asked_for(
 
 
 @pytest.mark.parametrize(("axes", "remat", "given"), ASKED_AT_MOST, ids=str)
+@pytest.mark.sampled(3)
 def test_a_compiled_step_has_no_more_than_is_asked_for(
     axes: dict[str, int], remat: str, given: dict[str, Any]
 ) -> None:

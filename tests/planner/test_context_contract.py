@@ -63,6 +63,7 @@ def assert_predicted(assembly):
     [*LAYOUTS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[2:])],
     ids=str,
 )
+@pytest.mark.sampled(9)
 def test_the_contract_is_kept_and_flops_are_those_asked_for(layout):
     assert_predicted(assembled(layout, small()))
 
@@ -70,5 +71,6 @@ def test_the_contract_is_kept_and_flops_are_those_asked_for(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["ring, zig-zag", "ring, in order", "gathered keys"])
 @pytest.mark.parametrize("window", [2, 6, 13])
+@pytest.mark.sampled(3)
 def test_hops_of_windows_are_predicted(context, window):
     assert_predicted(assembled(Layout(LONG, context=context), small(window=window)))

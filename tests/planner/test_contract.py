@@ -54,6 +54,7 @@ def weighed(layout):
 
 
 @pytest.mark.parametrize("layout", [*SHOWN[:1], *map(weighed, (*SHOWN[1:], *EXPLICIT))], ids=str)
+@pytest.mark.sampled(9)
 def test_the_contract_is_kept(layout):
     assembly = assembled(layout)
     found = held(assembly)
@@ -93,6 +94,7 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["unrolled, remat none", "scanned, prefetch, remat full"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_the_contract_is_kept_for_other_shapes_of_model(name, loop):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     blocks = {k: v for k, v in MODELS[name].items() if k not in ("tied", "learned_positions")}
@@ -126,6 +128,7 @@ def with_blocks(experiment, **counts):
     ],
     ids=lambda each: type(each).__name__,
 )
+@pytest.mark.sampled(3)
 def test_what_an_optimizer_sends_is_predicted(optimizer, layout):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     small = with_blocks(replace(small, optimizer=optimizer), prefix=1, layers=4, suffix=1)
@@ -185,6 +188,7 @@ REDUCERS = [
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.sampled(2)
 def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     axes = WIDE if reducer.codec == jaxtrain.collectives.PowerSGD(40) else CUBE
@@ -320,6 +324,7 @@ def test_the_contract_is_kept_where_a_leaf_rests_split_over_two_dims():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [jaxtrain.collectives.Lax(), jaxtrain.collectives.Ring()], ids=str)
+@pytest.mark.sampled(2)
 def test_fp16_travels_as_it_is(by):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     placed = replace(experiment_on(small, Layout(CUBE)), precision=jaxtrain.optim.fp16)

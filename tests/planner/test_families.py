@@ -112,6 +112,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=str)
+@pytest.mark.sampled(30)
 def test_a_mesh_does_not_change_the_run(name: str, layout: Layout) -> None:
     run, alone = (program(small(name), each)() for each in (layout, layout.reference()))
     found = difference(layout, run, alone)
@@ -139,6 +140,7 @@ CONTRACTS = [
 
 
 @pytest.mark.parametrize(("name", "layout", "tuning"), CONTRACTS, ids=str)
+@pytest.mark.sampled(30)
 def test_a_step_sends_what_is_predicted(name: str, layout: Layout, tuning: Any) -> None:
     e = replace(experiment_on(small(name), layout), fine_tuning=tuning)
     kept = held(assemble(e, jaxtrain.mesh_from_axes(**dict(layout.axes))))

@@ -108,6 +108,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "attention", "given"), CASES)
+@pytest.mark.sampled(30)
 def test_the_contract_is_kept(
     layout: Layout, attention: LatentAttentionConfig, given: dict[str, Any]
 ) -> None:

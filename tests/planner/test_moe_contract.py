@@ -166,6 +166,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "fields"), CASES)
+@pytest.mark.sampled(9)
 def test_the_contract_is_kept(layout: Layout, fields: dict[str, Any]) -> None:
     assembly = assembled(layout, **fields)
     found = held(assembly)

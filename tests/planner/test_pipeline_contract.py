@@ -135,6 +135,7 @@ def check_kept(found):
 
 
 @pytest.mark.parametrize(("axes", "pipeline", "fields"), CASES)
+@pytest.mark.sampled(7)
 def test_the_contract_is_kept_in_a_pipeline(axes, pipeline, fields, small):
     check_kept(held(assembled(small, axes, pipeline, **fields)))
 

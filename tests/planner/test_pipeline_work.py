@@ -98,7 +98,7 @@ CASES = [
         2,
         suffix=1,
     ),
-    case("zero bubble, dots, experts", TWO, ZERO_BUBBLE, 2, DOTS, marks=(), experts=True),
+    case("zero bubble, dots, experts", TWO, ZERO_BUBBLE, 2, DOTS, marks=BY_HAND, experts=True),
     case("1F1B, experts", TWO, ONE_F_ONE_B, 2, ALL, experts=True),
     case("1F1B, dots, residuals, experts", TWO, keeping(ONE_F_ONE_B), 2, DOTS, experts=True),
     case("GPipe, looped, beside others", TWO, GPIPE, 2, LOOPED, prefix=2, suffix=1, marks=BY_HAND),
@@ -106,6 +106,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "beside"), CASES)
+@pytest.mark.sampled(9)
 def test_a_compiled_step_has_the_flops_that_are_predicted(how, beside, small, monkeypatch):
     assembly = assembled(small, *how, **beside)
     if beside.get("experts"):

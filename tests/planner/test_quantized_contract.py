@@ -78,6 +78,7 @@ def name_of(case: Any) -> str:
     [SHOWN, *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS if case != SHOWN)],
     ids=name_of,
 )
+@pytest.mark.sampled(30)
 def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) -> None:
     found = held(assembled(layout, **counts))
     assert found.lines and not found.broken, "\n".join(map(str, found.broken))
@@ -86,7 +87,7 @@ def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) 
 
 @pytest.mark.parametrize(
     ("layout", "counts"),
-    [DELAYED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DELAYED[1:])],
+    [DELAYED[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in DELAYED[1:])],
     ids=name_of,
 )
 def test_with_delayed_scales_no_greatest_magnitude_is_sent(
@@ -119,7 +120,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(
     ("layout", "counts", "products"),
-    [MIXTURES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MIXTURES[1:])],
+    [MIXTURES[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MIXTURES[1:])],
     ids=name_of,
 )
 def test_the_contract_is_kept_with_experts_in_8_bits(
@@ -175,7 +176,7 @@ def test_greatest_magnitudes_are_few_numbers() -> None:
     assert found == {7: 2 * layers, 1: (4 + 2) * layers, 3: layers, 2: layers}
 
 
-@pytest.mark.parametrize("remat", [FULL, pytest.param(DOTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [FULL, pytest.param(DOTS, marks=pytest.mark.exhaustive)])
 def test_what_is_asked_for_is_what_is_compiled(remat: str) -> None:
     """Of dense layers of few tokens: all but the head's and attention's is of products."""
     assembly = assembled(Layout((("tensor", 2),), "explicit, ring", loop=remat))

@@ -29,7 +29,7 @@ from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.precision import BOUNDS
 
 BOUND = BOUNDS["float32"]
-slow, by_hand = pytest.mark.slow, pytest.mark.exhaustive
+by_hand = pytest.mark.exhaustive
 Arrays = dict[str, np.ndarray]
 
 
@@ -199,7 +199,7 @@ def uninterrupted(tmp_path: Path) -> Any:
 # The laws.
 
 JOURNEYS: list[Any] = [
-    pytest.param(["adamw"], NAMED, id="two processes, one, two", marks=slow),
+    pytest.param(["adamw"], NAMED, id="two processes, one, two", marks=by_hand),
     pytest.param(["adamw"], AROUND, id="around", marks=by_hand),
     # What these two keep AdamW keeps too: one way is enough.
     pytest.param(["sgd", "lion"], NAMED[:2], id="other elementwise optimizers", marks=by_hand),

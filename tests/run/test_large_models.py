@@ -1,5 +1,5 @@
-"""The experiments of 175 and 530 billion parameters on the machines they are written for: counted,
-placed and weighed without a device; compiled whole, where the compilers are installed."""
+"""The experiments shipped, on the machines they are written for: the largest counted, placed and
+weighed without a device; compiled, where the compilers are installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,27 +89,58 @@ def test_a_state_that_fits_no_chip_is_refused_before_anything_compiles() -> None
 COMPILERS = {"v5p": ("libtpu",), "h100": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh", "fits"), [(*GPT3, True), (*MTNLG, False), (*MTNLG_SHARDED, True)]
-)
-def test_the_compiler_says_whether_it_fits(name: str, mesh: str, fits: bool) -> None:
-    """The whole model, for 512 or 1024 chips that are not here: a minute or two."""
+def compiled(name: str, mesh: str, *settings: str) -> dict[str, Any]:
+    """What `jaxtrain compile` finds, or skips where the chips' compiler is not installed."""
     chip = mesh.partition("_")[0]
     if not any(importlib.util.find_spec(plugin) for plugin in COMPILERS[chip]):
         pytest.skip(f"compiles for an absent {chip}: pip install '.[tpu]' or '.[cuda12]'")
     experiment, machine = files(name, mesh)
     command = [Path(sys.executable).parent / "jaxtrain", "compile", experiment]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    unlike = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     done = subprocess.run(
-        [*command, "--mesh", machine, "--json"],
-        env=environment,
+        [*command, "--mesh", machine, "--json", *(f"--set={each}" for each in settings)],
+        env={k: v for k, v in os.environ.items() if k not in unlike},
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert done.returncode in (0, 1), done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "mesh", "fits"), [(*GPT3, True), (*MTNLG, False), (*MTNLG_SHARDED, True)]
+)
+def test_the_compiler_says_whether_it_fits(name: str, mesh: str, fits: bool) -> None:
+    """The whole model, for 512 or 1024 chips that are not here: a minute or two."""
+    found = compiled(name, mesh)
     assert found["fits"] is fits
-    state = check_anywhere(experiment, machine).bytes_per_device
+    state = check_anywhere(*files(name, mesh)).bytes_per_device
     assert found["bytes_per_device"]["peak"] > state["total"]
+
+
+ONE, BATCH = "model.layers=1", "batch=2048"
+BY_HAND = [
+    ("llama3_1b", "v5e_16", ONE),
+    ("llama3_1b", "v5e_256", ONE, BATCH),
+    ("llama3_8b", "v5p_512", ONE),
+    ("llama3_8b_128k", "v5p_512_context8", ONE),
+    ("mixtral_8x7b", "v5p_512", ONE),
+    ("switch_1_6t", "v5p_512_expert64", ONE),
+    ("gpt3_175b", "v5p_512_stage8", "model.layers=8"),
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(("llama2_7b", "v5p_16", ONE), marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in BY_HAND),
+    ],
+    ids=lambda given: " on ".join(given[:2]),
+)
+def test_a_step_on_absent_tpus_fits_and_sends_what_is_predicted(given: tuple[str, ...]) -> None:
+    """Of few layers, by the compiler options of its mesh file: a minute or two each."""
+    found = compiled(*given)
+    assert found["contract"] is True and found["fits"] is True

@@ -86,7 +86,7 @@ def told(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out0.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_whose_machine_is_lost_goes_on_from_the_local_tier(tmp_path: Path) -> None:
     codes, said = start(tmp_path / "whole")
     assert codes == [0, 0], said

@@ -289,6 +289,7 @@ JOURNEYS = [
 
 
 @pytest.mark.parametrize(("layers", "journey"), JOURNEYS)
+@pytest.mark.sampled(3)
 def test_a_run_goes_from_mesh_to_mesh(
     layers: int,
     journey: list[Any],
@@ -326,6 +327,7 @@ def test_a_run_goes_from_mesh_to_mesh(
     ],
     ids=["int8", "powersgd"],
 )
+@pytest.mark.sampled(3)
 def test_compressed_sums_go_on_elsewhere(
     reducer: Any, optimizer: Any, decoder: jaxtrain.Experiment, trained: Callable[..., Result]
 ) -> None:
@@ -404,6 +406,7 @@ READERS = [
 
 
 @pytest.mark.parametrize(("layers", "axes", "pipeline"), READERS)
+@pytest.mark.sampled(2)
 def test_a_continuation_from_stages_is_that_of_one_device(
     layers: int, axes: dict[str, int], pipeline: Pipeline, decoder: jaxtrain.Experiment
 ) -> None:
@@ -420,6 +423,7 @@ def test_a_continuation_from_stages_is_that_of_one_device(
 
 
 @pytest.mark.parametrize(("layers", "axes", "pipeline"), READERS)
+@pytest.mark.sampled(2)
 def test_held_out_loss_depends_neither_on_stages_nor_on_batches_in_flight(
     layers: int,
     axes: dict[str, int],

@@ -305,6 +305,7 @@ NAMES = [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in ST
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(3)
 def test_a_run_that_is_stopped_goes_on_to_the_same(name: str, train, told) -> None:
     """Whatever of the spike it has seen, and whether it has gone back."""
     how = STOPPED[name]
@@ -608,6 +609,7 @@ BAD = {
     r"spikes=3 is a int; use a jaxtrain\.LossSpikes or None": lambda: Health(spikes=3),
     r"skip_batches=\(\(5, 0\),\) must be pairs": lambda: Health(skip_batches=((5, 0),)),
     "ascending": lambda: Health(skip_batches=((5, 1), (3, 1))),
+    r"\(\(5, 1\), \(5, 1\)\) must be": lambda: Health(skip_batches=((5, 1), (5, 1))),
     "for example": lambda: Health(skip_batches=(5, 1)),
 }
 

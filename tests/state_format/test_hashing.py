@@ -13,6 +13,7 @@ import xxhash
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
 from jaxtrain.state_format import hashing
+from jaxtrain.state_format.chunks import Box, digest
 from jaxtrain.state_format.hashing import hasher
 from jaxtrain.state_format.manifest import read_manifest
 
@@ -82,3 +83,12 @@ def test_a_flipped_byte_is_found_without_xxhash(
     pack.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="have digest sha256:"):
         restore(tmp_path, 1)
+
+
+def test_a_digest_is_of_a_place_a_shape_a_type_and_bytes() -> None:
+    zeros = np.zeros((2, 2), np.float32)
+    places = [("a", (0, 0)), ("b", (0, 0)), ("a", (2, 0)), ("a", (0, 2))]
+    made = {digest(leaf, Box(start, (2, 2)), zeros) for leaf, start in places}
+    made |= {digest("a", Box((0, 0), (4,)), zeros), digest("a", Box((0, 0), (2, 2)), zeros + 1)}
+    made |= {digest("a", Box((0, 0), (2, 2)), zeros.view(np.int32))}
+    assert len(made) == 7

@@ -310,6 +310,7 @@ def with_reducer(experiment: Any, reducer: Any, **changes: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["displaced", "poisoned"])
+@pytest.mark.sampled(2)
 def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
     decoder: jaxtrain.Experiment, tmp_path: Path, harm: str
 ) -> None:
@@ -437,6 +438,7 @@ def test_factors_of_another_shape_begin_again() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_a_skipped_step_leaves_the_residuals_as_they_were(
     decoder: jaxtrain.Experiment, opened: Any, stepped: Any, poisoned: Any, codec: Any
 ) -> None:

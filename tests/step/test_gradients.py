@@ -138,6 +138,17 @@ def test_residuals_of_compressed_sums_are_what_the_mean_gradient_lacks() -> None
         lacks = (exact.grads[name] - found.grads[name]) / (scale * count)
         assert np.abs(lacks).max() > 1e-2
         np.testing.assert_allclose(error.sum(0), lacks, rtol=1e-4, atol=1e-6)
+    nothing = {**batch, "weights": jnp.zeros_like(batch["weights"])}
+    after = jax.jit(step)(
+        params, {}, nothing, KEY, jnp.float32(scale), codec_state(found.residuals)
+    )
+    assert after.sums.count == 0
+    for name, error in after.residuals["errors"].items():
+        # Of a step that learns from nothing, what is sent is of earlier steps, by its scale alone.
+        kept = error.sum(0) + after.grads[name] / scale
+        np.testing.assert_allclose(
+            kept, found.residuals["errors"][name].sum(0), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_accumulation_is_in_fp32_and_scaled_and_keys_differ() -> None:

@@ -24,7 +24,7 @@ def deep(decoder: jaxtrain.Experiment, **execution: object) -> jaxtrain.Experime
 
 
 @pytest.mark.usefixtures("optimising_compiler")
-@pytest.mark.parametrize("mode", ["explicit", "gspmd"])
+@pytest.mark.parametrize("mode", ["explicit", pytest.param("gspmd", marks=pytest.mark.exhaustive)])
 def test_offloaded_residuals_change_no_bit(
     decoder: jaxtrain.Experiment, opened: Opened, stepped: Stepped, mode: str
 ) -> None:

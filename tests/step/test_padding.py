@@ -75,6 +75,7 @@ def norm(leaves: dict[str, np.ndarray], where: dict[str, np.ndarray]) -> float:
     ("reducer", "optimizer"),
     [pytest.param(*pair, marks=marks(pair)) for pair in product(REDUCERS, OPTIMIZERS)],
 )
+@pytest.mark.sampled(30)
 def test_padding_stays_zero_and_outside_norms(
     reducer: str, optimizer: str, decoder: Any, opened: Any, stepped: Any
 ) -> None:

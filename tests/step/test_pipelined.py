@@ -105,6 +105,7 @@ OFTEN = (
         for n in FEATURES
     ],
 )
+@pytest.mark.sampled(5)
 def test_a_feature_trains_as_on_one_device(name: str, decoder: Any, opened: Any, stepped: Any):
     experiment = FEATURES[name](decoder)
     at = list(FEATURES).index(name)
@@ -153,11 +154,11 @@ def sharp(x: jax.Array) -> jax.Array:
 
 
 UNEVEN = {
-    "1F1B": (dict(), 3, pytest.mark.slow),
+    "1F1B": (dict(), 3, pytest.mark.exhaustive),
     "1F1B, residuals": (dict(save="residuals"), 3, pytest.mark.exhaustive),
     "GPipe": (dict(schedule="gpipe"), 3, pytest.mark.exhaustive),
     "GPipe, residuals": (dict(schedule="gpipe", save="residuals"), 3, pytest.mark.exhaustive),
-    "chunks": (dict(schedule="interleaved", chunks=2), 5, pytest.mark.slow),
+    "chunks": (dict(schedule="interleaved", chunks=2), 5, pytest.mark.exhaustive),
     "chunks, residuals": (
         dict(schedule="interleaved", chunks=2, save="residuals"),
         5,
@@ -185,6 +186,7 @@ nothing else."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(k, marks=v[2]) for k, v in UNEVEN.items()])
+@pytest.mark.sampled(30)
 def test_nothing_comes_out_of_padding(
     name: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,17 +33,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "stages": ({"fsdp": 2, "stage": 2, "tensor": 2}, {}),
 }
 
-IN_TURN = [*zip(LAYOUTS, 3 * ["int8", "delayed", "fp8"], strict=False)]
-"""Each layout once, by one of the precisions."""
 ALL = [(k, name) for k in LAYOUTS for name in PRECISIONS]
 CASES = [
-    *SHOWN,
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_TURN),
-    *(
-        pytest.param(*case, marks=pytest.mark.exhaustive)
-        for case in ALL
-        if case not in (*SHOWN, *IN_TURN)
-    ),
+    pytest.param(*SHOWN[0], marks=pytest.mark.exhaustive),
+    SHOWN[1],
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL if case not in SHOWN),
 ]
 
 

@@ -42,6 +42,7 @@ def gradient_bytes(experiment: jaxtrain.Experiment, name: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 1])
+@pytest.mark.sampled(2)
 def test_each_microbatch_sends_what_the_end_sends_once(
     decoder: jaxtrain.Experiment, microbatches: int
 ) -> None:

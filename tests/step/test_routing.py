@@ -81,6 +81,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sampled(30)
 def test_loads_losses_and_biases_are_the_same_on_every_mesh(mesh: Any) -> None:
     (_, metrics, params), (_, wanted, oracle) = two_steps(*mesh), two_steps(*ONE)
     assert metrics.keys() == wanted.keys()

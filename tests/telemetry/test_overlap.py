@@ -187,6 +187,9 @@ def test_hidden_is_what_the_link_sends_in_the_time_of_the_matmuls(pace: float) -
     [found] = tally(overlaps(text), bytes_per_flop=lambda each: pace).values()
     assert found.hidden_bytes == min(256, FLOPS * pace)
     assert found.exposed_bytes == 512 - found.hidden_bytes
+    five_turns = overlaps(scheduled(*WHILE, other=LOOP))
+    [found] = tally(five_turns, bytes_per_flop=lambda each: pace).values()
+    assert found.hidden_bytes == 5 * min(256, FLOPS * pace)
 
 
 def test_a_program_without_a_schedule_is_refused() -> None:

@@ -122,8 +122,8 @@ def source(
 
 CUBE, STAGES = dict(data=2, fsdp=2, tensor=2), dict(data=2, stage=2)
 MESHES = [
-    pytest.param((CUBE, STAGES), marks=slow),
-    pytest.param((dict(stage=2, tensor=2), dict(fsdp=4), dict(stage=4)), marks=slow),
+    pytest.param((CUBE, STAGES), marks=by_hand),
+    pytest.param((dict(stage=2, tensor=2), dict(fsdp=4), dict(stage=4)), marks=by_hand),
 ]
 
 
@@ -333,6 +333,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     "name", ["lora", *(pytest.param(k, marks=by_hand) for k in ("mlp", "ends"))]
 )
+@pytest.mark.sampled(5)
 def test_losses_are_those_of_one_device(
     name: str,
     layout: Layout,
@@ -340,8 +341,13 @@ def test_losses_are_those_of_one_device(
     one_device_runs: dict[Any, Any],
     fresh_programs: None,
 ) -> None:
-    """Gradients too, of just the leaves that are trained."""
-    given = of(decoder, SETS[name], data=jaxtrain.data.BigramChain(16, 8, isolate_documents=True))
+    """Gradients too, of just the leaves that are trained. In small steps: AdamW's first ones go by
+    signs, and where those of bf16 differ large ones (3e-2) come to a tenth of the state."""
+    given = of(
+        replace(decoder, optimizer=jaxtrain.AdamW(3e-3)),
+        SETS[name],
+        data=jaxtrain.data.BigramChain(16, 8, isolate_documents=True),
+    )
     key = name, layout.reference()
     if key not in one_device_runs:
         one_device_runs[key] = program(given, layout.reference())()
@@ -425,6 +431,7 @@ OFTEN = {("lora", "chunks"), ("mlp", "ring"), ("ends", "full"), ("biases", "dots
     ],
 )
 @pytest.mark.usefixtures("optimising_compiler")
+@pytest.mark.sampled(30)
 def test_what_a_step_with_frozen_leaves_sends_is_predicted(
     name: str, path: str, decoder: jaxtrain.Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def run(folder: Path, name: str, *, processes: int, start: str) -> list[dict[str
     return [json.loads(out.read_text()) for out in outs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_begin_from_a_run_as_one_does(tmp_path: Path) -> None:
     run(tmp_path, "source", processes=1, start="none")
     (one,) = run(tmp_path, "one", processes=1, start="source")

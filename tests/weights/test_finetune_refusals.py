@@ -189,6 +189,10 @@ def test_adapters_are_taken_as_they_were_or_not_at_all(
         with pytest.raises(ValueError, match=r"attention\.query: has an adapter there, which"):
             check(FromRun(tmp_path / "run", leaves=leaves), None)
     check(FromRun(tmp_path / "run", leaves=("*.key", "embedding")), LoRA(2, alpha=32.0))
+    for alpha, scale_differs in ((8.0, False), (4.0, True)):  # of another rank: shapes differ too
+        with pytest.raises(ValueError, match="_lora_a") as told:
+            check(FromRun(tmp_path / "run"), LoRA(4, alpha=alpha))
+        assert ("alpha / rank is 1, there 2" in str(told.value)) is scale_differs
 
 
 def test_a_run_of_another_function_of_equal_shapes_is_refused(

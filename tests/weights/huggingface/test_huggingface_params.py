@@ -180,6 +180,7 @@ ROUND_TRIPS = [
     ("name", "before", "after"),
     [x if i % 2 else pytest.param(*x, marks=pytest.mark.slow) for i, x in enumerate(ROUND_TRIPS)],
 )
+@pytest.mark.sampled(3)
 def test_what_was_written_is_read_to_the_bit(
     tmp_path: Path, name: str, before: dict[str, int], after: dict[str, int]
 ) -> None:
