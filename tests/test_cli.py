@@ -25,6 +25,7 @@ from jaxtrain import cli
 from jaxtrain.certificate import certify as certify_module
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.cli import train as train_command
+from jaxtrain.cli.shared import signals_to
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.run.directory import left_in
@@ -62,6 +63,25 @@ class Slow:
         dataset = self.data.open(split, seed=seed, cache_dir=cache_dir)
         rows = dataset.rows
         dataset.rows = lambda indices: (time.sleep(0.01), rows(indices))[1]
+        return dataset
+
+@dataclass(frozen=True)
+class Fails:
+    '''Rows until those of the batch after so many steps, where something is raised.'''
+    data: Any
+    steps: int
+
+    def open(self, split, *, seed, cache_dir):
+        dataset = self.data.open(split, seed=seed, cache_dir=cache_dir)
+        raise_it = None
+        rows = dataset.rows
+
+        def until(indices):
+            if raise_it is not None and min(indices) >= 8 * self.steps:
+                raise raise_it
+            return rows(indices)
+
+        dataset.rows = until
         return dataset
 
 def experiment():
@@ -151,6 +171,30 @@ def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["train", "small.py", "--mesh", mesh(), "--steps", "2"]) == 2
     said = capsys.readouterr()
     assert "runs/small is at step 4 already" in said.err and "done" not in said.out
+
+
+@pytest.mark.parametrize(
+    "error", ["OSError(28, 'No space left on device')", "ValueError('rows')", "BrokenPipeError(32)"]
+)
+def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
+    error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its type, of the data's own code: it is told with its traceback, and the next start
+    goes on."""
+    data = "Fails(BigramChain(vocab=16, seq={seq}), 3)"
+    train = ["train", write(data=data, more="checkpoints=SavePolicy(every=1),"), "--mesh", mesh()]
+    text = Path("small.py").read_text()
+    failing = text.replace("raise_it = None", f"raise_it = {error}")
+    assert failing != text
+    Path("small.py").write_text(failing)
+    assert cli.main(train) == 1
+    said = capsys.readouterr()
+    assert "Traceback" in said.err and said.err.strip().splitlines()[-1].startswith(
+        error.partition("(")[0]
+    )
+    Path("small.py").write_text(text)
+    assert cli.main(train) == 0
+    assert re.search(r"resuming at step [23]\b", capsys.readouterr().out)
 
 
 # Refusals
@@ -705,3 +749,23 @@ def test_schedule_prints_draws_saves_and_reads(tmp_path, capsys) -> None:
 def test_schedule_refuses(arguments, words, capsys) -> None:
     assert cli.main(["schedule", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_asks_a_command_to_save_but_not_where_it_is_ignored(
+    ignored: bool, number: signal.Signals
+) -> None:
+    """nohup starts a command with SIGHUP ignored."""
+    asked: list[int] = []
+    outside: list[int] = []
+    handler = signal.SIG_IGN if ignored else lambda *_: outside.append(1)
+    before = signal.signal(number, handler)
+    try:
+        with signals_to(lambda: asked.append(1)):
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is handler
+        signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    assert (asked, outside) == (([], []) if ignored else ([1], [1]))

@@ -1,8 +1,9 @@
 """The command line: parses, calls, prints. Everything it does is a function elsewhere.
 
-Exit codes: 0 done; 1 a check failed; 2 refused input; 69 and 124 processes crashed or hung and no
-restarts are left; 70 a crash that comes again at the same step; 75 stopped after saving (Ctrl-C,
-SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output any more.
+Exit codes: 0 done; 1 a check failed, or a run once it took steps; 2 refused input; 69 and 124
+processes crashed or hung and no restarts are left; 70 a failure that comes again; 75 stopped after
+saving (Ctrl-C, SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output
+any more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from jaxtrain.cli.shared import (
     JSON,
     MESH,
     UNREAD,
+    RunFailed,
     add_settings,
     answer,
     experiment_of,
@@ -67,6 +70,10 @@ class _Version(argparse.Action):
 def _exit_code(options: argparse.Namespace) -> int:
     try:
         return options.run(options)
+    except RunFailed as error:
+        assert error.__cause__ is not None
+        traceback.print_exception(error.__cause__)
+        return FAILED
     except (ValueError, LacksPackage) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return REFUSED

@@ -61,6 +61,11 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+class RunFailed(Exception):
+    """What a run fails of once it takes steps, as the cause of this: whatever its type, it is no
+    refusal of what was given."""
+
+
 @contextmanager
 def signals_to(act: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C, a scheduler's SIGTERM and a terminal that closes call `act` within the block, but for

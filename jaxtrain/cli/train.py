@@ -14,7 +14,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxtrain.cli.shared import MESH, mesh_of, run_dir_of, say, set_simulation_flags, settle_streams
+from jaxtrain.cli.shared import (
+    MESH,
+    RunFailed,
+    mesh_of,
+    run_dir_of,
+    say,
+    set_simulation_flags,
+    settle_streams,
+)
 from jaxtrain.cluster.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import Place, join, place_of, process_count, process_number
 from jaxtrain.cluster.phases import Phases
@@ -103,6 +111,8 @@ def _train(
     except BaseException as error:
         for each in leave:
             each.leave(error)
+        if isinstance(error, Exception) and phases.now.first >= 0:
+            raise RunFailed from error
         raise
     stop.over = True  # what is left to do takes no time
     code, text = _outcome(result, run_dir)

@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from typing import NamedTuple
 from jaxtrain.cluster.phases import Now, Phases
 
 SAMPLE_FILE = "JAXTRAIN_SAMPLE_FILE"
-"""The environment variable by which a supervisor tells where it reads."""
+"""The environment variable by which a supervisor tells where it reads: a path."""
 
 SUPERVISOR = "JAXTRAIN_SUPERVISOR"
 """The one by which it tells its process id."""
@@ -52,13 +51,25 @@ class Sample(NamedTuple):
     stacks: str = ""
 
 
-class _File:
+class SampleFile:
+    """What a process says of itself, in memory that it shares with who watches it: a file that was
+    removed meanwhile is as good.
+
+    create: anew, in folders that are made where they are missing. Raises OSError, with the path,
+    and ValueError for a file that is none.
+    """
+
     def __init__(self, path: Path, *, create: bool = False) -> None:
         if create:
-            path.write_bytes(bytes(SIZE))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), SIZE)
+            _make(path)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        """For a process that is to write what this one reads."""
+        self._memory = mmap.mmap(self.descriptor, SIZE)
         self._numbers = dict.fromkeys(SLOTS, 0)
+
+    def close_descriptor(self) -> None:
+        """The memory is read and written as before."""
+        os.close(self.descriptor)
 
     def write(self, record: str, value: object) -> None:
         number, data = self._numbers[record] + 1, json.dumps(value).encode()
@@ -79,6 +90,14 @@ class _File:
                 found.append((number, data))
         return json.loads(max(found)[1]) if found else None
 
+    def sample(self) -> Sample | None:
+        """The last that the process said; None before it has said anything."""
+        now, sample = self.read("now"), self.read("sample")
+        if now is None:
+            return None
+        at, stacks = sample or (0.0, "")
+        return Sample(Now(*now), at, stacks)
+
     def close(self) -> None:
         self._memory.close()
 
@@ -87,11 +106,24 @@ class _File:
         return before + SLOTS[record] * (number % 2)
 
 
+def _make(path: Path) -> None:
+    """With all its bytes: the kernel ends a process that writes, through memory, what has no room
+    on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    try:
+        path.write_bytes(bytes(SIZE))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class Sampler:
-    """Writes what `phases` are at into `path`, until it is closed or the process ends."""
+    """Writes what `phases` are at into `path`, made where it is not there, until it is closed or
+    the process ends."""
 
     def __init__(self, path: Path, phases: Phases) -> None:
-        self._file, self._lock = _File(path, create=True), threading.Lock()
+        self._file, self._lock = SampleFile(path, create=not path.exists()), threading.Lock()
+        self._file.close_descriptor()
         phases.listen(self._write_now)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
@@ -111,20 +143,6 @@ class Sampler:
             self._file.write("sample", (time.monotonic(), stacks))
             if self._closed.wait(EVERY_S):
                 return
-
-
-def read_sample(path: Path) -> Sample | None:
-    """What a process has said in `path`; None before it has said anything."""
-    with suppress(OSError, ValueError):
-        file = _File(path)
-        try:
-            now, sample = file.read("now"), file.read("sample")
-        finally:
-            file.close()
-        if now is not None:
-            at, stacks = sample or (0.0, "")
-            return Sample(Now(*now), at, stacks)
-    return None
 
 
 def stacks_of_all(most: int) -> str:

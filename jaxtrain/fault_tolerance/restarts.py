@@ -12,7 +12,8 @@ from jaxtrain.violations import at_least, count, positive, raise_violations
 
 class Failure(NamedTuple):
     """Why the processes of one start ended. process: the one to blame. kind: "crashed" (it exited,
-    or a fault of its own ended it), "killed" (by SIGKILL), "lost" (with its machine), "hangs",
+    or a fault of its own ended it), "refused" (it refused what an earlier start took), "left" (it
+    exited well before the run was done), "killed" (by SIGKILL), "lost" (with its machine), "hangs",
     "silent", or "wrong" (numbers of the run are). what: in words. step: it had done. at: seconds.
     first: steps done before that start, -1 where it did not come to know. cause: how it ended, with
     the last that it said. still: since when it had not moved, of the clock of `at`, where it hangs
@@ -103,9 +104,11 @@ def _same(a: Failure, b: Failure) -> bool:
     """Whether two failures are of the program rather than of a machine: it crashed of itself, or
     its numbers were wrong in the same way, at the same step. Where neither start had won a step
     that says nothing: there it must have been for the same reason, and none that passes. Meeting
-    the others fails for reasons of the network."""
+    the others fails for reasons of the network, where it is no refusal."""
     alike = (a.kind, a.phase, a.step, a.wrong) == (b.kind, b.phase, b.step, b.wrong)
-    if not alike or a.kind not in ("crashed", "wrong") or a.phase in ("start", "join"):
+    if not alike or a.kind not in ("crashed", "refused", "left", "wrong"):
+        return False
+    if a.phase in ("start", "join") and a.kind == "crashed":
         return False
     if all(each.step > each.first >= 0 for each in (a, b)):
         return True

@@ -37,6 +37,9 @@ LOOK_S = 0.5
 TOGETHER_S = 1.0
 """Signals that come so close are one."""
 
+PAUSE_S = 2.0
+"""So much longer between two looks, and this process stood still itself."""
+
 GRACE_S = 0.3
 """After the first exit: others may have ended before it and are seen only now."""
 
@@ -72,6 +75,8 @@ class Supervisor:
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
+    _pause: tuple[float, float] = (-math.inf, 0.0)
+    """When this process last went on after it stood still, and for how long it had."""
 
     def run(self) -> int:
         """Until all are done, or nothing more is tried; gives the exit code."""
@@ -97,6 +102,7 @@ class Supervisor:
             self._write_down(found, attempt, next_one)
             if isinstance(next_one, Exhausted):
                 self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
+                self._tell_where_it_stands()
                 return _code(found, next_one)
             self.roster.set_aside(found.wrong)
             self.tell(f"launch: all processes start again in {next_one:g} s")
@@ -132,12 +138,19 @@ class Supervisor:
 
     def _interrupted(self) -> int:
         """The exit code where a run was ended that would have gone on."""
+        return PREEMPTED if self._tell_where_it_stands() else INTERRUPTED
+
+    def _tell_where_it_stands(self) -> bool:
+        """Whether anything is saved."""
         from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
 
         saved = committed_steps(self.run_dir / CHECKPOINTS)
-        self.tell(f"launch: the newest save is {saved[-1] if saved else None}; {self._ledger()}")
-        return PREEMPTED if saved else INTERRUPTED
+        stands = "nothing is saved"
+        if saved:
+            stands = f"the newest save is {saved[-1]}, from which the same command goes on"
+        self.tell(f"launch: {stands}; {self._ledger()}")
+        return bool(saved)
 
     def _ledger(self) -> str:
         try:
@@ -167,6 +180,7 @@ class Supervisor:
     def _start(self) -> None:
         hosts, flags = self.roster.hosts, self.roster.layout.flags
         place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
+        self.folder.mkdir(parents=True, exist_ok=True)  # who removes old files may have been there
         self.workers, environ = [], faults_variable(self.faults, self.folder)
         for index, host in enumerate(hosts):
             command = [*self.command, *flags, *place, "--process", str(index)]
@@ -177,24 +191,46 @@ class Supervisor:
 
     def _watch(self, *, first: bool) -> int | Failure:
         """Until all have ended well, or one has not."""
-        looked = 0.0
+        looked, latest = 0.0, time.monotonic()
         while True:
             time.sleep(POLL_S)
             self._pass_on()
             codes = [worker.code for worker in self.workers]
-            failed = any(code not in (None, DONE, PREEMPTED) for code in codes)
+            failed = any(map(_ended_badly, self.workers))
             if failed and None in codes:
                 time.sleep(GRACE_S)
             if failed or None not in codes:
                 code = _together([w.code for w in self.workers if w.code is not None])
-                return self._ended(first=first) if code is None else code
-            now = time.monotonic()
+                well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
+                return code if code is not None and well else self._ended(first=first)
+            latest, before = time.monotonic(), latest
+            self._paused(latest - before - POLL_S)
+            now = latest
             if now - looked >= LOOK_S:
                 looked = now
-                samples = {w.process: w.sample() for w in self.workers if w.code is None}
+                samples = {w.process: self._awake(w.sample()) for w in self.workers}
+                # Exits last: who has ended since is not silent.
+                samples = {w.process: samples[w.process] for w in self.workers if w.code is None}
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found, now)
                 self._grow(samples.values())
+
+    def _paused(self, seconds: float) -> None:
+        """Told how much longer than it sleeps it took to look again: where this process stood still
+        itself (stopped, or with its whole machine), others may have stood still with it."""
+        if seconds > PAUSE_S:
+            self._pause = (time.monotonic(), seconds)
+            self.tell(f"launch: stood still itself for {seconds:.1f} s, which blames nobody")
+
+    def _awake(self, sample: Sample) -> Sample:
+        """As if what it said before this process last stood still were as much later."""
+        until, seconds = self._pause
+
+        def later(when: float) -> float:
+            return min(when + seconds, until) if when < until else when
+
+        now = sample.now._replace(since=later(sample.now.since))
+        return sample._replace(now=now, at=later(sample.at) if sample.at else 0.0)
 
     def _grow(self, samples: Iterable[Sample]) -> None:
         """Have all save and leave, once, where they would begin again on more machines."""
@@ -206,15 +242,19 @@ class Supervisor:
 
     def _ended(self, *, first: bool) -> int | Failure:
         """The failure of the process that ended first of those that did not end well; the exit
-        code where it refused what it was given."""
-        bad = [w for w in self.workers if w.code not in (None, DONE, PREEMPTED)]
+        code where it refused what it was given, before its first step."""
+        bad = [w for w in self.workers if _ended_badly(w)]
         # What ends by the loss of another ends later, and JAX says so where it aborts.
         worker = min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
         sample, code = worker.sample(), worker.code or 0
-        if code == REFUSED and first:
-            self.tell(f"launch: {self._name(worker.process)} refused it: {worker.last_line}")
-            return REFUSED
         now, how, process, kind = sample.now, worker.ending, worker.process, worker.kind
+        if code == REFUSED and now.first < 0:
+            kind = "refused"
+            if first:
+                self.tell(f"launch: {self._name(process)} refused it: {worker.last_line}")
+                return REFUSED
+        if code == DONE:
+            kind, how = "left", f"{how} before the run was done"
         what, wrong = f"{self._name(process)} ended by {how} {_at(sample)}", ()
         told = [found for each in bad if (found := each.sample().now.wrong) is not None]
         if told:  # all compare the same numbers
@@ -277,6 +317,13 @@ class Supervisor:
         del line["at"], line["still"]
         line["restarts"] = not isinstance(next_one, Exhausted)
         record(self.run_dir / FAILURES, line)
+
+
+def _ended_badly(worker: Running) -> bool:
+    """By an exit code; or well, before the run was done."""
+    if worker.code == DONE:
+        return worker.sample().now.phase != "finish"
+    return worker.code not in (None, PREEMPTED)
 
 
 def _together(codes: Sequence[int | None]) -> int | None:

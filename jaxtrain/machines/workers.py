@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxtrain.cluster.phases import Now
-from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, read_sample
+from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, SampleFile
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
 """What XLA's CPU collectives print on the standard output, in threads that may break a line."""
@@ -37,21 +37,26 @@ class Worker:
         *,
         folder: Path | None = None,
     ) -> None:
-        """file: where it says what it is at. folder: in which it works, this process's where it is
-        None. Raises OSError where it cannot be started."""
-        self.process, self._file = process, file
-        file.unlink(missing_ok=True)
+        """file: where it says what it is at, made anew. folder: in which it works, this process's
+        where it is None. Raises OSError where it cannot be started."""
+        self.process, self._said = process, SampleFile(file, create=True)
+        # By its descriptor: whoever removes old files may remove this one before it is opened.
+        file = Path(f"/dev/fd/{self._said.descriptor}")
         # A group of its own: a terminal's Ctrl-C is the supervisor's to pass on, and whatever the
         # process starts ends with it.
-        self._popen = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**environ, SAMPLE_FILE: str(file), SUPERVISOR: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**environ, SAMPLE_FILE: str(file), SUPERVISOR: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(self._said.descriptor,),
+            )
+        finally:
+            self._said.close_descriptor()
         self._reader: threading.Thread | None = None
         self.last_line, self.lost_another = "", False
         """What it printed last; whether JAX ended it for the loss of another."""
@@ -85,7 +90,7 @@ class Worker:
 
     def sample(self) -> Sample:
         """The last that it said of itself; that it starts, before it has said anything."""
-        return read_sample(self._file) or Sample(Now("start", 0, self._began))
+        return self._said.sample() or Sample(Now("start", 0, self._began))
 
     def read(self, tell: Tell) -> None:
         """Give every line that it prints to `tell`, from a thread."""

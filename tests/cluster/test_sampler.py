@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,10 +17,10 @@ from jaxtrain.cluster import sampler as sampling
 from jaxtrain.cluster.phases import MOST_WRONG, PHASES, Phases
 from jaxtrain.cluster.sampler import (
     HEAD,
-    SIZE,
     SLOTS,
+    Sample,
+    SampleFile,
     Sampler,
-    read_sample,
     stacks_of_all,
 )
 
@@ -48,6 +49,15 @@ phases.enter("load")
 phases.advance(42)
 waits_for_ever()
 """
+
+
+def read_sample(path: Path) -> Sample:
+    file = SampleFile(path)
+    file.close_descriptor()
+    try:
+        return file.sample()
+    finally:
+        file.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -101,11 +111,28 @@ def test_whose_numbers_are_wrong_is_said_by_a_process_that_ends_for_it(tmp_path:
 
 
 def test_nothing_was_said_yet(tmp_path: Path) -> None:
-    assert read_sample(tmp_path / "none") is None
-    (tmp_path / "empty").write_bytes(bytes(SIZE))
-    assert read_sample(tmp_path / "empty") is None
+    assert SampleFile(tmp_path / "folder" / "new", create=True).sample() is None
     (tmp_path / "short").write_bytes(bytes(10))
-    assert read_sample(tmp_path / "short") is None
+    with pytest.raises(ValueError):
+        SampleFile(tmp_path / "short")
+
+
+def test_what_has_no_room_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/new'"):
+        SampleFile(tmp_path / "new", create=True)
+
+
+def test_it_is_read_and_written_by_who_holds_it_whatever_became_of_its_name(tmp_path: Path) -> None:
+    held = SampleFile(tmp_path / "sample", create=True)
+    (tmp_path / "sample").unlink()
+    sampler = Sampler(Path(f"/dev/fd/{held.descriptor}"), phases := Phases())
+    phases.advance(3)
+    sampler.close()
+    assert held.sample().now.step == 3
 
 
 def test_of_a_record_cut_off_in_the_writing_the_one_before_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A process that only tells what it is at, and does what a test has written behind it."""
+"""A process that only tells what it is at, and does what a test has written in it; at its end the
+run is done."""
 
 from __future__ import annotations
 
@@ -26,4 +27,5 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("begins", start, flush=True)
 phases.enter("step")
 """
+DONE = "\nphases.enter('finish')\n"
 """`start` counts from 0."""

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from scripted import ROOT, WORKER
+from scripted import DONE, ROOT, WORKER
 
 from jaxtrain.cluster.phases import Now
 from jaxtrain.fault_tolerance.deadlines import Deadlines
@@ -50,7 +50,7 @@ class Cluster:
 
     def __init__(self, folder: Path, script: str) -> None:
         self.folder, self.told = folder, list[str]()
-        (folder / "worker.py").write_text(WORKER + script)
+        (folder / "worker.py").write_text(WORKER + script + DONE)
         self.agents = Agents(("127.0.0.1", 0), SECRET.encode(), self.told.append)
         self.popen: dict[str, subprocess.Popen[str]] = {}
         self.all: list[subprocess.Popen[str]] = []
@@ -136,7 +136,7 @@ def test_all_done(cluster) -> None:
 
 def test_a_lost_machine_is_named_and_the_run_goes_on_without_it_until_it_is_back(cluster) -> None:
     grows = "\nwhile not asked and '--one' in sys.argv:\n    time.sleep(0.05)\n"
-    found = cluster(WAITS + grows + "sys.exit(75 if asked else 0)")
+    found = cluster(WAITS + grows + "if asked:\n    sys.exit(75)")
 
     def happens() -> None:
         found.until("[1] begins 0")
@@ -186,7 +186,7 @@ def test_an_agent_that_stands_still_is_lost_and_ends_its_process_when_it_wakes(c
 
 def test_a_machine_that_is_to_go_has_all_save_and_the_others_go_on(cluster) -> None:
     """As a scheduler takes back one node: SIGTERM to its agent."""
-    obeys = "while start == 0 and not asked:\n    time.sleep(0.05)\nsys.exit(75 if asked else 0)"
+    obeys = "while start == 0 and not asked:\n    time.sleep(0.05)\nif asked:\n    sys.exit(75)"
     found = cluster("phases.advance(5)\n" + obeys)
 
     def happens() -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted import ROOT, WORKER
+from scripted import DONE, ROOT, WORKER
 
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
@@ -20,6 +20,7 @@ from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.machine import Here, slots_of
 from jaxtrain.machines.roster import Roster
+from jaxtrain.machines.workers import Worker
 
 
 @pytest.fixture
@@ -30,17 +31,18 @@ def supervise(tmp_path: Path):
         script: str, *, processes: int = 2, late: float = 2, step: float = 2, during=None, **rule
     ):
         told: list[str] = []
-        (tmp_path / "worker.py").write_text(WORKER + script)
+        samples = tmp_path / "samples"
+        (tmp_path / "worker.py").write_text(WORKER + script + DONE)
         environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
         program = [sys.executable, str(tmp_path / "worker.py")]
         made = Supervisor(
             [str(tmp_path)],
-            Roster(Here(slots_of(2, tmp_path, program, environ)), {2: Layout(2)}, 0, told.append),
+            Roster(Here(slots_of(2, samples, program, environ)), {2: Layout(2)}, 0, told.append),
             tell=told.append,
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),
             run_dir=tmp_path / "run",
-            folder=tmp_path,
+            folder=samples,
         )
         if during is not None:
             threading.Thread(target=during, args=(made, told), daemon=True).start()
@@ -155,7 +157,7 @@ def test_a_crash_that_comes_again_is_met_twice(supervise) -> None:
     )
     assert code == supervising.DETERMINISTIC == 70 and len(failures) == 2
     assert "[1] begins 1" in told and "[1] begins 2" not in told
-    assert "the same failure twice, after step 4 in phase step" in told[-1]
+    assert "the same failure twice, after step 4 in phase step" in told[-2]
     assert [each["restarts"] for each in failures] == [True, False]
 
 
@@ -174,7 +176,7 @@ def test_a_flapping_process_exhausts_the_budget(supervise) -> None:
     script = "phases.advance(start)\nif process:\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
     code, told, failures = supervise(script, most=2)
     assert code == supervising.EXHAUSTED == 69 and len(failures) == 3
-    assert "2 restarts within 3600 s are used up (--restarts 2)" in told[-1]
+    assert "2 restarts within 3600 s are used up (--restarts 2)" in told[-2]
     code, told, _ = supervise("time.sleep(60)", late=0.5, step=0.5, most=0)
     assert code == supervising.HUNG == 124
 
@@ -202,6 +204,147 @@ def test_what_one_refuses_is_not_tried_again(supervise) -> None:
     code, told, failures = supervise(script)
     assert code == 2 and not failures and "[0] begins 1" not in told
     assert told[-1] == "launch: process 1 of 2 refused it: no such file"
+
+
+def test_what_is_said_once_steps_are_taken_is_no_refusal(supervise) -> None:
+    """Of exit code 2 in mid-run, in the first start."""
+    code, told, failures = supervise(
+        """
+phases.begin_at(0)
+phases.advance(30)
+if start == 0 and process:
+    print("No space left on device", flush=True)
+    os._exit(2)
+time.sleep(60 * (start == 0))
+"""
+    )
+    assert code == 0 and "launch: process 1 of 2 ended by exit code 2 after step 30" in str(told)
+    (failure,) = failures
+    assert (failure["process"], failure["kind"], failure["step"]) == (1, "crashed", 30)
+    assert failure["cause"] == "exit code 2: No space left on device"
+
+
+@pytest.mark.parametrize("phase", ["start", "join", "open"])
+def test_a_refusal_that_comes_again_ends_it(supervise, phase: str) -> None:
+    """In a later start, in whatever phase; the words alone count, not their numbers."""
+    code, told, failures = supervise(
+        f"""
+if start == 0 and process:
+    os.kill(os.getpid(), 9)
+phases.enter("{phase}")
+if start and process == 0:
+    print("config.json of run", start, "is cut off", flush=True)
+    os._exit(2)
+time.sleep(60)
+"""
+    )
+    assert code == 70 and [each["kind"] for each in failures] == ["killed", "refused", "refused"]
+    assert "the same failure twice" in told[-2] and "config.json of run 2 is cut off" in told[-2]
+    assert told[-1].startswith("launch: nothing is saved; ")
+
+
+def test_one_that_leaves_well_before_the_run_is_done_is_named(supervise) -> None:
+    """Not the other, which ends by its loss."""
+    code, told, failures = supervise(
+        """
+if start == 0:
+    phases.begin_at(0)
+    phases.advance(5)
+    if process:
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(os.getpid(), 6)
+"""
+    )
+    assert code == 0
+    (failure,) = failures
+    assert (failure["process"], failure["kind"], failure["step"]) == (1, "left", 5)
+    said = "process 1 of 2 ended by exit code 0 before the run was done after step 5, in phase step"
+    assert f"launch: {said}" in told
+
+
+def test_all_that_leave_well_before_the_run_is_done_are_a_failure(supervise) -> None:
+    code, _, failures = supervise("phases.advance(5)\nos._exit(0)")
+    assert code == 70 and [each["kind"] for each in failures] == ["left", "left"]
+
+
+def test_a_folder_that_is_removed_meanwhile_costs_nothing(supervise) -> None:
+    """As by what cleans up old files; a failure after that is one as ever."""
+    code, told, failures = supervise(
+        """
+import shutil
+if start == 0:
+    phases.advance(7)
+    if process == 0:
+        shutil.rmtree(folder / "samples")
+    time.sleep(2.5)
+    phases.advance(8)
+    os.kill(os.getpid(), 9)
+phases.enter("load")
+time.sleep(1.5)
+""",
+        late=1.5,
+        step=60,
+    )
+    assert code == 0, told
+    (failure,) = failures
+    assert (failure["kind"], failure["step"]) == ("killed", 8)
+
+
+PAUSED_S = 3.0
+
+
+class Pausing:
+    """`time`, for a supervisor that stands still once, in `act`, for as long as that takes."""
+
+    def __init__(self, when: Path, act) -> None:
+        self._when, self._act, self.done = when, act, False
+        self.time, self.monotonic = time.time, time.monotonic
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if not self.done and len(list(self._when.glob("at*"))) == 2:
+            self.done = True
+            self._act()
+
+
+def test_a_supervisor_that_stood_still_blames_nobody(
+    supervise, tmp_path: Path, monkeypatch
+) -> None:
+    """With all its processes, as on a laptop that was closed."""
+
+    def stand_still() -> None:
+        pids = [int((tmp_path / f"pid{process}").read_text()) for process in (0, 1)]
+        time.sleep(PAUSED_S)
+        for pid in pids:
+            os.kill(pid, 18)
+
+    monkeypatch.setattr(supervising, "time", Pausing(tmp_path, stand_still))
+    script = """
+(folder / f"at{process}").touch()
+os.kill(os.getpid(), 19)
+time.sleep(1)
+"""
+    code, told, failures = supervise(script, late=1.5, step=1.5)
+    assert code == 0 and not failures, told
+    assert any(line.startswith("launch: stood still itself for ") for line in told)
+
+
+def test_those_that_ended_while_their_supervisor_stood_still_are_not_silent(
+    supervise, tmp_path: Path, monkeypatch
+) -> None:
+    """Where it stood between a look at exits and one at what they say."""
+    read, slept = Worker.sample, []
+
+    def late(worker: Worker):
+        if not slept and len(list(tmp_path.glob("at*"))) == 2:
+            slept.append(time.sleep(PAUSED_S))
+        return read(worker)
+
+    monkeypatch.setattr(Worker, "sample", late)
+    script = '(folder / f"at{process}").touch()\ntime.sleep(1)'
+    code, told, failures = supervise(script, late=1.5, step=1.5)
+    assert code == 0 and slept and not failures, told
 
 
 def test_a_refusal_is_one_whatever_the_others_do_of_it(supervise) -> None:
@@ -237,6 +380,15 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None
     began = time.monotonic()
     code, _, _ = supervise("time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50)
     assert code == 130 and time.monotonic() - began < 20
+
+
+def test_signals_that_come_close_are_one(tmp_path: Path, monkeypatch) -> None:
+    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
+    for at, count in ((100.0, 1), (100.5, 1), (101.0, 1), (102.5, 2)):
+        monkeypatch.setattr(supervising.time, "monotonic", lambda at=at: at)
+        made.stop()
+        assert made.stopping == count, "the second is a second one only after a pause"
 
 
 def test_one_that_was_asked_by_another_leaves_with_all(supervise) -> None:
