@@ -174,7 +174,13 @@ def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "error", ["OSError(28, 'No space left on device')", "ValueError('rows')", "BrokenPipeError(32)"]
+    "error",
+    [
+        "OSError(28, 'No space left on device')",
+        "ValueError('rows')",
+        "BrokenPipeError(32)",
+        "SystemExit(0)",
+    ],
 )
 def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
     error: str, capsys: pytest.CaptureFixture[str]

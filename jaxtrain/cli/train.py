@@ -111,7 +111,8 @@ def _train(
     except BaseException as error:
         for each in leave:
             each.leave(error)
-        if isinstance(error, Exception) and phases.now.first >= 0:
+        well = isinstance(error, SystemExit) and not error.code  # and that would say it is done
+        if phases.now.first >= 0 and (well or isinstance(error, Exception)):
             raise RunFailed from error
         raise
     stop.over = True  # what is left to do takes no time
