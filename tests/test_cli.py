@@ -180,6 +180,7 @@ def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> N
         "ValueError('rows')",
         "BrokenPipeError(32)",
         "SystemExit(0)",
+        "SystemExit(2)",
     ],
 )
 def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(

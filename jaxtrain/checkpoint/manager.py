@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,9 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+Foreign = Callable[[dict[str, Any]], list[str]]
+"""Why a step with that metadata is none of a run's, a line for each reason."""
+
 MEND = "make room or mend the directory; the next save tries again"
 
 
@@ -64,12 +67,21 @@ class CheckpointManager:
     (`latest`, `should_save`, `check_space`), and `restore`, stay cheap.
 
     mtbf_s: mean time between failures of the machines together, for `Minutes` of the policy.
+    foreign: given a step's metadata, why it is no step of this run; such a step is passed over as a
+    damaged one is.
     """
 
-    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        policy: SavePolicy,
+        *,
+        mtbf_s: float | None = None,
+        foreign: Foreign = lambda metadata: [],
+    ) -> None:
         # Orbax refuses a relative one.
         self.directory = local_path("directory", directory).absolute()
-        self.policy = policy
+        self.policy, self.foreign = policy, foreign
         self.clock = SaveClock(policy.every, mtbf_s)
         self.damaged: dict[int, DamagedCheckpoint] = {}
         """Steps that were found damaged here and passed over."""
@@ -123,7 +135,7 @@ class CheckpointManager:
     def _whole_for_all(self, step: int) -> bool:
         damages: list[str] = []
         try:
-            whole_manifest(self.directory, step)
+            damages = self.foreign(whole_manifest(self.directory, step).metadata)
         except DamagedCheckpoint as error:
             damages = error.damages
         except CheckpointError as error:

@@ -95,16 +95,28 @@ def compare_config(
     completed: Completed = dict,
 ) -> list[Difference]:
     """Fields of `config` that are not as stored, sorted by dotted path; [] where no run has been.
+    ignore, completed: as for `config_differences`."""
+    stored = read_config(run_dir)
+    if stored is None:
+        return []
+    config = json.loads(json_text(config, what=f"the configuration for {run_dir}"))
+    return config_differences(stored, config, ignore=ignore, completed=completed)
+
+
+def config_differences(
+    stored: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    ignore: tuple[str, ...] = (),
+    completed: Completed = dict,
+) -> list[Difference]:
+    """Fields of `config` that are not as in `stored`, sorted by dotted path.
 
     `ignore` names fields, with all below them, that may change between two starts of a run.
     `completed` gives what was stored as it would be stored today. Both sides are compared as JSON:
     a tuple equals a list, and 1 equals 1.0.
     """
-    stored = read_config(run_dir)
-    if stored is None:
-        return []
-    before = _fields(completed(stored))
-    now = _fields(json.loads(json_text(config, what=f"the configuration for {run_dir}")))
+    before, now = _fields(completed(stored)), _fields(config)
     differences = [
         Difference(path, before.get(path, ABSENT), now.get(path, ABSENT))
         for path in sorted(before.keys() | now.keys())

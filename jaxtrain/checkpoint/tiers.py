@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
-from jaxtrain.checkpoint.manager import CheckpointManager
+from jaxtrain.checkpoint.manager import CheckpointManager, Foreign
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
@@ -46,8 +46,15 @@ class Checkpoints:
     """What a run saves to and restores from: the durable tier, and a local one if the policy has
     it. All processes make the same calls in the same order. Raises as `CheckpointManager` does."""
 
-    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
-        self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s)
+    def __init__(
+        self,
+        directory: Path,
+        policy: SavePolicy,
+        *,
+        mtbf_s: float | None = None,
+        foreign: Foreign = lambda metadata: [],
+    ) -> None:
+        self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s, foreign=foreign)
         self.policy, self.directory = policy, self.durable.directory
         self.blocked_s = 0.0
         """How long the last `save` kept its caller, after it had waited for the save before."""
@@ -219,7 +226,11 @@ class Checkpoints:
         found: dict[int, LocalStep] = {}
 
         def look() -> None:
-            found.update(self._open().whole_steps())
+            for step, whole in self._open().whole_steps().items():
+                if why := self.durable.foreign(whole.manifest.metadata):
+                    self._troubles.append(f"local tier: step {step}: {why[0]}; it is passed over")
+                else:
+                    found[step] = whole
 
         self._locally(look, 0)
         return found

@@ -62,8 +62,8 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
 
 
 class RunFailed(Exception):
-    """What a run fails of once it takes steps, as the cause of this: whatever its type, it is no
-    refusal of what was given."""
+    """What a run fails of once it takes steps, whatever its type, as the cause of this: no refusal
+    of what was given. Before that too where code of the user's own would leave by SystemExit."""
 
 
 @contextmanager

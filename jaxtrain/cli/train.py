@@ -111,8 +111,9 @@ def _train(
     except BaseException as error:
         for each in leave:
             each.leave(error)
-        well = isinstance(error, SystemExit) and not error.code  # and that would say it is done
-        if phases.now.first >= 0 and (well or isinstance(error, Exception)):
+        # Its exit code would say what the run is: done, refused, or saved.
+        left = isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError)
+        if left or (isinstance(error, Exception) and phases.now.first >= 0):
             raise RunFailed from error
         raise
     stop.over = True  # what is left to do takes no time

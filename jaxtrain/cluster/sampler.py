@@ -60,9 +60,7 @@ class SampleFile:
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            _make(path)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.descriptor = _made(path) if create else os.open(path, os.O_RDWR | os.O_CLOEXEC)
         """For a process that is to write what this one reads."""
         self._memory = mmap.mmap(self.descriptor, SIZE)
         self._numbers = dict.fromkeys(SLOTS, 0)
@@ -106,15 +104,20 @@ class SampleFile:
         return before + SLOTS[record] * (number % 2)
 
 
-def _make(path: Path) -> None:
-    """With all its bytes: the kernel ends a process that writes, through memory, what has no room
-    on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _made(path: Path) -> int:
+    """A descriptor of a new file, with all its bytes: the kernel ends a process that writes,
+    through memory, what has no room on the disk. Folders that it makes are this user's alone."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
     try:
-        path.write_bytes(bytes(SIZE))
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(bytes(SIZE))
     except OSError as error:
+        os.close(descriptor)
         raise OSError(error.errno, error.strerror, str(path)) from error
+    return descriptor
 
 
 class Sampler:

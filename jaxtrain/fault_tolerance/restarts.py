@@ -95,7 +95,7 @@ class RestartHistory:
 TRANSIENT = re.compile(
     r"Connection|BrokenPipe|Timeout|timed out|temporarily|Stale file|Input/output error|No route|"
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|MissingProcesses|Too many open files|Network|"
-    r"is in use by"
+    r"is in use by|cannot start a process|No such file|Transport endpoint|No space left"
 )
 """In what a process says of a network or a file system, which may be well a moment later."""
 

@@ -75,8 +75,8 @@ class Supervisor:
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
-    _pause: tuple[float, float] = (-math.inf, 0.0)
-    """When this process last went on after it stood still, and for how long it had."""
+    _pauses: list[tuple[float, float]] = field(default_factory=list)
+    """When this process went on after it stood still, and for how long it had, in this start."""
 
     def run(self) -> int:
         """Until all are done, or nothing more is tried; gives the exit code."""
@@ -102,7 +102,7 @@ class Supervisor:
             self._write_down(found, attempt, next_one)
             if isinstance(next_one, Exhausted):
                 self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
-                self._tell_where_it_stands()
+                self._tell_where_it_stands(goes_on=not next_one.deterministic)
                 return _code(found, next_one)
             self.roster.set_aside(found.wrong)
             self.tell(f"launch: all processes start again in {next_one:g} s")
@@ -122,33 +122,48 @@ class Supervisor:
         refused is refused; later it was not before, and may not be again."""
         began, clock = time.time(), time.monotonic()
         self._growing, self._passed, self._stood = False, 0, None
+        self._pauses.clear()
         try:
-            self._start()
-            found = self._watch(first=first)
+            found = self._start(first=first) or self._watch(first=first)
         finally:
             for worker in self.workers:
                 worker.kill()
             for worker in self.workers:
                 worker.join()
+        if not self.workers:
+            assert not isinstance(found, int)
+            return found
         now, at = self._stood or self.workers[0].sample().now, time.monotonic()
         still = math.inf if isinstance(found, int) or found.still is None else found.still
         entry = entry_of(now, at, began=began, ended=began + at - clock, still_since=still)
         add_entry(self.run_dir, entry)
         return found
 
+    def _not_started(self, error: OSError) -> Failure:
+        """The failure of the process that this machine could not start."""
+        process = min(len(self.workers), len(self.roster.hosts) - 1)
+        why = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        what = f"{self._name(process)} could not be started: {why}"
+        self.tell(f"launch: {what}")
+        return Failure(process, "crashed", what, "start", 0, time.monotonic(), cause=why)
+
     def _interrupted(self) -> int:
         """The exit code where a run was ended that would have gone on."""
         return PREEMPTED if self._tell_where_it_stands() else INTERRUPTED
 
-    def _tell_where_it_stands(self) -> bool:
-        """Whether anything is saved."""
+    def _tell_where_it_stands(self, *, goes_on: bool = True) -> bool:
+        """Whether anything is saved, as far as can be seen. goes_on: a start may go on from it."""
         from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
 
-        saved = committed_steps(self.run_dir / CHECKPOINTS)
-        stands = "nothing is saved"
+        saved, stands = [], "nothing is saved"
+        try:
+            saved = committed_steps(self.run_dir / CHECKPOINTS)
+        except OSError as error:
+            stands = f"what is saved cannot be seen: {error}"
         if saved:
-            stands = f"the newest save is {saved[-1]}, from which the same command goes on"
+            more = ", from which the same command goes on" * goes_on
+            stands = f"the newest save is {saved[-1]}{more}"
         self.tell(f"launch: {stands}; {self._ledger()}")
         return bool(saved)
 
@@ -177,14 +192,25 @@ class Supervisor:
         for worker in self.workers:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
-    def _start(self) -> None:
+    def _start(self, *, first: bool) -> Failure | None:
+        """Start all processes; a failure where this machine could not. Raises OSError instead where
+        it is the first start, of which that is a refusal."""
         hosts, flags = self.roster.hosts, self.roster.layout.flags
-        place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
-        self.folder.mkdir(parents=True, exist_ok=True)  # who removes old files may have been there
-        self.workers, environ = [], faults_variable(self.faults, self.folder)
-        for index, host in enumerate(hosts):
-            command = [*self.command, *flags, *place, "--process", str(index)]
-            self.workers.append(host.start(index, command, environ, partial(self._tell_of, index)))
+        self.workers = []
+        try:
+            # Who removes old files may have been there.
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            environ = faults_variable(self.faults, self.folder)
+            place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
+            for index, host in enumerate(hosts):
+                command = [*self.command, *flags, *place, "--process", str(index)]
+                tell = partial(self._tell_of, index)
+                self.workers.append(host.start(index, command, environ, tell))
+        except OSError as error:
+            if first:
+                raise
+            return self._not_started(error)
+        return None
 
     def _tell_of(self, process: int, line: str) -> None:
         self.tell(f"[{process}] {line}")
@@ -217,17 +243,18 @@ class Supervisor:
 
     def _paused(self, seconds: float) -> None:
         """Told how much longer than it sleeps it took to look again: where this process stood still
-        itself (stopped, or with its whole machine), others may have stood still with it."""
+        itself (stopped, or with a virtual machine), others may have stood still with it."""
         if seconds > PAUSE_S:
-            self._pause = (time.monotonic(), seconds)
+            self._pauses.append((time.monotonic(), seconds))
             self.tell(f"launch: stood still itself for {seconds:.1f} s, which blames nobody")
 
     def _awake(self, sample: Sample) -> Sample:
-        """As if what it said before this process last stood still were as much later."""
-        until, seconds = self._pause
+        """As if what it said before this process stood still were as much later."""
 
         def later(when: float) -> float:
-            return min(when + seconds, until) if when < until else when
+            for until, seconds in self._pauses:
+                when = min(when + seconds, until) if when < until else when
+            return when
 
         now = sample.now._replace(since=later(sample.now.since))
         return sample._replace(now=now, at=later(sample.at) if sample.at else 0.0)

@@ -155,7 +155,8 @@ class Agent:
         try:
             made = Worker(message["process"], command, environ, self._file, folder=folder)
         except OSError as error:
-            line(f"machine {self._name} cannot start a process in {folder}: {error.strerror}")
+            where = error.filename or folder
+            line(f"machine {self._name} cannot start a process in {where}: {error.strerror}")
             failed = {"code": REFUSED, "ended_at": time.monotonic(), "sample": None}
             self._state(channel, {**failed, "state": "", "lost_another": False})
             return
@@ -165,7 +166,8 @@ class Agent:
     def _say(self, channel: Channel) -> None:
         """What the process is at, now and then, and when it has ended."""
         worker, since = self._worker, time.monotonic() - self._told
-        ended = worker is not None and worker.code is not None
+        code = worker.code if worker is not None else None  # once: it may end meanwhile
+        ended = code is not None
         if since < (TICK_S if ended else TOLD_S):
             return
         self._told += since
@@ -175,7 +177,7 @@ class Agent:
         if ended:
             worker.kill()  # what it had started
             worker.join()
-        sample, code = worker.sample(), worker.code
+        sample = worker.sample()
         now = sample.now._replace(spent=dict(sample.now.spent))
         told = {"now": now, "rest": sample[1:]}
         known = {"code": code, "ended_at": worker.ended_at if ended else 0.0, "sample": told}

@@ -90,7 +90,7 @@ def train(
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     refuse_without_saves(experiment, run)
-    saves = checkpoints_of(run, experiment.checkpoints, spec)
+    saves = checkpoints_of(run, experiment, spec)
     with ExitStack() as stack, memory_remedies(spec):
         if saves is not None:
             stack.callback(saves.close)

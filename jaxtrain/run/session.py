@@ -210,11 +210,22 @@ def _reducer(assembly: Assembly) -> Any:
 def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
     stored = checkpoints.manifest(start).metadata.get("data") if start else None
     if stored is not None and stored != dataset.digest:
+        before, now = _apart(str(stored), dataset.digest)
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
-            f"corpus (digest {stored[:12]}, now {dataset.digest[:12]}): its rows would not be the "
-            f"ones that come next; bring the corpus back, or start a new run with another --run-dir"
+            f"corpus (digest {before}, now {now}): its rows would not be the ones that come next; "
+            "bring the corpus back, or start a new run with another --run-dir"
         )
+
+
+def _apart(a: str, b: str) -> tuple[str, str]:
+    """Twelve characters of each of two words that differ, and where they begin to at the latest."""
+    both = zip(a, b, strict=False)
+    same = next((at for at, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
+    begin = 0 if same < 12 else same - 4
+    shown = (word[begin : begin + 12] for word in (a, b))
+    before, now = (f"..{word}" if begin else word for word in shown)
+    return before, now
 
 
 def _first_state(

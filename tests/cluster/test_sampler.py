@@ -118,10 +118,10 @@ def test_nothing_was_said_yet(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(sampling, "open", full, raising=False)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/new'"):
         SampleFile(tmp_path / "new", create=True)
 

@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripted import DONE, ROOT, WORKER
 
+from jaxtrain.cluster.phases import Now
+from jaxtrain.cluster.sampler import Sample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.ledger import read_ledger
@@ -251,8 +254,11 @@ if start == 0:
     phases.begin_at(0)
     phases.advance(5)
     if process:
+        (folder / "left").touch()
         os._exit(0)
-    time.sleep(0.1)
+    while not (folder / "left").exists():
+        time.sleep(0.05)
+    time.sleep(1)
     os.kill(os.getpid(), 6)
 """
     )
@@ -264,7 +270,7 @@ if start == 0:
 
 
 def test_all_that_leave_well_before_the_run_is_done_are_a_failure(supervise) -> None:
-    code, _, failures = supervise("phases.advance(5)\nos._exit(0)")
+    code, _, failures = supervise("phases.begin_at(0)\nphases.advance(5)\nos._exit(0)")
     assert code == 70 and [each["kind"] for each in failures] == ["left", "left"]
 
 
@@ -311,7 +317,7 @@ class Pausing:
 def test_a_supervisor_that_stood_still_blames_nobody(
     supervise, tmp_path: Path, monkeypatch
 ) -> None:
-    """With all its processes, as on a laptop that was closed."""
+    """With all its processes, as on a virtual machine that was held."""
 
     def stand_still() -> None:
         pids = [int((tmp_path / f"pid{process}").read_text()) for process in (0, 1)]
@@ -328,6 +334,41 @@ time.sleep(1)
     code, told, failures = supervise(script, late=1.5, step=1.5)
     assert code == 0 and not failures, told
     assert any(line.startswith("launch: stood still itself for ") for line in told)
+
+
+def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:
+    """Of a long one and a short one behind it, before a process could say anything."""
+    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
+    for at, seconds in ((700.0, 600.0), (704.0, 3.0)):
+        monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
+        made._paused(seconds)
+    made._paused(0.5)  # as any look may take
+    said = Sample(Now("step", 3, 90.0), 99.0)
+    found = made._awake(said)
+    assert (found.at, found.now.since) == (702.0, 693.0)
+    later = Sample(Now("step", 3, 710.0), 711.0)
+    assert made._awake(later) == later
+
+
+def test_a_later_start_that_has_no_room_for_its_files_is_tried_again(
+    supervise, monkeypatch
+) -> None:
+    """As where the disk of temporary files is full for a moment."""
+    made, tries = SampleFile.__init__, []
+
+    def full(self, path: Path, *, create: bool = False) -> None:
+        tries.append(path)
+        if len(tries) in (3, 5):
+            raise OSError(28, "No space left on device", str(path))
+        made(self, path, create=create)
+
+    monkeypatch.setattr(SampleFile, "__init__", full)
+    script = "phases.begin_at(0)\nif start == 0 and process:\n    os.kill(os.getpid(), 9)\n"
+    code, told, failures = supervise(script + "time.sleep(60 * (start == 0))")
+    assert code == 0 and [each["kind"] for each in failures] == ["killed", "crashed", "crashed"]
+    assert [each["process"] for each in failures] == [1, 0, 1]
+    assert f"process 0 of 2 could not be started: No space left on device: {tries[2]}" in str(told)
 
 
 def test_those_that_ended_while_their_supervisor_stood_still_are_not_silent(
@@ -386,7 +427,7 @@ def test_signals_that_come_close_are_one(tmp_path: Path, monkeypatch) -> None:
     roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     for at, count in ((100.0, 1), (100.5, 1), (101.0, 1), (102.5, 2)):
-        monkeypatch.setattr(supervising.time, "monotonic", lambda at=at: at)
+        monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
         made.stop()
         assert made.stopping == count, "the second is a second one only after a pause"
 

@@ -168,7 +168,7 @@ UNEVEN = {
     "zero bubble, residuals": (
         dict(schedule="zero_bubble", save="residuals"),
         3,
-        pytest.mark.slow,
+        pytest.mark.exhaustive,
     ),
     "zero bubble, chunks": (
         dict(schedule="zero_bubble", chunks=2),
@@ -186,7 +186,6 @@ nothing else."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(k, marks=v[2]) for k, v in UNEVEN.items()])
-@pytest.mark.sampled(30)
 def test_nothing_comes_out_of_padding(
     name: str, decoder: Any, opened: Any, stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

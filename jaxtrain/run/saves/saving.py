@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.checkpoint.run_config import config_differences
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.experiment import config_of
+from jaxtrain.experiment import RESUMABLE, Experiment, completed, config_of
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
 
 
-def checkpoints_of(
-    run: Path | None, policy: SavePolicy | None, spec: MeshSpec
-) -> Checkpoints | None:
+def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> Checkpoints | None:
     """The checkpoints of a run directory, for a run on that mesh; None without one or the other."""
+    policy = experiment.checkpoints
     if run is None or policy is None:
         return None
     hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
     mtbf_s = None if hours is None else hours * 3600 / spec.devices
-    return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s)
+    foreign = partial(_foreign, experiment)
+    return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s, foreign=foreign)
+
+
+def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
+    """Why a step that was saved with that metadata is none of the experiment's."""
+    if metadata.get("experiment") is None:
+        return []
+    try:
+        found = config_differences(
+            {"experiment": metadata["experiment"]},
+            json.loads(json.dumps({"experiment": config_of(experiment)})),
+            ignore=RESUMABLE,
+            completed=partial(completed, experiment=experiment),
+        )
+    except ValueError as error:
+        return [f"its experiment cannot be read: {error}"]
+    return [f"it is of another experiment: {'; '.join(map(str, found))}"] if found else []
 
 
 class Saving:
