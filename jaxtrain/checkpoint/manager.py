@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,16 +35,13 @@ from jaxtrain.checkpoint.storage import (
 from jaxtrain.cluster.agreement import all_gather_union, share_oserror
 from jaxtrain.files.stores import local_path
 from jaxtrain.state_format import leaves as leaf_table
-from jaxtrain.state_format.manifest import Manifest, refuse_other_step
+from jaxtrain.state_format.manifest import Foreign, Manifest, refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
 from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chunks
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
-
-Foreign = Callable[[dict[str, Any]], list[str]]
-"""Why a step with that metadata is none of a run's, a line for each reason."""
 
 MEND = "make room or mend the directory; the next save tries again"
 
@@ -67,21 +64,14 @@ class CheckpointManager:
     (`latest`, `should_save`, `check_space`), and `restore`, stay cheap.
 
     mtbf_s: mean time between failures of the machines together, for `Minutes` of the policy.
-    foreign: given a step's metadata, why it is no step of this run; such a step is passed over as a
-    damaged one is.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        policy: SavePolicy,
-        *,
-        mtbf_s: float | None = None,
-        foreign: Foreign = lambda metadata: [],
-    ) -> None:
+    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
         # Orbax refuses a relative one.
         self.directory = local_path("directory", directory).absolute()
-        self.policy, self.foreign = policy, foreign
+        self.policy = policy
+        self.foreign: Foreign = lambda metadata: []
+        """Steps of which it says something are passed over, as damaged ones are."""
         self.clock = SaveClock(policy.every, mtbf_s)
         self.damaged: dict[int, DamagedCheckpoint] = {}
         """Steps that were found damaged here and passed over."""

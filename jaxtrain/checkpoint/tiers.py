@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxtrain.checkpoint.local_tier import FINISHED, LocalStep, LocalSteps
-from jaxtrain.checkpoint.manager import CheckpointManager, Foreign
+from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
@@ -32,7 +32,7 @@ from jaxtrain.files.regular import read_text, write_text
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.chunks import Chunk
 from jaxtrain.state_format.hashing import LacksPackage
-from jaxtrain.state_format.manifest import Manifest, refuse_other_step
+from jaxtrain.state_format.manifest import Foreign, Manifest, refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
 from jaxtrain.state_format.reader import Read, read_from
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
@@ -54,7 +54,8 @@ class Checkpoints:
         mtbf_s: float | None = None,
         foreign: Foreign = lambda metadata: [],
     ) -> None:
-        self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s, foreign=foreign)
+        self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s)
+        self.durable.foreign = foreign
         self.policy, self.directory = policy, self.durable.directory
         self.blocked_s = 0.0
         """How long the last `save` kept its caller, after it had waited for the save before."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What reading JSON of another form than ours may raise."""
 STEP = "step"
 """The leaf of a state that counts the steps done, if it has one, and the metadata's word for it."""
+Foreign = Callable[[dict[str, Any]], list[str]]
+"""Why a step with that metadata is none of a run's, a line for each reason."""
 
 
 class Manifest(NamedTuple):
