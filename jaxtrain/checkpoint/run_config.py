@@ -99,8 +99,8 @@ def compare_config(
     stored = read_config(run_dir)
     if stored is None:
         return []
-    config = json.loads(json_text(config, what=f"the configuration for {run_dir}"))
-    return config_differences(stored, config, ignore=ignore, completed=completed)
+    what = f"the configuration for {run_dir}"
+    return config_differences(stored, config, ignore=ignore, completed=completed, what=what)
 
 
 def config_differences(
@@ -109,14 +109,16 @@ def config_differences(
     *,
     ignore: tuple[str, ...] = (),
     completed: Completed = dict,
+    what: str = "the configuration",
 ) -> list[Difference]:
     """Fields of `config` that are not as in `stored`, sorted by dotted path.
 
     `ignore` names fields, with all below them, that may change between two starts of a run.
     `completed` gives what was stored as it would be stored today. Both sides are compared as JSON:
-    a tuple equals a list, and 1 equals 1.0.
+    a tuple equals a list, and 1 equals 1.0. what: `config` is, where it is no JSON.
     """
-    before, now = _fields(completed(stored)), _fields(config)
+    before = _fields(completed(stored))
+    now = _fields(json.loads(json_text(config, what=what)))
     differences = [
         Difference(path, before.get(path, ABSENT), now.get(path, ABSENT))
         for path in sorted(before.keys() | now.keys())

@@ -217,7 +217,7 @@ class Supervisor:
 
     def _watch(self, *, first: bool) -> int | Failure:
         """Until all have ended well, or one has not."""
-        looked, latest = 0.0, time.monotonic()
+        looked, now = 0.0, time.monotonic()
         while True:
             time.sleep(POLL_S)
             self._pass_on()
@@ -229,14 +229,13 @@ class Supervisor:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
-            latest, before = time.monotonic(), latest
-            self._paused(latest - before - POLL_S)
-            now = latest
+            now, before = time.monotonic(), now
+            self._paused(now - before - POLL_S)
             if now - looked >= LOOK_S:
                 looked = now
-                samples = {w.process: self._awake(w.sample()) for w in self.workers}
+                said = [(w, self._awake(w.sample())) for w in self.workers]
                 # Exits last: who has ended since is not silent.
-                samples = {w.process: samples[w.process] for w in self.workers if w.code is None}
+                samples = {w.process: sample for w, sample in said if w.code is None}
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found, now)
                 self._grow(samples.values())

@@ -403,37 +403,20 @@ def test_the_command_measures_in_a_process(
     assert "JAX sees no accelerator here; --dry-run" in capsys.readouterr().err
 
 
-ONE_OF_EACH = (
-    "calibration",
-    "attention/blockwise",
-    "llama3_1b/torch/4",
-    "sweep/chunk/2048",
-    "save",
-)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(ONE_OF_EACH, marks=pytest.mark.exhaustive, id="one of each"),
-        pytest.param(parts.PARTS, marks=pytest.mark.exhaustive, id="all"),
-    ],
-)
-def test_parts_go_through(
-    asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.exhaustive
+def test_every_part_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    found = bench_gpu(tmp_path, parts=asked, dry_run=True).results
-    here = {part for part in asked if not parts.of_torch(part)}
+    found = bench_gpu(tmp_path, dry_run=True).results
+    here = [part for part in parts.PARTS if not parts.of_torch(part)]
     elsewhere = {part for part in here if found[part].state == "skipped"}
-    assert all(found[part].state != "failed" for part in asked), tables(found.values())
+    assert all(found[part].state != "failed" for part in parts.PARTS), tables(found.values())
     options = {
         f"sweep/flag/{name}" for name, given in parts.FLAGS.items() if "xla_gpu" in str(given)
     }
-    assert elsewhere == {"attention/cudnn", *options} & here
-    assert all(found[part].rows for part in here - elsewhere)
+    assert elsewhere == {"attention/cudnn"} | options
+    assert all(found[part].rows for part in set(here) - elsewhere)
     with_torch = peer.importlib.util.find_spec("torch") is not None
-    for part in set(asked) - here:
+    for part in set(parts.PARTS) - set(here):
         assert (found[part].state == "done") == with_torch, found[part].why
 
 

@@ -81,7 +81,7 @@ def test_layouts_equal_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(PARTS)
 def test_quick_passes(part: int, monkeypatch: pytest.MonkeyPatch, remembered: None) -> None:
     passes(in_parts(QUICK, PARTS)[part], monkeypatch)
 

@@ -49,13 +49,8 @@ def experiment() -> jaxtrain.Experiment:
     return replace(given, model=replace(given.model, layers=3, **parts))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS),
-    ],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_equal_one_device(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:

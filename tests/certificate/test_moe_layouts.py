@@ -77,11 +77,8 @@ def experiment(*, ends: bool = False) -> jaxtrain.Experiment:
     return replace(dense, model=replace(dense.model, **parts))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_equal_one_device(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:

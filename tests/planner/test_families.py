@@ -94,25 +94,24 @@ def small(name: str) -> jaxtrain.Experiment:
     return shrink(replace(experiment, model=model), devices=8)
 
 
-def slow(name: str, layout: Layout) -> Any:
-    return pytest.param(name, layout, marks=pytest.mark.slow)
+def by_hand(name: str, layout: Layout) -> Any:
+    return pytest.param(name, layout, marks=pytest.mark.exhaustive)
 
 
 LAYOUTS = [
     ("one block", Layout(CUBE, loop=DOTS, periods=1, optimizer="SGD, averages")),
-    slow("all of them", Layout(CUBE, loop=DOTS)),
-    *(slow(name, Layout(CUBE, loop=DOTS)) for name in ("gemma 2", "olmo 2")),
+    by_hand("all of them", Layout(CUBE, loop=DOTS)),
+    *(by_hand(name, Layout(CUBE, loop=DOTS)) for name in ("gemma 2", "olmo 2")),
     # Adam makes a whole step of a gradient that is zero but for rounding, and one number has one.
-    slow("gemma 3", Layout(CUBE, loop=DOTS, optimizer="SGD, averages")),
-    slow("phi 4 mini", Layout(CUBE, loop=FULL)),
-    slow("yarn beside the stack", Layout(STAGED, pipeline="1F1B", periods=2, loop=DOTS)),
-    slow("all of them", Layout(STAGED, pipeline="zero bubble", periods=2, loop=FULL)),
-    slow("all of them", Layout((("data", 2), ("tensor", 4)), mode="gspmd", loop=FULL)),
+    by_hand("gemma 3", Layout(CUBE, loop=DOTS, optimizer="SGD, averages")),
+    by_hand("phi 4 mini", Layout(CUBE, loop=FULL)),
+    by_hand("yarn beside the stack", Layout(STAGED, pipeline="1F1B", periods=2, loop=DOTS)),
+    by_hand("all of them", Layout(STAGED, pipeline="zero bubble", periods=2, loop=FULL)),
+    by_hand("all of them", Layout((("data", 2), ("tensor", 4)), mode="gspmd", loop=FULL)),
 ]
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=str)
-@pytest.mark.sampled(30)
 def test_a_mesh_does_not_change_the_run(name: str, layout: Layout) -> None:
     run, alone = (program(small(name), each)() for each in (layout, layout.reference()))
     found = difference(layout, run, alone)
@@ -124,7 +123,7 @@ NORMS = jaxtrain.FineTuning(trainable=("*.query_norm.scale", "*_post_norm.scale"
 CONTRACTS = [
     ("olmo 2", Layout(CUBE, loop=DOTS), None),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
             ("all of them", Layout(CUBE, loop=DOTS), None),
             ("all of them", Layout(CUBE, loop=FULL), None),
@@ -140,7 +139,6 @@ CONTRACTS = [
 
 
 @pytest.mark.parametrize(("name", "layout", "tuning"), CONTRACTS, ids=str)
-@pytest.mark.sampled(30)
 def test_a_step_sends_what_is_predicted(name: str, layout: Layout, tuning: Any) -> None:
     e = replace(experiment_on(small(name), layout), fine_tuning=tuning)
     kept = held(assemble(e, jaxtrain.mesh_from_axes(**dict(layout.axes))))

@@ -52,10 +52,6 @@ def assembled(
     return assemble(experiment, jaxtrain.mesh_from_axes(**dict(layout.axes)))
 
 
-def slow(name: str, layout: Layout, attention: LatentAttentionConfig = BOTH, **given: Any) -> Any:
-    return pytest.param(layout, attention, given, id=name, marks=pytest.mark.slow)
-
-
 def by_hand(
     name: str, layout: Layout, attention: LatentAttentionConfig = BOTH, **given: Any
 ) -> Any:
@@ -69,20 +65,20 @@ def staged(pipeline: str, loop: str = DOTS, **fields: Any) -> Layout:
 RING = "explicit, ring"
 CASES = [
     pytest.param(Layout(CUBE, loop=DOTS), BOTH, {}, id="both"),
-    slow("queries of tokens", Layout(CUBE, loop=FULL), LITE),
-    slow("everything saved", Layout(CUBE, loop=ALL), LITE),
-    slow("zero1, bf16", Layout(CUBE, loop=FULL, sharding="zero1", precision="bf16")),
-    slow("rings", Layout(CUBE, RING, loop=DOTS)),
-    slow("looped rings", Layout(CUBE, "explicit, ring looped, layer by layer", loop=DOTS)),
-    slow("cut rows", Layout(CUT, loop=DOTS)),
+    by_hand("queries of tokens", Layout(CUBE, loop=FULL), LITE),
+    by_hand("everything saved", Layout(CUBE, loop=ALL), LITE),
+    by_hand("zero1, bf16", Layout(CUBE, loop=FULL, sharding="zero1", precision="bf16")),
+    by_hand("rings", Layout(CUBE, RING, loop=DOTS)),
+    by_hand("looped rings", Layout(CUBE, "explicit, ring looped, layer by layer", loop=DOTS)),
+    by_hand("cut rows", Layout(CUT, loop=DOTS)),
     by_hand("cut rows, rings, nothing saved", Layout(CUT, RING, loop=FULL), LITE),
-    slow("zero bubble", staged("zero bubble")),
+    by_hand("zero bubble", staged("zero bubble")),
     by_hand("zero bubble, nothing saved", staged("zero bubble", FULL), LITE),
-    slow("1F1B, blocks beside", staged("1F1B", FULL), prefix=1, suffix=1, layers=4),
+    by_hand("1F1B, blocks beside", staged("1F1B", FULL), prefix=1, suffix=1, layers=4),
     by_hand("1F1B", staged("1F1B", FULL)),
-    slow("adapters", Layout(CUBE, loop=DOTS), fine_tuning=LORA),
+    by_hand("adapters", Layout(CUBE, loop=DOTS), fine_tuning=LORA),
     by_hand("adapters, nothing saved", Layout(CUBE, loop=FULL), LITE, fine_tuning=LORA),
-    slow(
+    by_hand(
         "latents alone",
         Layout(CUBE, loop=DOTS),
         fine_tuning=jaxtrain.FineTuning(trainable=("*.latent_down",)),
@@ -92,7 +88,7 @@ CASES = [
         Layout(CUBE, loop=FULL),
         fine_tuning=jaxtrain.FineTuning(trainable=("*.query_up",)),
     ),
-    slow(
+    by_hand(
         "8 bits",
         Layout(CUBE, loop=DOTS),
         precision=replace(jaxtrain.optim.fp32, products=Fp8Products()),
@@ -108,7 +104,6 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "attention", "given"), CASES)
-@pytest.mark.sampled(30)
 def test_the_contract_is_kept(
     layout: Layout, attention: LatentAttentionConfig, given: dict[str, Any]
 ) -> None:

@@ -27,6 +27,7 @@ from jaxtrain.step.assembly import Assembly, assemble
 from jaxtrain.telemetry.hlo.collectives import dot_flops
 from jaxtrain.telemetry.hlo.text import program_text
 
+by_hand = pytest.mark.exhaustive
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
 STAGES = (("fsdp", 2), ("stage", 2), ("tensor", 2))
@@ -75,10 +76,9 @@ def name_of(case: Any) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "counts"),
-    [SHOWN, *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS if case != SHOWN)],
+    [SHOWN, *(pytest.param(*case, marks=by_hand) for case in LAYOUTS if case != SHOWN)],
     ids=name_of,
 )
-@pytest.mark.sampled(30)
 def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) -> None:
     found = held(assembled(layout, **counts))
     assert found.lines and not found.broken, "\n".join(map(str, found.broken))
@@ -87,7 +87,7 @@ def test_the_contract_is_kept_in_8_bits(layout: Layout, counts: dict[str, int]) 
 
 @pytest.mark.parametrize(
     ("layout", "counts"),
-    [DELAYED[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in DELAYED[1:])],
+    [DELAYED[0], *(pytest.param(*case, marks=by_hand) for case in DELAYED[1:])],
     ids=name_of,
 )
 def test_with_delayed_scales_no_greatest_magnitude_is_sent(
@@ -120,7 +120,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(
     ("layout", "counts", "products"),
-    [MIXTURES[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MIXTURES[1:])],
+    [MIXTURES[0], *(pytest.param(*case, marks=by_hand) for case in MIXTURES[1:])],
     ids=name_of,
 )
 def test_the_contract_is_kept_with_experts_in_8_bits(
@@ -176,7 +176,7 @@ def test_greatest_magnitudes_are_few_numbers() -> None:
     assert found == {7: 2 * layers, 1: (4 + 2) * layers, 3: layers, 2: layers}
 
 
-@pytest.mark.parametrize("remat", [FULL, pytest.param(DOTS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("remat", [FULL, pytest.param(DOTS, marks=by_hand)])
 def test_what_is_asked_for_is_what_is_compiled(remat: str) -> None:
     """Of dense layers of few tokens: all but the head's and attention's is of products."""
     assembly = assembled(Layout((("tensor", 2),), "explicit, ring", loop=remat))

@@ -41,18 +41,10 @@ OPTIMIZERS = {
 FLOOR = dict.fromkeys(OPTIMIZERS, 0.0) | {"Adafactor": 1.001e-30}
 """Adafactor adds it to the square of every gradient."""
 DEFAULT = {("sign", "SGD")}
-OFTEN = {
-    ("exact", "Adafactor"),
-    ("sign", "AdamW"),
-    ("signs in blocks", "Muon"),
-    ("top k", "LAMB"),
-    ("PowerSGD", "Lion"),
-}
 
 
 def marks(pair: tuple[str, str]) -> Any:
-    often = pytest.mark.slow if pair in OFTEN else pytest.mark.exhaustive
-    return () if pair in DEFAULT else often
+    return () if pair in DEFAULT else pytest.mark.exhaustive
 
 
 def real(session: Any) -> dict[str, np.ndarray]:
@@ -75,7 +67,6 @@ def norm(leaves: dict[str, np.ndarray], where: dict[str, np.ndarray]) -> float:
     ("reducer", "optimizer"),
     [pytest.param(*pair, marks=marks(pair)) for pair in product(REDUCERS, OPTIMIZERS)],
 )
-@pytest.mark.sampled(30)
 def test_padding_stays_zero_and_outside_norms(
     reducer: str, optimizer: str, decoder: Any, opened: Any, stepped: Any
 ) -> None:

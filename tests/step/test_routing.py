@@ -70,18 +70,20 @@ def two_steps(mode: str, *axes: tuple[str, int]) -> Any:
 
 
 ONE = ("", ("data", 1))
+BY_HAND = [
+    ("explicit", ("data", 2), ("fsdp", 2), ("tensor", 2)),
+    ("gspmd", ("data", 2), ("expert", 2), ("tensor", 2)),
+    ("explicit", ("expert", 2), ("stage", 2), ("tensor", 2)),
+    ("gspmd", ("data", 2), ("fsdp", 2), ("tensor", 2)),
+    ("explicit", ("fsdp", 2), ("stage", 2), ("tensor", 2)),
+]
 MESHES = [
     ("explicit", ("fsdp", 2), ("expert", 2), ("tensor", 2)),
-    pytest.param(("explicit", ("data", 2), ("fsdp", 2), ("tensor", 2)), marks=pytest.mark.slow),
-    pytest.param(("gspmd", ("data", 2), ("expert", 2), ("tensor", 2)), marks=pytest.mark.slow),
-    pytest.param(("explicit", ("expert", 2), ("stage", 2), ("tensor", 2)), marks=pytest.mark.slow),
-    pytest.param(("gspmd", ("data", 2), ("fsdp", 2), ("tensor", 2)), marks=pytest.mark.slow),
-    pytest.param(("explicit", ("fsdp", 2), ("stage", 2), ("tensor", 2)), marks=pytest.mark.slow),
+    *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in BY_HAND),
 ]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.sampled(30)
 def test_loads_losses_and_biases_are_the_same_on_every_mesh(mesh: Any) -> None:
     (_, metrics, params), (_, wanted, oracle) = two_steps(*mesh), two_steps(*ONE)
     assert metrics.keys() == wanted.keys()

@@ -417,21 +417,19 @@ PATHS = {
         loop="scanned, remat dots_and_attention",
     ),
 }
-SHOWN = {("lora", "none")}
-OFTEN = {("lora", "chunks"), ("mlp", "ring"), ("ends", "full"), ("biases", "dots")}
+MARKS = {("lora", "none"): (), ("mlp", "ring"): slow}
+"""Of cases that are not run by hand."""
 
 
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        pytest.param(name, path, marks=[] if case in SHOWN else slow if case in OFTEN else by_hand)
+        pytest.param(name, path, marks=MARKS.get((name, path), by_hand))
         for name in SENT
         for path in PATHS
-        for case in [(name, path)]
     ],
 )
 @pytest.mark.usefixtures("optimising_compiler")
-@pytest.mark.sampled(30)
 def test_what_a_step_with_frozen_leaves_sends_is_predicted(
     name: str, path: str, decoder: jaxtrain.Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
     try:
         found = config_differences(
             {"experiment": metadata["experiment"]},
-            json.loads(json.dumps({"experiment": config_of(experiment)})),
+            {"experiment": config_of(experiment)},
             ignore=RESUMABLE,
             completed=partial(completed, experiment=experiment),
         )
