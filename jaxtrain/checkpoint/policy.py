@@ -13,6 +13,8 @@ import numpy as np
 from jaxtrain.files.stores import store_violations
 
 FARTHEST = 16
+EVALUATED_BATCHES = "eval_batches"
+"""Among the metrics of a save: over how many batches they are, 0 for all there are."""
 UNMEASURED_S = 600.0
 """Seconds between saves while nobody knows what a save takes, or how often the machines fail."""
 
@@ -35,7 +37,8 @@ class Minutes:
 class Best:
     """The `n` saves with the least `metric` (the greatest if `greatest`), of those that have it:
     eval_loss or bits_per_byte, of steps that are both evaluated and saved. After the last step only
-    where that evaluation is over as many batches (`Evaluation.final_batches`) as the others."""
+    where that evaluation is over as many batches (`Evaluation.final_batches`) as the others. Where
+    a resumed run evaluates over another number of batches, the best of each number are kept."""
 
     metric: str
     n: int = 1
@@ -75,9 +78,11 @@ class Keep:
             kept |= {step for step in order if step % self.every == 0}
         if self.best is not None:
             name, sign = self.best.metric, -1 if self.best.greatest else 1
-            rated = [(sign * steps[s][name], -s) for s in order if name in steps[s]]
-            finite = sorted(pair for pair in rated if math.isfinite(pair[0]))
-            kept |= {-minus for _, minus in finite[: self.best.n]}
+            rated = [s for s in order if math.isfinite(steps[s].get(name, math.nan))]
+            for batches in {steps[s].get(EVALUATED_BATCHES) for s in rated}:
+                alike = [s for s in rated if steps[s].get(EVALUATED_BATCHES) == batches]
+                alike.sort(key=lambda s: (sign * steps[s][name], -s))
+                kept |= set(alike[: self.best.n])
         return kept
 
 

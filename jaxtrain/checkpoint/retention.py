@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxtrain.checkpoint.policy import Keep
+from jaxtrain.checkpoint.policy import EVALUATED_BATCHES, Keep
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     committed_steps,
@@ -45,10 +45,12 @@ class Retention:
         As if nothing of the state stood still: as many copies of it as are kept, and one while
         the newest is written; steps that are there give their room back as they go.
         """
-        best = self.keep.best
-        most = self.keep.latest + (best.n if best is not None else 0) + 1
-        every = self.keep.every
-        going = [s for s in committed_steps(self.directory) if every is None or s % every]
+        best, every, steps = self.keep.best, self.keep.every, committed_steps(self.directory)
+        most = self.keep.latest + 1
+        if best is not None:
+            ratings = [m for s in steps if best.metric in (m := self._metrics_of(s))]
+            most += best.n * max(1, len({m.get(EVALUATED_BATCHES) for m in ratings}))
+        going = [s for s in steps if every is None or s % every]
         return max(state_bytes, most * state_bytes - freed_bytes(self.directory, going))
 
     def drop_old(self, step: int) -> None:
@@ -67,16 +69,18 @@ class Retention:
             ) from error
 
     def _steps_to_keep(self, steps: list[int]) -> set[int]:
-        if self.keep.best is not None:
-            for other in (s for s in steps if s not in self.metrics):
-                self.metrics[other] = self._stored_metrics(other)
-        return self.keep.kept({s: self.metrics.get(s, {}) for s in steps})
+        if self.keep.best is None:
+            return self.keep.kept({s: {} for s in steps})
+        return self.keep.kept({s: self._metrics_of(s) for s in steps})
 
     def _path(self, step: int | None) -> Path | None:
         return None if step is None else self.directory / str(step)
 
-    def _stored_metrics(self, step: int) -> dict[str, float]:
-        try:
-            return whole_manifest(self.directory, step).metadata.get("metrics", {})
-        except CheckpointError:
-            return {}
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        if step not in self.metrics:
+            try:
+                metadata = whole_manifest(self.directory, step).metadata
+            except CheckpointError:
+                metadata = {}
+            self.metrics[step] = metadata.get("metrics", {})
+        return self.metrics[step]

@@ -35,7 +35,7 @@ class Roster:
         self._rejoin_s = rejoin_s
         self._machines, self._layouts, self._wait_s, self._tell = machines, layouts, wait_s, tell
         self._aside: set[str] = set()
-        self._more_since: float | None = None
+        self._here_since: dict[str, float] = {}
         self.hosts: list[Machine] = []
         """Those of the latest start: the process of each number is on that one."""
         self.layout = Layout(0)
@@ -65,15 +65,15 @@ class Roster:
         return False
 
     def could_grow(self) -> bool:
-        """Whether more machines could take part than do, and have been there for a while."""
-        here = min(len(self._usable()), max(self._layouts))
-        found = self._layouts.get(here)
-        if found is None or found.machines <= self.layout.machines:
-            self._more_since = None
-            return False
+        """Whether more machines could take part than do, of those that have been there for a while
+        without a break."""
         now = time.monotonic()
-        self._more_since = self._more_since or now
-        return now - self._more_since > self._rejoin_s
+        self._here_since = {
+            machine.name: self._here_since.get(machine.name, now) for machine in self._usable()
+        }
+        stayed = sum(now - since > self._rejoin_s for since in self._here_since.values())
+        layout = self._layouts.get(min(stayed, max(self._layouts)))
+        return layout is not None and layout.machines > self.layout.machines
 
     def leaving(self) -> list[str]:
         """Names of machines that take part and are to go."""
@@ -102,7 +102,8 @@ class Roster:
                 f"launch: on {layout.machines} machines, of {max(self._layouts)} wanted and "
                 f"{len(here)} here: {layout.told}"
             )
-        self.hosts, self.layout, self._more_since = here[: layout.machines], layout, None
+        self.hosts, self.layout = here[: layout.machines], layout
+        self._here_since = {}
 
     def _too_few(self, here: int) -> str:
         aside = f" and {', '.join(sorted(self._aside))} is left out" if self._aside else ""

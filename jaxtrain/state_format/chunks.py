@@ -7,7 +7,10 @@ written: bytes that belong elsewhere are as wrong as bytes that changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,8 @@ from jaxtrain.state_format.hashing import Hasher, hasher
 
 CHUNK_BYTES = 16 * 2**20
 """The most a chunk holds: a reader verifies whole chunks, however little of one it needs."""
+MOST_SPLIT_DIMS = 12
+"""Along no more dims is a leaf in chunks: work to check them doubles with every dim."""
 
 
 class Box(NamedTuple):
@@ -96,6 +101,27 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """The box of an index as shardings give it."""
     spans = [part.indices(n)[:2] for part, n in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+def covers_once(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes inside an array of that shape are each of its elements, once.
+
+    The signed corners of a box are the differences, along every dim, of the function that is 1 in
+    it and 0 elsewhere; such differences determine a function. So corners that sum to those of the
+    whole array belong to boxes that are it, in one pass over them. False too where boxes are split
+    along more than `MOST_SPLIT_DIMS`.
+    """
+    if 0 in shape:
+        return True
+    split = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
+    if len(split) > MOST_SPLIT_DIMS:
+        return False
+    whole, total = Box((0,) * len(shape), shape), Counter[tuple[int, ...]]()
+    for box, sign in [(whole, -1), *((box, 1) for box in boxes)]:
+        ends = [((box.start[d], 1), (box.start[d] + box.shape[d], -1)) for d in split]
+        for corner in itertools.product(*ends):
+            total[tuple(at for at, _ in corner)] += sign * math.prod(s for _, s in corner)
+    return not any(total.values())
 
 
 def cut(part: Part, largest: int = CHUNK_BYTES) -> Iterator[Part]:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.files.folder import file_of, plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_all
-from jaxtrain.state_format.chunks import Box, Chunk, digest
+from jaxtrain.state_format.chunks import Box, Chunk, covers_once, digest
 from jaxtrain.state_format.hashing import hasher
 from jaxtrain.state_format.leaves import LeafRecord, records_from_json
 from jaxtrain.state_format.pack import Earlier
@@ -199,6 +199,8 @@ def refuse_gaps(leaves: Mapping[str, LeafRecord], chunks: Mapping[str, list[Chun
             raise ValueError(f"two chunks are the same part of {name}")
         if sum(c.size for c in held) != leaf.stored_bytes:
             raise ValueError(f"the chunks of {name} are not all of it")
+        if not covers_once([c.box for c in held], shape):
+            raise ValueError(f"the chunks of {name} overlap, and are not all of it")
 
 
 def _refuse_misfit(c: Chunk, shape: tuple[int, ...], itemsize: int) -> None:

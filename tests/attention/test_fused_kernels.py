@@ -215,8 +215,10 @@ def fake(monkeypatch):
     return calls
 
 
-def both_passes(kernel, case):
+def both_passes(kernel, case, ids=None):
+    """ids: of documents, of other rows than those of the case."""
     q, k, v, do, starts = draw(case, jnp.bfloat16)
+    starts = starts if ids is None else document_starts(jnp.asarray(ids, jnp.int32))
     o, lse = kernel.forward(q, k, v, starts, case.scoring)
     saved = ours.Saved(q, k, v, starts, o, lse)
     return dict(o=o, lse=lse) | dict(
@@ -246,6 +248,16 @@ def test_rows_with_more_documents_than_there_is_room_for_are_computed_all_the_sa
     found = both_passes(Cudnn(documents=2), case)
     assert not fake[0].calls and not fake[1].calls
     assert_near(found, dense(case, jnp.bfloat16), 2**-6)
+
+
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_documents_are_cudnns_up_to_exactly_the_room_there_is(fake, count) -> None:
+    """Three a row in the mean of two; the last one that has room is whole."""
+    case = CUDNN[3]
+    ids = np.stack([np.arange(24) // 6, np.minimum(np.arange(24) // 4, count - 5)])
+    found = both_passes(Cudnn(documents=3), case, ids)
+    assert [len(passes.calls) for passes in fake] == ([1, 1] if count <= 6 else [0, 0])
+    assert_near(found, both_passes(Cudnn(documents=24), case, ids), 2**-6)
 
 
 GPU_CALLS = {"__cudnn$fmha": Cudnn(documents=4), "__gpu$xla.gpu.triton": Triton()}

@@ -6,12 +6,15 @@ import errno
 import os
 import re
 import shutil
+from contextlib import suppress
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxtrain.checkpoint import check_writable, named_leaves, stored_bytes
+from jaxtrain.checkpoint.storage import committed_steps, discard_steps
 
 
 def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
@@ -46,6 +49,29 @@ def test_a_write_that_fails_is_refused_with_its_cause(tmp_path, monkeypatch, cod
     with pytest.raises(ValueError, match=os.strerror(code)):
         check_writable(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("killed_after", range(6))
+def test_of_discarded_steps_the_newest_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    """By number: whenever it is killed, what is left is the history up to a step."""
+    steps, renames, rename = [1, 2, 9, 10, 30], [], Path.rename
+    for step in steps:
+        (tmp_path / str(step)).mkdir()
+
+    def counted(path: Path, to: Path) -> Path:
+        if len(renames) == killed_after:
+            raise KeyboardInterrupt
+        renames.append(path.name)
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", counted)
+    with suppress(KeyboardInterrupt):
+        discard_steps(tmp_path, [9, 30, 2, 10])
+    assert committed_steps(tmp_path) == steps[: 5 - min(killed_after, 4)]
+    finished = killed_after >= 4
+    assert bool(list(tmp_path.glob("*.discarded"))) is (killed_after > 0 and not finished)
 
 
 def test_paths_are_the_keys_joined_by_dots_in_the_order_of_leaves():

@@ -79,6 +79,28 @@ def test_listeners_hear_of_every_change() -> None:
     assert phases.now.median_s == 7.0, "of the recent steps"
 
 
+def test_a_start_began_where_it_began_whatever_it_went_back_to() -> None:
+    """Ten steps of two seconds from 20 on; steps that are gone back to, and those beyond the first
+    that a later start takes again, are lost as they were taken."""
+    clock = Clock()
+    phases = Phases(clock)
+    phases.begin_at(20)
+    phases.enter("step")
+    for step in range(21, 31):
+        clock.now += 2.0
+        phases.advance(step)
+    phases.go_back(26)
+    assert (phases.now.first, phases.now.step) == (20, 26)
+    clock.now += 2.0
+    phases.advance(27)
+    phases.go_back(23)
+    assert (phases.now.first, phases.now.step) == (20, 23)
+    assert (phases.spent()["step"], phases.spent()[LOST]) == pytest.approx((6.0, 16.0))
+    phases.go_back(20)
+    assert (phases.now.first, phases.now.step) == (20, 20)
+    assert phases.spent()["step"] == pytest.approx(0.0)
+
+
 def test_steps_that_come_again_are_lost() -> None:
     """Ten steps of two seconds, of which the last four come again; and once more all."""
     clock = Clock()

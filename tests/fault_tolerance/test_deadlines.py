@@ -21,6 +21,22 @@ CASES = {
     "all fine": ([FINE, FINE], []),
     "a long step": ([sample("step", for_s=20, median_s=5), FINE], []),
     "silent": ([FINE, sample("step", for_s=17, quiet_s=16)], [(1, "silent")]),
+    "silent, while another is at a long save": (
+        [sample("save", for_s=100), sample("step", for_s=100, quiet_s=16)], [(1, "silent")],
+    ),
+    "silent, while another compiles": (
+        [sample("first step", for_s=9, quiet_s=16), sample("compile", for_s=3000)],
+        [(0, "silent")],
+    ),
+    "silent in a long phase of its own": (
+        [FINE, sample("restore", for_s=20, quiet_s=16)], [(1, "silent")],
+    ),
+    "silent, while another hangs": (
+        [sample("load", for_s=16), sample("save", for_s=20, quiet_s=16)], [(1, "silent")],
+    ),
+    "not yet silent, while another is at a long save": (
+        [sample("save", for_s=100), sample("step", for_s=100, quiet_s=14.9)], [],
+    ),
     "a start that takes long": ([FINE, sample("start", for_s=299, quiet_s=-1)], []),
     "one that never came to tell": (
         [sample("join", for_s=299), sample("start", for_s=301, quiet_s=-1)], [(1, "hangs")],

@@ -28,6 +28,32 @@ def test_every_phase_has_its_place() -> None:
     assert set(PHASES) == set(KINDS) - {"hang", "waiting", LOST_WITHIN}
 
 
+PLACES = {
+    "init": ["start", "join", "open"],
+    "compile": ["compile", "first step"],
+    "step": ["step"],
+    "data": ["load"],
+    "callback": ["callback"],
+    "evaluate": ["evaluate"],
+    "save": ["save"],
+    "restore": ["restore"],
+    "finish": ["finish"],
+    "hang": ["hang"],
+    "waiting": ["waiting"],
+    "lost": ["lost"],
+}
+
+
+def test_seconds_of_a_phase_are_of_its_kind_and_only_steps_are_good() -> None:
+    """The whole table, as one reads it in a ledger."""
+    assert sorted(phase for phases in PLACES.values() for phase in phases) == sorted(KINDS)
+    for kind, phases in PLACES.items():
+        for phase in phases:
+            ledger = sum_up([Entry(0.0, 2.0, {phase: 2.0})])
+            assert dict(ledger.seconds) == {kind: 2.0}, phase
+            assert ledger.goodput == (phase == "step"), phase
+
+
 def start(first: int, done: int, step_s: float, **more: float) -> Entry:
     return Entry(0.0, 0.0, {"step": step_s, **more}, first, done)
 

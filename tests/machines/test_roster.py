@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from dataclasses import dataclass
 
 import pytest
 
+from jaxtrain.machines import roster as rosters
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.roster import Roster
 
@@ -101,6 +103,66 @@ def test_a_lost_one_is_waited_for_a_moment_where_the_run_can_go_on_without() -> 
     machines.names = "abdc"
     assert not roster.could_grow(), "it begins anew where one was gone between"
     time.sleep(0.25)
+    assert roster.could_grow()
+
+
+class Clock:
+    """`time`, of which seconds pass as they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_machines_that_stayed_are_grown_onto(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes and goes: those there at every look for longer than ten seconds count, by a
+    record of all looks; and those of the start."""
+    clock, drawn, there = Clock(), random.Random(seed), [*"abcde"]
+    monkeypatch.setattr(rosters, "time", clock)
+    machines = Changing("ab")
+    roster, _ = made(machines, FEWER, rejoin_s=10)
+    assert roster.choose(lambda: False) and names(roster) == "ab"
+    looks: list[tuple[float, set[str]]] = [(0.0, {"a", "b"})]
+    grew = 0
+    for _ in range(120):
+        clock.now += drawn.choice([0.5, 3.0, 4.0])
+        machines.names = "ab" + "".join(
+            name for name in there[2:] if drawn.random() < (0.5 if name == "e" else 0.8)
+        )
+        looks.append((clock.now, set(machines.names)))
+        stayed = 0
+        for name in machines.names:
+            absent = [at for at, (_, seen) in enumerate(looks) if name not in seen]
+            since = looks[absent[-1] + 1 if absent else 0][0]
+            stayed += clock.now - since > 10
+        grows = roster.could_grow()
+        assert grows is (stayed >= 4)
+        grew += grows
+    assert 0 < grew < 120
+
+
+def test_a_machine_that_takes_the_place_of_another_has_not_stayed_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, machines = Clock(), Changing("abc")
+    monkeypatch.setattr(rosters, "time", clock)
+    roster, _ = made(machines, FEWER, rejoin_s=10)
+    assert roster.choose(lambda: False) and names(roster) == "ab"
+    for turn in range(20):
+        clock.now += 4
+        machines.names = "abc" + "de"[turn % 2]
+        assert not roster.could_grow(), "four are there at every look, and never the same"
+    for _ in range(3):
+        assert not roster.could_grow()
+        clock.now += 4
     assert roster.could_grow()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
@@ -139,7 +140,9 @@ class Saves:
         """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
         e = self.session.experiment.evaluation
         alike = e is not None and (step < self.run.whole or e.final_batches == e.batches)
-        return self.result.evaluation if alike and self.evaluated_at == step else {}
+        if e is None or not alike or self.evaluated_at != step:
+            return {}
+        return {**self.result.evaluation, EVALUATED_BATCHES: e.batches or 0}
 
     def leave(self, word: str) -> None:
         """Save what is whole: the state after the last finished step."""

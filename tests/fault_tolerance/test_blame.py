@@ -1,0 +1,89 @@
+"""Which process of a start that failed is blamed: by what processes said as they ended."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxtrain.cluster.exit_codes import FAILED
+from jaxtrain.cluster.phases import Now
+from jaxtrain.cluster.sampler import Sample
+from jaxtrain.fault_tolerance.restarts import Failure
+from jaxtrain.fault_tolerance.supervisor import Supervisor
+from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.machine import Here, slots_of
+from jaxtrain.machines.roster import Roster
+from jaxtrain.machines.workers import LOST, Worker, ending, kind_of
+
+ABORTED = -6
+
+
+def ended(at: float, code: int, *, aborted: bool = False, lost: bool = False) -> dict[str, Any]:
+    """aborted: by JAX, for the loss of another; lost: with its machine."""
+    kind = "lost" if lost else kind_of(code)
+    return dict(
+        ended_at=at, code=code, lost_another=aborted, kind=kind, ending=ending(code), last_line=""
+    )
+
+
+def blamed(tmp_path: Path, *workers: dict[str, Any]) -> Failure:
+    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster.hosts = [SimpleNamespace(where="") for _ in workers]  # type: ignore[misc]
+    made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
+    sample = Sample(Now("step", 5, 100.0, 0.1, 0), 100.0)
+    made.workers = [
+        SimpleNamespace(process=number, sample=lambda: sample, **how)  # type: ignore[misc]
+        for number, how in enumerate(workers)
+    ]
+    failure = made._ended(first=False)
+    assert isinstance(failure, Failure)
+    return failure
+
+
+ENDS = {
+    "a crash that is seen after the abort for it": [
+        ended(2.0, FAILED), ended(1.0, ABORTED, aborted=True), ended(1.5, ABORTED, aborted=True),
+    ],
+    "a kill": [ended(3.0, -9), ended(2.0, ABORTED, aborted=True)],
+    "an abort of its own": [ended(2.0, ABORTED), ended(1.0, ABORTED, aborted=True)],
+    "a lost machine": [ended(3.0, FAILED, lost=True), ended(1.0, ABORTED, aborted=True)],
+    "a lost machine, and errors where it is missing": [
+        ended(3.0, FAILED, lost=True), ended(1.0, FAILED), ended(2.0, ABORTED, aborted=True),
+    ],
+    "the first of two crashes": [ended(1.0, FAILED), ended(2.0, FAILED)],
+    "the first abort, where there is nothing else": [
+        ended(1.0, ABORTED, aborted=True), ended(2.0, ABORTED, aborted=True),
+    ],
+}  # fmt: skip
+"""The first process is to blame."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_one_that_was_aborted_for_anothers_loss_is_not_blamed(name: str, tmp_path: Path) -> None:
+    """Whatever their numbers are, and whoever was seen first."""
+    for order in itertools.permutations(range(len(ENDS[name]))):
+        failure = blamed(tmp_path, *(ENDS[name][at] for at in order))
+        assert failure.process == order.index(0)
+
+
+@pytest.mark.parametrize("after", [b"", b"*** Check failure stack trace: ***\n@ 0x7f\n"])
+def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(after: bytes) -> None:
+    """And of lines of another kind alone it does not."""
+    for line, lost_another in (
+        (LOST.encode() + b": peer 1\n", True),
+        (b"F0000 Terminating\n", False),
+    ):
+        worker, lines = object.__new__(Worker), list[str]()
+        worker.process, worker.last_line, worker.lost_another = 0, "", False
+        output = io.BytesIO(b"step 3\nE0000 " + line + after)
+        worker._popen = SimpleNamespace(stdout=output)  # type: ignore[assignment]
+        worker.read(lines.append)
+        assert worker._reader is not None
+        worker._reader.join(10)
+        assert worker.lost_another is lost_another
+        assert len(lines) == 2 + len(after.splitlines())
