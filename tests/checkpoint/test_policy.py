@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Best, Keep, LocalTier, Minutes, SavePolicy
-from jaxtrain.checkpoint.policy import FARTHEST, UNMEASURED_S, SaveClock, daly_interval
+from jaxtrain.checkpoint.policy import (
+    EVALUATED_BATCHES,
+    FARTHEST,
+    UNMEASURED_S,
+    SaveClock,
+    daly_interval,
+)
+from jaxtrain.checkpoint.retention import Retention
 
 
 def wasted(interval: float, save: float, mtbf: float) -> float:
@@ -150,6 +158,34 @@ def test_what_is_kept(seed: int) -> None:
             assert s in kept, "among the best"
         elif s in rest:
             raise AssertionError("kept without being among the best")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_are_those_of_every_number_of_batches_alone(seed: int) -> None:
+    """What a step is compared with has as many batches: the others may as well not be there."""
+    draw, n = random.Random(seed), 1 + seed % 2
+    steps: dict[int, dict[str, float]] = {}
+    for step in draw.sample(range(1, 100), 15):
+        over = draw.choice([{}, {EVALUATED_BATCHES: 0}, {EVALUATED_BATCHES: 8}])
+        steps[step] = {"eval_loss": draw.random() + 10 * len(over), **over}
+    steps[100] = {}
+    keep, alone = Keep(1, best=Best("eval_loss", n, seed % 3 == 0)), {100}
+    for batches in (None, 0, 8):
+        alike = {s: m for s, m in steps.items() if m.get(EVALUATED_BATCHES) == batches}
+        alone |= keep.kept({**alike, 100: {}})
+    assert keep.kept(steps) == alone
+    assert len(alone) == 1 + 3 * n
+
+
+def test_room_is_asked_for_the_best_of_every_number_of_batches(tmp_path: Path) -> None:
+    retention = Retention(Keep(2, best=Best("eval_loss", 3)), tmp_path)
+    assert retention.bytes_needed(10) == (2 + 3 + 1) * 10
+    for step, batches in enumerate([8, 8, 0, None], 1):
+        (tmp_path / str(step)).mkdir()
+        over = {} if batches is None else {EVALUATED_BATCHES: batches}
+        retention.metrics[step] = {"eval_loss": 1.0, **over}
+        groups = [1, 1, 2, 3][step - 1]
+        assert retention.bytes_needed(10) == (2 + 3 * groups + 1) * 10
 
 
 @pytest.mark.parametrize(

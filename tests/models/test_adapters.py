@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.models.adapters import Adapters, column, merge_adapters, row
+from jaxtrain.models.adapters import (
+    INTO,
+    OUT_OF,
+    Adapters,
+    adapter_places,
+    column,
+    merge_adapters,
+    row,
+)
 from jaxtrain.models.build import build_model
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together, take_apart
@@ -74,6 +82,28 @@ def test_merged_is_what_is_used() -> None:
     comm = Local()
     for found in (column(comm, module, ("w",), x)[0], row(comm, module, "w", x)):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_no_two_matrices_begin_with_the_same_adapter() -> None:
+    """Every leaf and layer has numbers of its own, a standard deviation of in ** -0.5, and a B of
+    zeros."""
+    rank, block = 4, jaxtrain.BlockConfig(jaxtrain.AttentionConfig(2), jaxtrain.MlpConfig(16))
+    config = jaxtrain.DecoderConfig(11, 16, 3, (block,), prefix=(block,), vocab_multiple=1)
+    names = tuple(adapter_places(config.describe()))
+    adapters = Adapters(rank, SCALE, names)
+    params = take_apart(build_model(config, jax.random.key(0), adapters=adapters)).params
+    found = []
+    for name in names:
+        a = np.asarray(params[name + INTO], np.float64)
+        assert not np.any(np.asarray(params[name + OUT_OF]))
+        for matrix in a.reshape(-1, *a.shape[-2:]):
+            assert matrix.shape == (16, rank), name
+            found.append(matrix.ravel() * 16**0.5)
+    assert len(found) == 3 * 7
+    likeness = np.corrcoef(found)
+    np.fill_diagonal(likeness, 0)
+    assert np.abs(likeness).max() < 0.6  # of 64 numbers that are drawn apart: 8 ** -1 is usual
+    assert np.std(found) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("unroll", [False, True])

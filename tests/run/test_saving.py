@@ -364,9 +364,9 @@ def test_a_save_is_rated_by_an_evaluation_of_its_own_step(
     keep = jaxtrain.checkpoint.Keep(latest=4, best=jaxtrain.checkpoint.Best("eval_loss"))
     evaluated = replace(saving(own, keep=keep), evaluation=jaxtrain.Evaluation(every=2, batches=1))
     run(tmp_path, evaluated, steps=4)
-    steps = {step: tmp_path / "run" / "checkpoints" / str(step) for step in (1, 2, 3)}
+    steps = {step: tmp_path / "run" / "checkpoints" / str(step) for step in (1, 2, 3, 4)}
     rated = {k: bool(read_manifest(step).metadata["metrics"]) for k, step in steps.items()}
-    assert rated == {1: False, 2: True, 3: False}
+    assert rated == {1: False, 2: True, 3: False, 4: False}, "4 is over all batches"
 
 
 def test_what_only_the_local_tier_has_is_saved_durably_at_the_next_start(

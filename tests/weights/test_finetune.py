@@ -527,6 +527,8 @@ def test_adapters_alone_are_trained_and_merge_into_their_matrices(
     assert moved(source.params, after) == set()
     before = first_state(tuned)[1].params
     assert moved(before, after) == ADAPTERS
+    norms = [np.linalg.norm(np.asarray(leaf, np.float64)) for leaf in after.values()]
+    assert run.history[-1]["param_norm"] == pytest.approx(np.linalg.norm(norms), rel=1e-5)
 
     jaxtrain.export(tmp_path / "run", tmp_path / "out")
     out, said = load(tmp_path / "out"), []

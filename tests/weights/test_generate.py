@@ -28,6 +28,7 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.run.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
+from jaxtrain.weights import generate as generation
 from jaxtrain.weights.generate import following, generate_ids
 
 PROMPT, LENGTH = [3, 1, 4, 1, 5], 13
@@ -163,6 +164,20 @@ def test_draws_follow_the_temperature_and_the_seed(decoder: jaxtrain.Experiment)
     assert all(0 <= i < 16 for i in hot), "a padded id was drawn"
     assert hot[:3] == model.continued(temperature=3.0, tokens=3), "as many as are asked for"
     assert model.continued(temperature=1e-3) == model.continued(), "cold is greedy"
+
+
+def test_every_token_is_drawn_with_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model to which many tokens are equally likely; also where a cache is made anew."""
+    vocab = 2**14
+    model = SimpleNamespace(
+        empty_cache=lambda batch, length, dtype: jnp.zeros(()),
+        decode=lambda tokens, caches, at, comm: (jnp.zeros((1, tokens.shape[1], vocab)), caches),
+    )
+    monkeypatch.setattr(generation, "put_together", lambda static, params: model)
+    options = (None, Local(), dict, (len(PROMPT) + 3, LENGTH), 0.8)
+    draws = generation._generate(*options, {}, jnp.asarray(PROMPT), jax.random.key(0)).tolist()
+    assert len(draws) == LENGTH - len(PROMPT)
+    assert len(set(draws)) == len(draws), "two draws with one key are the same"
 
 
 def test_what_cannot_be_generated_is_refused(decoder: jaxtrain.Experiment) -> None:
