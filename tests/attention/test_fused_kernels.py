@@ -255,9 +255,9 @@ def test_documents_are_cudnns_up_to_exactly_the_room_there_is(fake, count) -> No
     """Three a row in the mean of two; the last one that has room is whole."""
     case = CUDNN[3]
     ids = np.stack([np.arange(24) // 6, np.minimum(np.arange(24) // 4, count - 5)])
-    found = both_passes(Cudnn(documents=3), case, ids)
+    passed = both_passes(Cudnn(documents=3), case, ids)
     assert [len(passes.calls) for passes in fake] == ([1, 1] if count <= 6 else [0, 0])
-    assert_near(found, both_passes(Cudnn(documents=24), case, ids), 2**-6)
+    assert_near(passed, both_passes(Cudnn(documents=24), case, ids), 2**-6)
 
 
 GPU_CALLS = {"__cudnn$fmha": Cudnn(documents=4), "__gpu$xla.gpu.triton": Triton()}

@@ -59,8 +59,8 @@ def test_a_durable_copy_of_another_history_does_not_stand_in_for_a_damaged_chunk
     """Its bytes are whole and of that leaf and step; with the others they are no state that was."""
     step, other = saved(tmp_path / "ours", 0), saved(tmp_path / "theirs", 1)
     damaged(tmp_path / "ours")
-    found = restored(tmp_path / "ours")
-    assert all((found[name] == leaf).all() for name, leaf in state(0).items())
+    leaves = restored(tmp_path / "ours")
+    assert all((leaves[name] == leaf).all() for name, leaf in state(0).items())
     shutil.rmtree(step)
     shutil.copytree(other, step)
     with pytest.raises(DamagedCheckpoint, match="the durable tier has no such chunk"):
@@ -73,7 +73,7 @@ class Neighbour:
     def __init__(self, data: bytes) -> None:
         self.data = data
 
-    def read(self, held: object, offset: int, size: int, process: int) -> bytes:
+    def read(self, part: object, offset: int, size: int, process: int) -> bytes:
         assert process == 1
         return self.data[offset : offset + size]
 
@@ -143,7 +143,7 @@ def test_what_is_copied_goes_to_the_neighbour(
         steps = tiers._open()
         steps.neighbour = 5
         steps.peers = SimpleNamespace(  # type: ignore[assignment]
-            put=lambda held, process: put.append((held.step, process)), close=lambda: None
+            put=lambda part, process: put.append((part.step, process)), close=lambda: None
         )
         tiers.save(1, state(0), {"step": 1}, durable=False)
         tiers.wait()

@@ -71,7 +71,7 @@ def test_looped_collectives_are_the_dense_ones(looped: Any) -> None:
 
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES))
     quick = {"xla_backend_optimization_level": 0}
-    found = jax.jit(mapped, compiler_options=quick)(x)
+    results = jax.jit(mapped, compiler_options=quick)(x)
     side_by_side = np.concatenate(list(x), axis=1)
     tiles = x.reshape(n, n, 2, 3)
     wanted = [
@@ -82,5 +82,5 @@ def test_looped_collectives_are_the_dense_ones(looped: Any) -> None:
         np.stack([side_by_side * (device == 3) for device in range(n)]),
     ]
     assert looped
-    for result, dense in zip(found, wanted, strict=True):
+    for result, dense in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(result, dense)

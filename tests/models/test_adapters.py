@@ -92,18 +92,18 @@ def test_no_two_matrices_begin_with_the_same_adapter() -> None:
     names = tuple(adapter_places(config.describe()))
     adapters = Adapters(rank, SCALE, names)
     params = take_apart(build_model(config, jax.random.key(0), adapters=adapters)).params
-    found = []
+    matrices = []
     for name in names:
         a = np.asarray(params[name + INTO], np.float64)
         assert not np.any(np.asarray(params[name + OUT_OF]))
         for matrix in a.reshape(-1, *a.shape[-2:]):
             assert matrix.shape == (16, rank), name
-            found.append(matrix.ravel() * 16**0.5)
-    assert len(found) == 3 * 7
-    likeness = np.corrcoef(found)
+            matrices.append(matrix.ravel() * 16**0.5)
+    assert len(matrices) == 3 * 7
+    likeness = np.corrcoef(matrices)
     np.fill_diagonal(likeness, 0)
     assert np.abs(likeness).max() < 0.6  # of 64 numbers that are drawn apart: 8 ** -1 is usual
-    assert np.std(found) == pytest.approx(1, abs=0.1)
+    assert np.std(matrices) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("unroll", [False, True])

@@ -39,10 +39,10 @@ def cut_in_two(boxes: list[Box], rng: np.random.Generator) -> list[Box]:
 
 def counts(boxes: list[Box], shape: tuple[int, ...]) -> np.ndarray:
     """In how many boxes every element is."""
-    found = np.zeros(shape, int)
+    times = np.zeros(shape, int)
     for box in boxes:
-        found[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] += 1
-    return found
+        times[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] += 1
+    return times
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
