@@ -390,6 +390,19 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
 ) -> None:
     assert cli.main(train_of()()) == 0
     assert cli.main(["verify", "runs/small"]) == 0
+    config = Path("runs/small/config.json")
+    stored = config.read_text()
+    for text, says in ("{", "config.json cannot be read"), ("{}", "names no experiment"):
+        config.write_text(text)
+        capsys.readouterr()
+        assert cli.main(["verify", "runs/small", "--json"]) == 1
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        assert says in found["config"] and found["damaged"] == []
+        assert f"DAMAGED {found['config']}" in said.err
+    config.unlink()
+    assert cli.main(["verify", "runs/small"]) == 1
+    config.write_text(stored)
     capsys.readouterr()
     pack = next(Path("runs/small/checkpoints").rglob("*.pack"))
     data = bytearray(pack.read_bytes())
@@ -398,7 +411,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     assert cli.main(["verify", "runs/small", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)
-    assert found["damaged"] == [found["steps"][-1]["step"]]
+    assert found["damaged"] == [found["steps"][-1]["step"]] and found["config"] is None
     assert "DAMAGED in 1 places" in said.err and pack.name in said.err
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
+from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import STAGE
 from jaxtrain.models.decoder import DecoderConfig
@@ -35,7 +36,7 @@ from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import CACHE_DIR, initialise
+from jaxtrain.run.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.state import shardings
@@ -103,7 +104,7 @@ class _Machine:
 
     def __post_init__(self) -> None:
         e, self.spec = self.experiment, mesh_from_axes(stage=self.stages)
-        self.dataset = open_split(e, "train", CACHE_DIR.expanduser())
+        self.dataset = open_split(e, "train", cache_directory())
         self.fields = fields_of(self.dataset, e.data)
         self.mesh = active_mesh(make_mesh(self.spec), {STAGE: self.stages})
 

@@ -59,13 +59,14 @@ def _main() -> int:
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     # What `jaxtrain train` imports, as its own first step would have to.
-    from jaxtrain.run.session import CACHE_DIR, open_session
+    from jaxtrain.files.cache import cache_directory
+    from jaxtrain.run.session import open_session
 
     spec = pickle.loads(base64.b64decode(options.spec))
     experiment = with_fields(load_experiment(options.experiment), options.settings)
     experiment = variant(experiment, mode=options.mode, precision=options.precision)
     try:
-        session = open_session(experiment, spec, cache_dir=CACHE_DIR.expanduser())
+        session = open_session(experiment, spec, cache_dir=cache_directory())
     except ValueError as error:
         _say(refused=str(error))
         return 2

@@ -13,13 +13,14 @@ import numpy as np
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.routing import Replays, StepRouting
 from jaxtrain.experiment import Experiment
+from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import CACHE_DIR, initial_program
+from jaxtrain.run.session import initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
@@ -59,7 +60,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     of the evaluation go through the experts of those of the last step, wherever they would go.
     Raises what assembling, tracing and compiling raise."""
     e = experiment_on(experiment, layout)
-    cache_dir = CACHE_DIR.expanduser()
+    cache_dir = cache_directory()
     dataset = open_split(e, "train", cache_dir)
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
     mesh = _mesh(layout, assembly)

@@ -77,6 +77,7 @@ class CheckpointManager:
         """Steps that were found damaged here and passed over."""
         self.blocked_s = 0.0
         """How long the last `save` kept its caller, after it had waited for the save before."""
+        self.copy_failure = ""  # of the last `save`, as `OwnedParts` has it
         self._orbax: Any = None
         self._in_flight: int | None = None
         self._began = 0.0
@@ -224,6 +225,7 @@ class CheckpointManager:
             handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})
             parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
+            self.copy_failure = parts.copy_failure
             # Bytes that this start has not read may have changed: they are not held again.
             source, apart = self._retention.sharing(step, self._trusted)
             saving = handler.ChunkSave(step, records, metadata, source, apart, parts)

@@ -59,6 +59,8 @@ class Checkpoints:
         self.policy, self.directory = policy, self.durable.directory
         self.blocked_s = 0.0
         """How long the last `save` kept its caller, after it had waited for the save before."""
+        self.copy_failure = ""
+        """Why the last `save` could not copy the state on its devices, as `OwnedParts` has it."""
         self._tier = policy.local
         self._clock = SaveClock(self._tier.every, mtbf_s) if self._tier else None
         self._steps: LocalSteps | None = None
@@ -159,7 +161,7 @@ class Checkpoints:
     ) -> None:
         """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only.
         With both, each has its own copy of the state, and half of `spare_bytes` for it."""
-        blocked = 0.0
+        blocked, self.copy_failure = 0.0, ""
         if self._clock is not None and durable:
             spare_bytes //= 2
         if self._clock is not None:
@@ -170,14 +172,17 @@ class Checkpoints:
 
             def begin() -> None:
                 parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
+                self.copy_failure = parts.copy_failure
                 self._open().save(step, parts, records, metadata)
 
             self._locally(begin, step)
             self._clock.saved(step)
             blocked = time.perf_counter() - began
         if durable:
+            spare_bytes = 0 if self.copy_failure else spare_bytes
             self.durable.save(step, state, metadata, slots, spare_bytes=spare_bytes)
             blocked += self.durable.blocked_s
+            self.copy_failure = self.copy_failure or self.durable.copy_failure
         self.blocked_s = blocked
 
     def put_off(self, step: int, *, durable: bool = True) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, read_config
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -46,6 +46,18 @@ def verify(run_dir: str | Path) -> list[Verdict]:
     verdicts = [_verdict(directory, step) for step in steps]
     # A run beside this may have removed a step while it was read.
     return [found for found in verdicts if (directory / str(found.step)).is_dir()]
+
+
+def config_damage(run_dir: str | Path) -> str:
+    """Why a run directory's config.json says of no experiment that made the run; "" where it does.
+    No start goes on with such a run."""
+    try:
+        config = read_config(local_path("run_dir", run_dir)) or {}
+    except ValueError as error:
+        return str(error)
+    if "experiment" not in config:
+        return f"{NAME} in {run_dir} names no experiment; put back the one that the run wrote"
+    return ""
 
 
 def _verdict(directory: Path, step: int) -> Verdict:

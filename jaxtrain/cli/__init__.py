@@ -248,7 +248,7 @@ def _compiler_log() -> Iterator[Callable[[], str]]:
 def _tokenize(options: argparse.Namespace) -> int:
     from jaxtrain.data import Mixture, TextData, TokenFiles, progress_bar, tokenize
     from jaxtrain.experiment import load_experiment
-    from jaxtrain.run.session import CACHE_DIR
+    from jaxtrain.files.cache import cache_directory
 
     out = local_path("--out", options.out)
     data = load_experiment(options.experiment).data
@@ -258,7 +258,7 @@ def _tokenize(options: argparse.Namespace) -> int:
             f"tokenize reads the text of one source; {options.experiment} has {found}: write an "
             f"experiment whose data is TextData of that source alone"
         )
-    vocabulary = data.vocabulary(CACHE_DIR.expanduser())
+    vocabulary = data.vocabulary(cache_directory())
     for split in ("train", "held_out"):
         with progress_bar() as progress:
             written = tokenize(

@@ -15,7 +15,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    from jaxtrain.checkpoint.verify import verify
+    from jaxtrain.checkpoint.verify import config_damage, verify
 
     verdicts, out = verify(options.run_dir), text_stream(options)
     for found in verdicts:
@@ -24,6 +24,9 @@ def verify_command(options: argparse.Namespace) -> int:
         print(f"step {found.step}: {state}; {read}", file=out)
         for damage in found.damages:
             print(f"  {damage}", file=out)
+    config = config_damage(options.run_dir)
+    if config:
+        print(f"DAMAGED {config}", file=out)
     damaged = [found.step for found in verdicts if found.damages]
     if damaged:
         good = [found.step for found in verdicts if not found.damages]
@@ -31,5 +34,5 @@ def verify_command(options: argparse.Namespace) -> int:
         print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
         steps = [found._asdict() for found in verdicts]
-        print(json.dumps({"steps": steps, "damaged": damaged}))
-    return FAILED if damaged else 0
+        print(json.dumps({"steps": steps, "damaged": damaged, "config": config or None}))
+    return FAILED if damaged or config else 0

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -234,9 +235,25 @@ def open_tokenizer(content: str) -> Any:
 
     parse_json(content)
     try:
-        return Tokenizer.from_str(content)
+        with panics_are_errors():
+            return Tokenizer.from_str(content)
     except Exception as error:  # the library's errors have no class of their own
         raise ValueError(f"it is no tokenizer.json: {error}") from error
+
+
+@contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """Raises ValueError where the library panics, which is no Exception: on a text for which a
+    pattern of the tokenizer.json needs too many tries, for one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(
+            f"the tokenizer of tokenizer.json fails on a text: {error}; leave that text out, or "
+            "use a tokenizer.json with a simpler pattern in its pre_tokenizer"
+        ) from error
 
 
 class HuggingFaceVocabulary:
@@ -266,15 +283,20 @@ class HuggingFaceVocabulary:
         return _restore, (self.json, self.eos_token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with panics_are_errors():
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in encoded]
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with panics_are_errors():
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _without_and_with(self) -> tuple[list[int], list[int]]:
         """A text's ids without, and with, what its post-processor puts around it."""
-        return self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+        return self.encode("a"), self._ids("a", add_special_tokens=True)
 
     def begins_with(self) -> int | None:
         """The special token that its post-processor puts before a text, if any."""
@@ -301,7 +323,8 @@ class HuggingFaceVocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens, eos among them, are left out."""
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+        with panics_are_errors():
+            return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
 def _restore(content: str, eos: str) -> HuggingFaceVocabulary:

@@ -15,7 +15,7 @@ from jaxtrain.experiment.fields import (
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment
 from jaxtrain.experiment.settings import with_fields
-from jaxtrain.experiment.stored import RESUMABLE, completed
+from jaxtrain.experiment.stored import RESUMABLE, completed, resumable
 
 __all__ = [
     "RESUMABLE",
@@ -33,5 +33,6 @@ __all__ = [
     "completed",
     "config_of",
     "load_experiment",
+    "resumable",
     "with_fields",
 ]

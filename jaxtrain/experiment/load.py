@@ -34,6 +34,9 @@ def load_experiment(path: str | Path) -> Experiment:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file; an experiment file ends in .py")
     module = importlib.util.module_from_spec(spec)
+    # Files beside it can be imported, as for a script; what is installed comes first.
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.append(folder)
     sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
     try:
         spec.loader.exec_module(module)

@@ -16,6 +16,8 @@ from jaxtrain.experiment.reading import Reader, Trust
 from jaxtrain.experiment.vocabulary import CLASSES, Slot, slots_of
 from jaxtrain.models.transformer.block import BlockConfig
 
+ATTENTION = "experiment.execution.attention"
+
 RESUMABLE = (
     "experiment.logging",
     "experiment.evaluation",
@@ -23,7 +25,7 @@ RESUMABLE = (
     "experiment.model.chunk_tokens",
     "experiment.execution.mode",
     "experiment.execution.loop",
-    "experiment.execution.attention",
+    ATTENTION,
     "experiment.execution.grouped_matmul",
     "experiment.execution.collectives",
     "experiment.execution.context",
@@ -39,6 +41,23 @@ RESUMABLE = (
 """Fields a resumed run may change: none of them changes what is learned, but for what `health` does
 about spikes of the loss: which batches were skipped is in each save. A reducer may: compressed sums
 do, and `small_leaf` says which leaves they are of."""
+
+
+def own_attention(experiment: Any) -> str:
+    """The name of the attention kernel of a user's own that a stored experiment has; "" where the
+    kernel is this library's."""
+    execution = experiment.get("execution") if isinstance(experiment, dict) else None
+    kernel = execution.get("attention") if isinstance(execution, dict) else None
+    name = kernel.get("class") if isinstance(kernel, dict) else kernel
+    return name if isinstance(name, str) and not name.startswith("jaxtrain.") else ""
+
+
+def resumable(*experiments: Any) -> tuple[str, ...]:
+    """The fields that may differ between stored experiments of one run: `RESUMABLE`, and not the
+    attention where one of them has a kernel of a user's own, which may compute anything."""
+    own = any(map(own_attention, experiments))
+    return tuple(name for name in RESUMABLE if not (own and name == ATTENTION))
+
 
 MOVED = {
     "jaxtrain.nn.attention:Cudnn": "jaxtrain.attention.cudnn:Cudnn",

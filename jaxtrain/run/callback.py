@@ -139,11 +139,12 @@ class Callback:
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         """The numbers of `step`, as metrics.jsonl names them: Python floats, None for a speed that
-        is not known yet. They come one step late, when `step + 1` was dispatched, so that the
-        device never waits; of every step, however seldom one logs."""
+        is not known yet and for the loss of a batch without a token to learn from. They come one
+        step late, when `step + 1` was dispatched, so that the device never waits; of every step,
+        however seldom one logs."""
 
     def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        """The held-out metrics after `step`, such as eval_loss."""
+        """The held-out metrics after `step`, such as eval_loss; {} where no token has a weight."""
 
     def after_save(self, run: Run, step: int) -> None:
         """A save of the state after `step` has begun: it is copied off the devices, and is written

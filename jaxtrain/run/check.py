@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
+from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
@@ -23,7 +24,6 @@ from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.run.memory import argument_bytes, memory_violations
 from jaxtrain.run.notes import notes
 from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import CACHE_DIR
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
@@ -234,7 +234,7 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]
         absent = data.absent(splits) if data_here and hasattr(data, "absent") else []
         return None, [f"data: {each}" for each in absent]
     try:
-        opened = open_split(experiment, "train", CACHE_DIR.expanduser())
+        opened = open_split(experiment, "train", cache_directory())
     except ValueError as error:
         return {}, [f"data: {error}"]
     return fields_of(opened, data), []

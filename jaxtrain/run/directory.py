@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, refuse_other_experiment
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, read_config, refuse_other_experiment
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
-from jaxtrain.experiment import RESUMABLE, Experiment, completed
+from jaxtrain.experiment import Experiment, completed, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import record_run
@@ -27,7 +27,9 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> N
     if process == 0:  # the others of this run come when it is already held
         refuse_held(run)
     known = partial(completed, experiment=experiment)
-    refuse_other_experiment(run, config, ignore=RESUMABLE, completed=known)
+    stored = (read_config(run) or {}).get("experiment")
+    may_differ = resumable(stored, config["experiment"])
+    refuse_other_experiment(run, config, ignore=may_differ, completed=known)
     if experiment.checkpoints is None:
         _refuse_begin_over(run)
     refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)

@@ -39,7 +39,8 @@ class Evaluator:
         self._scales: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
-        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte.
+        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte; {}
+        where no token has a weight.
 
         batches: of the experiment's (largest) batch, from the start of the split; None for all of
         it, each row once.
@@ -59,7 +60,9 @@ class Evaluator:
             parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
         found = [part.result() for part in parts]
         sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *found)
-        total, count = sums.loss, sums.count or math.inf
+        total, count = sums.loss, sums.count
+        if not count:
+            return {}
         values = {"eval_loss": total / count}
         values |= {f"eval_{name}": each / count for name, each in sums.beside.items()}
         seen = sum(map(self._bytes, chosen))
@@ -100,10 +103,16 @@ class Evaluator:
         self._size = self._assembly.largest_batch // e.microbatches
         if e.evaluation is not None:
             for batches in (e.evaluation.batches, e.evaluation.final_batches):
-                self._pieces(batches, data)
+                self._refuse_without_weight(data, self._pieces(batches, data) * self._size)
         self._data = Ended(data, self._weights)
         self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+
+    def program_for(self, shardings: TrainState) -> jax.stages.Compiled:
+        """The compiled evaluation of a state that rests so; what it compiles calls run, too."""
+        if not isinstance(self._step, jax.stages.Compiled):
+            self.compile(shardings, {})
+        return self._step
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compile now, for a state that rests so, what the first call would."""
@@ -132,6 +141,20 @@ class Evaluator:
             fields, batch = self._assembly.fields, self._assembly.largest_batch
             refuse_cut_off(rows, self._size * self._at_once, batch, fields, self._weights)
         return pieces
+
+    def _refuse_without_weight(self, data: Any, rows: int) -> None:
+        """Raises ValueError where none of the first `rows` of a split has a token that counts."""
+        numbers, name = np.arange(min(rows, len(data))), self._weights
+        for first in range(0, len(numbers), self._size):
+            batch = data.rows(numbers[first : first + self._size])
+            if name not in batch or np.any(batch[name]):
+                return
+        raise ValueError(
+            f"no token of the {len(numbers)} held-out rows that an evaluation reads has a weight "
+            "above 0, so there is no loss; use a larger Evaluation(batches=..., "
+            "final_batches=...), held-out documents with text behind their prompts, or "
+            "evaluation=None"
+        )
 
     @property
     def _weights(self) -> str:

@@ -18,6 +18,7 @@ from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
+from jaxtrain.files.cache import cache_directory
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.run.callback import Callback, Running
@@ -41,7 +42,7 @@ from jaxtrain.run.result import Result
 from jaxtrain.run.saves.rollback import refuse_without_saves, rollbacks_of
 from jaxtrain.run.saves.saves import Saves
 from jaxtrain.run.saves.saving import Saving, checkpoints_of
-from jaxtrain.run.session import CACHE_DIR, Session, open_session
+from jaxtrain.run.session import Session, open_session
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
 from jaxtrain.step.running_kernels import documents_room
@@ -55,7 +56,7 @@ def train(
     run_dir: str | Path | None = None,
     steps: int | None = None,
     settings: list[str] | None = None,
-    cache_dir: str | Path = CACHE_DIR,
+    cache_dir: str | Path | None = None,
     stream: TextIO | None = None,
     callbacks: Sequence[Callback] = (),
     phases: Phases | None = None,
@@ -63,8 +64,8 @@ def train(
     """Train, or go on with what is in `run_dir`.
 
     experiment: one, or the path of its file. mesh: one, the path of its file, or the name of one
-    that comes with jaxtrain ("cpu_8"). cache_dir: where tokens and indices of the data are kept
-    between runs. stream: what is told goes there, to the standard output where it is None.
+    that comes with jaxtrain ("cpu_8"). cache_dir: where tokens and indices of the data are kept,
+    None for ~/.cache/jaxtrain. stream: takes what is told, None for the standard output.
     steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
     `path=value` overrides. callbacks: code of your own that the run calls, after that of
     `Logging.callbacks`; it may ask for a stop and for saves (`Callback`). On a stop, a
@@ -80,7 +81,7 @@ def train(
     experiment = with_fields(experiment, settings or [])
     spec = load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
-    cache = local_path("cache_dir", cache_dir).expanduser()
+    cache = cache_directory(cache_dir)
     last = _last_step(experiment, steps)
     given = callbacks_of(experiment, callbacks)
     config = {}
@@ -283,6 +284,10 @@ class _Loop:
             final = step >= self.run.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
+        if not values:
+            self.tell(
+                "NOTE no token of the held-out rows has a weight above 0: there is no eval_loss"
+            )
         self.result.evaluation, self.saves.evaluated_at = values, step
         self.hooks.tell("after_evaluation", step, MappingProxyType(values))
 

@@ -57,6 +57,8 @@ class Readings:
         if found is None:
             return
         step, values = found
+        if not values["weight"]:
+            values["loss"] = None  # no token is learnt from: a mean of nothing, and not 0
         self._count_skipped(values)
         speeds = self._rates.of(step, self.session.loader.wait_s)
         values = {**values, **speeds, **self._pace.metrics()}
@@ -80,9 +82,10 @@ class Readings:
         least = "" if scaled is None else ", at the least loss scale"
         rate = last.get("learning_rate")
         at = "" if rate is None else f"learning rate {rate:.3g}, "
+        loss = "none" if last["loss"] is None else f"{last['loss']:.3g}"
         raise ValueError(
             f"the gradients of {self._in_a_row} steps in a row, up to step {last['step']}, "
-            f"were not finite{least} ({at}loss {last['loss']:.3g}); each was skipped, so the "
+            f"were not finite{least} ({at}loss {loss}); each was skipped, so the "
             "parameters are those before them; use a lower learning rate, a longer warmup or "
             f"clip_norm=1.0{', or bf16' * bool(scaled)}, or look in the model and its data for "
             "values that are not finite"

@@ -32,4 +32,6 @@ class Result:
 
     @property
     def loss(self) -> float:
-        return self.history[-1]["loss"] if self.history else float("nan")
+        """The training loss of the newest step that has one; nan where none has."""
+        losses = (line["loss"] for line in reversed(self.history))
+        return next((loss for loss in losses if loss is not None), float("nan"))

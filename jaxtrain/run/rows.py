@@ -11,6 +11,8 @@ from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.step.batches import Batch, fields_of
+from jaxtrain.validation.own_data import WithinVocabulary, dataset_violations
+from jaxtrain.violations import raise_violations
 
 AHEAD = 64
 """Batches that are kept count of at once: more than any loader holds."""
@@ -24,7 +26,11 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
     Raises ValueError naming the fields that the model reads and the rows do not have, and what
     `open` raises.
     """
-    dataset = experiment.data.open(split, seed=experiment.seed, cache_dir=cache_dir)
+    data, train = experiment.data, split == "train"
+    dataset: Any = data.open(split, seed=experiment.seed, cache_dir=cache_dir)
+    saved, sampled = (value is not None for value in (experiment.checkpoints, experiment.sample))
+    violations = dataset_violations(dataset, saved=train and saved, sampled=train and sampled)
+    raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
     described = description_of(experiment.model)
     if described is None or len(dataset) == 0:
         return dataset
@@ -32,10 +38,13 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
     lacking = [name for name in reads if name not in row]
     if lacking:
         raise ValueError(
-            f"the {split} rows of {type(experiment.data).__name__} have {_list(row)} and no "
+            f"the {split} rows of {type(data).__name__} have {_list(row)} and no "
             f"{_list(lacking)}; a {type(experiment.model).__name__} reads {_list(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
+    names = {*reads[:1], "targets"} & row.keys()  # the first has an element for each token
+    ids = tuple(sorted(name for name in names if np.issubdtype(row[name].dtype, np.integer)))
+    dataset = WithinVocabulary(dataset, ids, described.head.vocab)
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
     return Weighted(dataset, described.tokens) if unweighted else dataset
 
@@ -43,7 +52,7 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
 class Weighted:
     """A dataset in which each element of the field `tokens` weighs one."""
 
-    def __init__(self, dataset: Dataset, tokens: str) -> None:
+    def __init__(self, dataset: Any, tokens: str) -> None:
         self._dataset, self._tokens = dataset, tokens
 
     def __getattr__(self, name: str) -> Any:

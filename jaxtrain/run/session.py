@@ -35,16 +35,14 @@ from jaxtrain.validation.model import vocab_of
 from jaxtrain.violations import raise_violations
 from jaxtrain.weights.start import Start, settled_start, starting_params
 
-CACHE_DIR = Path("~/.cache/jaxtrain")
-"""Where tokenised corpora and packing indexes are kept; may be deleted at any time."""
-
 
 @dataclass
 class Session:
     """What a training loop works with. `state` is replaced at every step (its buffers are donated).
 
     `compiled` holds one program for each batch size met so far, and for compressed sums one for
-    each `Choice`: the first step of another is compiled when it is met.
+    each `Choice`: the first step of another is compiled when it is met. `beside`: programs that
+    run on the state between steps.
     """
 
     assembly: Assembly
@@ -58,6 +56,7 @@ class Session:
     at_rest: AtRest
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
+    beside: list[jax.stages.Compiled] = field(default_factory=list)
     begins: Start | None = None
     """What the first step of the run begins with, if the run did not make it."""
     guard: GuardReader = field(default_factory=GuardReader)
@@ -104,15 +103,20 @@ class Session:
         return metrics
 
     def spare_bytes(self) -> int:
-        """What is free of the memory of each device of this process while a step runs, by whichever
-        of the programs met so far (the largest batch's is the first); 0 where that is not known,
-        and where steps are taken twice, from a copy of the state. Waits for the step that runs: its
-        memory is counted once."""
+        """What is free of the memory of each device of this process while any program of the run
+        may run: steps (the largest batch's is the first), evaluations, and what `beside` has; 0
+        where that is not known, and where steps are taken twice, from a copy of the state. Waits
+        for the step that runs: its memory is counted once."""
+        devices = self.mesh.local_devices
         if self._latest is None or self.experiment.execution.health.replay is not None:
             return 0
         jax.block_until_ready(self.state)
-        programs = self.compiled.values()
-        return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
+        if not spare_bytes(devices):
+            return 0
+        programs = [*self.compiled.values(), *self.beside]
+        if self.experiment.evaluation is not None:  # the next one may run before a copy has left
+            programs.append(self.evaluate.program_for(self.shardings))
+        return min(spare_bytes(devices, program) for program in programs)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
         """Go on from a state after fewer steps, with other batches where `skips` says so."""
@@ -264,8 +268,9 @@ def initial_program(assembly: Assembly, where: TrainState) -> Any:
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
     vocab = vocab_of(experiment)
-    if vocab is not None and dataset.vocab > vocab:
+    ids = getattr(dataset, "vocab", None)
+    if vocab is not None and ids is not None and ids > vocab:
         raise ValueError(
-            f"the data has token ids up to {dataset.vocab - 1} and model.vocab={vocab}; use "
-            f"vocab={dataset.vocab} or another tokenizer"
+            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+            "another tokenizer"
         )

@@ -19,10 +19,12 @@ class OwnedParts:
     """What this process writes of a state, whatever becomes of the arrays that it was read from.
 
     held: of a leaf, pieces of an array on the host, or of a copy on its device that is on its way
-    there.
+    there. copy_failure: why no copy was made on the devices though there was room for one; empty
+    where none was tried, or none failed.
     """
 
     held: list[tuple[str, list[Piece], np.ndarray | jax.Array]]
+    copy_failure: str = ""
 
     def take(self) -> list[Part]:
         """The parts, once they are on the host; nothing is held here then, and each copy on a
@@ -45,8 +47,11 @@ def owned_parts(
     Replicas take turns, so that processes which hold the same arrays share the work. The arrays may
     be donated when this returns. Where each device has `spare_bytes` of memory for a copy of what
     is read from it, the copy is made there, and goes to the host beside the program that runs next.
-    Else this waits for the host's copies, which start for all arrays before one is waited for. On a
-    CPU device there is none: the array is held, and a step that donates it writes elsewhere.
+    Else, and where that copy fails, this waits for the host's copies, which start for all arrays
+    before one is waited for. On a CPU device there is none: the array is held, and a step that
+    donates it writes elsewhere.
+
+    Raises `jax.errors.JaxRuntimeError` where an array cannot be read.
     """
     here: list[tuple[str, list[Piece], jax.Array]] = []
     turn = 0
@@ -58,14 +63,18 @@ def owned_parts(
             turn += 1
             if data is not None:
                 here.append((leaf, pieces, data))
-    beside = 0 < _most_on_a_device(data for *_, data in here) <= spare_bytes
-    if beside:
-        here = [(leaf, pieces, _copied(data)) for leaf, pieces, data in here]
-    for *_, data in here:
-        data.copy_to_host_async()
-    return OwnedParts(
-        [(leaf, pieces, data if beside else np.asarray(data)) for leaf, pieces, data in here]
-    )
+    arrays_here = [data for *_, data in here]
+    copies, failure = None, ""
+    if 0 < _most_on_a_device(arrays_here) <= spare_bytes:
+        try:
+            copies = _copied(arrays_here)
+        except jax.errors.JaxRuntimeError as error:
+            failure = str(error).splitlines()[0]
+    for array in copies or arrays_here:
+        array.copy_to_host_async()
+    data_of = copies or [np.asarray(array) for array in arrays_here]
+    pairs = zip(here, data_of, strict=True)
+    return OwnedParts([(leaf, pieces, data) for (leaf, pieces, _), data in pairs], failure)
 
 
 def _most_on_a_device(arrays: Iterable[jax.Array]) -> int:
@@ -76,9 +85,11 @@ def _most_on_a_device(arrays: Iterable[jax.Array]) -> int:
     return max(taken.values(), default=0)
 
 
-def _copied(array: jax.Array) -> jax.Array:
-    """On the same device, in memory of its own; by no program, which would be compiled first."""
-    return jax.device_put(array, array.device, may_alias=False)
+def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copies of the arrays, each on its device in memory of its own; by no program, which would be
+    compiled first. Raises `jax.errors.JaxRuntimeError`."""
+    copies = [jax.device_put(array, array.device, may_alias=False) for array in arrays]
+    return jax.block_until_ready(copies)  # where there is no memory for one, it may say so only now
 
 
 @lru_cache(4096)

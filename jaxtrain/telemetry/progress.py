@@ -134,6 +134,8 @@ class Progress:
             for name, label, show in _SHOWN
             if values.get(name) is not None
         ]
+        if "loss" in values and values["loss"] is None:
+            shown.insert(0, "no token learnt from")
         skipped = values.get("skipped") or 0.0
         if skipped > self._skipped:
             shown.append(f"skipped {skipped:.0f}")

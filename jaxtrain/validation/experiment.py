@@ -26,6 +26,7 @@ from jaxtrain.validation.model import (
     positions_of,
     vocab_of,
 )
+from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.validation.sequence import cut_violations, cut_ways
 
 MODES = ("explicit", "gspmd")
@@ -283,6 +284,7 @@ def mesh_violations(
     rules = experiment.sharding.activations
     (rows,) = activation_dims(("batch",), rules, sizes=sizes)
     found += cut_violations(experiment, sizes, mode)
+    found += own_attention_violations(experiment, sizes)
     parts = ways(rows, sizes)
     for batch in _divisible_batches(experiment):
         per = batch // experiment.microbatches

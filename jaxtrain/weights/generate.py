@@ -22,6 +22,7 @@ from jaxtrain.optim.precision import Precision
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.step.state import TrainState, averaged_params
+from jaxtrain.validation.own_attention import SAMPLES, is_standard, kernel_name
 from jaxtrain.violations import at_least, count, raise_violations
 from jaxtrain.weights.loading import load, static_of
 
@@ -54,6 +55,13 @@ def generate(
             "session.state"
         )
     raise_violations(sampling_violations(tokens, temperature, seed))
+    kernel = session.assembly.experiment.execution.attention
+    if not is_standard(kernel):
+        raise ValueError(
+            f"generate {SAMPLES}, and this run was trained with execution.attention="
+            f"{kernel_name(kernel)}, a kernel of your own; where it computes the same, say so "
+            f"({kernel_name(kernel)}.standard = True)"
+        )
     begun = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, write_config
+from jaxtrain.checkpoint.run_config import read_config as read_run_config
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
-from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
@@ -25,6 +26,7 @@ from jaxtrain.models.build import abstract_model
 from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
+from jaxtrain.validation.own_attention import is_standard
 from jaxtrain.violations import raise_violations
 from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
@@ -122,6 +124,7 @@ def _of_run(
     if not isinstance(config, ModelConfig):
         raise ValueError(own)
     raise_violations(getattr(config, "violations", list)(), f"{path}: its model")
+    _refuse_own_attention(path, trust)
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)
@@ -149,6 +152,26 @@ def _of_run(
         lacking = str(error)
     read = partial(_read_run, held, wanted, scale)
     return Loaded(config, precision, tokenizer, read, lacking)
+
+
+def _refuse_own_attention(path: Path, trust: Trust) -> None:
+    """Raises ValueError where a run was trained with an attention of a user's own that does not say
+    that it is what is computed from the model's weights here and elsewhere."""
+    name = own_attention((read_run_config(path) or {}).get("experiment"))
+    if not name:
+        return
+    module, _, thing = name.partition(":")
+    try:
+        kernel = stored_field(path, "execution", trust=trust).attention
+    except ValueError:
+        kernel = None  # it is not trusted, or is there no longer
+    if kernel is None or not is_standard(kernel):
+        raise ValueError(
+            f"{path}: the run was trained with execution.attention={thing}, a kernel of your own, "
+            "and what is generated and exported computes softmax attention as jaxtrain.attention "
+            "has it, which is another model; where the kernel computes the same, say so "
+            f"({thing}.standard = True in {module}) and trust that module (--trust {module})"
+        )
 
 
 def _refuse_unsaved(path: Path) -> None:

@@ -14,6 +14,7 @@ from jaxtrain.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceVocabulary,
     TokenizerFile,
+    panics_are_errors,
 )
 
 TEXTS = [
@@ -154,3 +155,18 @@ def test_bad_fields_are_refused(file_tokenizer: TokenizerFile, tmp_path: Path) -
         build(TokenizerFile(str(tmp_path / "none.json")), tmp_path)
     with pytest.raises(ValueError, match="no text to train"):
         BpeTokenizer().build(lambda: iter(()), corpus="", cache_dir=tmp_path)
+
+
+def test_a_text_on_which_the_library_panics_is_an_error(tmp_path: Path) -> None:
+    """Of the kind that commands tell in a line; a panic of the library is no Exception."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    vocabulary = HuggingFaceVocabulary(tokenizer.to_str(), eos="<eos>")
+    text = "a" * 60 + "b"
+    for encode in lambda: vocabulary.encode(text), lambda: vocabulary.encode_batch(["a", text]):
+        with pytest.raises(ValueError, match=r"fails on a text: .*retry-limit.*leave that"):
+            encode()
+    with pytest.raises(KeyboardInterrupt), panics_are_errors():
+        raise KeyboardInterrupt

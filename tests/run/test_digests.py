@@ -24,6 +24,7 @@ from jaxtrain.run.health.digests import (
     covered,
     differing,
     digest,
+    digests_of,
     shared_copies,
     sole,
     summary,
@@ -85,7 +86,7 @@ def test_copies_are_those_of_equal_parts_and_only_they_are_compared() -> None:
         for name, split in SPLITS.items()
     }
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    rows = compile_digests(state, places, mesh)(state)
+    rows = digests_of(compile_digests(state, places, mesh), state)
     assert sorted(rows) == [device.id for device in jax.devices()[:8]]
     copies, names = copies_of(state, places), sorted(state)
     for number, name in enumerate(names):

@@ -187,6 +187,67 @@ def test_saves_that_are_copied_on_the_devices_are_those_that_are_not(
     assert len(taken) == 8 and all(kinds == {True} for kinds in taken)  # 5 local, 3 durable
 
 
+def test_a_copy_that_fails_on_a_device_costs_no_save(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both tiers: the state goes to the host instead, which is told once, and no copy is tried
+    on the devices again."""
+    from jaxtrain.run.session import Session
+    from jaxtrain.state_format import parts
+
+    tried: list[int] = []
+
+    def refuse(arrays: Any) -> Any:
+        tried.append(1)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+
+    monkeypatch.setattr(parts, "_copied", refuse)
+    monkeypatch.setattr(Session, "spare_bytes", lambda session: 2**30)
+    for name, local in ("durable", None), ("both", str(tmp_path / "memory")):
+        tried.clear()
+        tier = jaxtrain.checkpoint.LocalTier(every=2, directory=local) if local else None
+        result, told = run(tmp_path / name, saving(own, every=2, local=tier), steps=4)
+        lines = [line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line]
+        assert len(lines) == 1 and "NOTE" in lines[0], told
+        assert "step 2 was copied to the host first" in lines[0]
+        assert len(tried) == 1 and result.saved == 4 and "NOT SAVED" not in told
+        verdicts = verify(tmp_path / name / "run")
+        assert [(each.step, each.damages) for each in verdicts] == [(2, []), (4, [])]
+
+
+def test_room_for_a_copy_is_what_no_program_of_the_run_takes(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations and comparisons of copies run before a copy has left: the largest program
+    counts."""
+    from jaxtrain.mesh.spare_memory import working_bytes
+    from jaxtrain.run import session
+
+    asked, rooms = set[Any](), []
+    free = 2**20
+
+    def spare(devices: Any, program: Any = None) -> int:
+        asked.add(program)
+        return free - (working_bytes(program) if program is not None else 0)
+
+    class Noted(session.Session):
+        def spare_bytes(self) -> int:
+            rooms.append(super().spare_bytes())
+            return rooms[-1]
+
+    monkeypatch.setattr(session, "spare_bytes", spare)
+    monkeypatch.setattr(session, "Session", Noted)
+    experiment = replace(
+        saving(own, every=3),
+        evaluation=jaxtrain.Evaluation(every=4, batches=1, final_batches=1),
+        execution=jaxtrain.Execution(health=jaxtrain.Health(replicas=3)),
+    )
+    result, _ = run(tmp_path, experiment, steps=3)
+    programs = asked - {None}
+    assert len(programs) == 3  # a step's, an evaluation's, and that of the digests
+    assert rooms == [free - max(map(working_bytes, programs))] and "eval_loss" in result.evaluation
+
+
 def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True)
     if done.returncode:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.state_format import parts
 from jaxtrain.state_format.parts import owned_parts
 
 
@@ -39,4 +42,25 @@ def test_parts_are_the_state_as_it_was(spare: int) -> None:
         found[part.leaf][where] = part.data
     for name, array in expected.items():
         assert np.array_equal(found[name], array)
-    assert owned.held == [] and owned.take() == []
+    assert owned.held == [] and owned.take() == [] and not owned.copy_failure
+
+
+def test_where_a_copy_fails_on_a_device_the_host_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once, or only when it is waited for. An interrupt is not caught."""
+    array = placed((16, 8), "a")
+    refused = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 7 bytes")
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise refused
+
+    for function in ("device_put", "block_until_ready"):
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.jax, function, refuse)
+            owned = owned_parts({"x": array}, spare_bytes=MOST)
+        assert owned.copy_failure == "RESOURCE_EXHAUSTED: Out of memory"
+        halves = {part.box[0][0]: part.data for part in owned.take()}
+        assert np.array_equal(np.concatenate([halves[0], halves[8]]), array)
+    refused = KeyboardInterrupt()
+    monkeypatch.setattr(parts.jax, "device_put", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        owned_parts({"x": array}, spare_bytes=MOST)

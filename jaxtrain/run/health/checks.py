@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtrain.run.health.digests import (
     copies_of,
     covered,
     differing,
+    digests_of,
     shared_copies,
     sole,
     summary,
@@ -149,7 +150,9 @@ class HealthChecks:
     def _rows_of(self) -> Callable[[TrainState], Rows]:
         session = self._session
         with session.phases.within("compile"):
-            return compile_digests(session.assembly.abstract, session.shardings, session.mesh)
+            program = compile_digests(session.assembly.abstract, session.shardings, session.mesh)
+        session.beside.append(program)
+        return partial(digests_of, program)
 
     @cached_property
     def _copy(self) -> Callable[[TrainState], TrainState]:

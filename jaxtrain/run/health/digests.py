@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,27 +45,29 @@ def digest(x: jax.Array) -> jax.Array:
     return jnp.sum(words * weights, dtype=jnp.uint32)
 
 
+def digests_of(program: jax.stages.Compiled, state: TrainState) -> Rows:
+    """The digests of this process's devices, by `compile_digests`; the state is kept."""
+    shards = program(state).addressable_shards
+    return {shard.device.id: np.asarray(shard.data)[0] for shard in shards}
+
+
 def compile_digests(
     abstract: TrainState, shardings: TrainState, mesh: jax.sharding.Mesh
-) -> Callable[[TrainState], Rows]:
-    """The program that gives the digests of this process's devices; the state is kept."""
+) -> jax.stages.Compiled:
+    """The program by which each device digests what it holds of the leaves."""
     specs = jax.tree.map(lambda where: where.spec, shardings)
     every = (tuple(mesh.axis_names), ())
 
     def rows(state: TrainState) -> jax.Array:
         return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(state)])[None]
 
-    found = jax.shard_map(
+    on_devices = jax.shard_map(
         rows, mesh=mesh, in_specs=(specs,), out_specs=partition_spec(every), check_vma=False
     )
-    program = (
-        jax.jit(found, in_shardings=(shardings,), out_shardings=named_sharding(mesh, every))
-        .lower(abstract)
-        .compile()
+    out = named_sharding(mesh, every)
+    return (
+        jax.jit(on_devices, in_shardings=(shardings,), out_shardings=out).lower(abstract).compile()
     )
-    return lambda state: {
-        shard.device.id: np.asarray(shard.data)[0] for shard in program(state).addressable_shards
-    }
 
 
 class Copies(NamedTuple):

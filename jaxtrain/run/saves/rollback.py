@@ -90,7 +90,10 @@ class Rollbacks:
         return self._watch.since is not None
 
     def see(self, step: int, values: Mapping[str, Any]) -> None:
-        """The metrics of the step that comes next. They are those of all processes."""
+        """The metrics of the step that comes next. They are those of all processes. One that learnt
+        from no token has no loss, and says nothing of the others."""
+        if values["loss"] is None:
+            return
         loss = float(values["loss"])
         first = self._first_time.pop(step, loss)
         if repr(first) != repr(loss):  # not a number is itself

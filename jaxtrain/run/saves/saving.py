@@ -12,7 +12,7 @@ import jax
 from jaxtrain.checkpoint.run_config import config_differences
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.experiment import RESUMABLE, Experiment, completed, config_of
+from jaxtrain.experiment import Experiment, completed, config_of, resumable
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
@@ -37,7 +37,7 @@ def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
         found = config_differences(
             {"experiment": metadata["experiment"]},
             {"experiment": config_of(experiment)},
-            ignore=RESUMABLE,
+            ignore=resumable(metadata["experiment"], config_of(experiment)),
             completed=partial(completed, experiment=experiment),
         )
     except ValueError as error:
@@ -50,7 +50,8 @@ class Saving:
 
     def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
         self.manager, self.session, self.tell = manager, session, tell
-        self._first, self.watch = True, self.watch_at(session.start)
+        self._first, self._copies_fail = True, False
+        self.watch = self.watch_at(session.start)
 
     def watch_at(self, step: int) -> LossWatch | None:
         """What watches the losses that follow that step, which is 0 or saved; None for nothing."""
@@ -125,8 +126,15 @@ class Saving:
             "spikes": None if self.watch is None else self.watch.saved(),
         }
         state, slots = self.session.state, self.session.at_rest.slots
-        spare = self.session.spare_bytes()
+        # An allocator that finds no memory looks for it for seconds: one failure is enough.
+        spare = 0 if self._copies_fail else self.session.spare_bytes()
         self.manager.save(step, state, metadata, slots, durable=durable, spare_bytes=spare)
+        if failure := self.manager.copy_failure:
+            self._copies_fail = True
+            self.tell(
+                f"NOTE the state could not be copied on its devices ({failure}); step {step} was "
+                "copied to the host first, and so are those that follow: the run waits for it"
+            )
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")

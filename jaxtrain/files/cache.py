@@ -1,0 +1,53 @@
+"""Where tokenised corpora and packing indexes are kept between runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from jaxtrain.files.stores import local_path
+
+log = logging.getLogger(__name__)
+
+CACHE_DIR = Path("~/.cache/jaxtrain")
+"""May be deleted at any time."""
+
+
+def cache_directory(chosen: str | Path | None = None) -> Path:
+    """The chosen directory. None: `CACHE_DIR`, or a directory of the user's among the system's
+    temporary ones where there is no home that can be written, which is told."""
+    if chosen is not None:
+        return local_path("cache_dir", chosen).expanduser()
+    try:
+        home = CACHE_DIR.expanduser()
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            return home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home is known
+        reason = error
+    path = _own_temporary()
+    log.warning(
+        "%s cannot be written (%s); what is made of the data is kept in %s, as long as that lasts: "
+        "set HOME, or jaxtrain.train(cache_dir=...)",
+        CACHE_DIR,
+        reason,
+        path,
+    )
+    return path
+
+
+def _own_temporary() -> Path:
+    """A directory that this user alone can write: the one of an earlier run, if there is one."""
+    path = Path(tempfile.gettempdir()) / f"jaxtrain-cache-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))
+    mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISDIR(found.st_mode) and mine:
+        return path
+    return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))

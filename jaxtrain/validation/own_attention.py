@@ -1,0 +1,65 @@
+"""An attention kernel of a user's own: where nothing says what it computes, it is not put into a
+place in which that matters.
+
+Two attributes of a kernel say so. `standard = True`: it computes the softmax attention of
+`jaxtrain.attention.attention`, as a faster kernel does. `heads_alike = True`: it does the same to
+every head, as ALiBi does not. All kernels of `jaxtrain.attention` are standard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.sharding import activation_dims
+
+SAMPLES = "continues text by jaxtrain's own attention"
+
+
+def is_standard(kernel: Any) -> bool:
+    """Whether a kernel computes softmax attention: jaxtrain's own, None among them, and those that
+    say so."""
+    if kernel is None or getattr(kernel, "standard", False):
+        return True
+    owner = kernel if hasattr(kernel, "__qualname__") else type(kernel)
+    return owner.__module__.split(".")[0] == "jaxtrain"
+
+
+def kernel_name(kernel: Any) -> str:
+    """What a user calls a kernel: the name of a function, or a value as it is written."""
+    return getattr(kernel, "__qualname__", None) or repr(kernel)
+
+
+def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -> list[str]:
+    """What of the mesh and of the experiment does not go with its own attention kernel: devices
+    that have a part of the heads or of a row, and a sample of text."""
+    kernel = experiment.execution.attention
+    if is_standard(kernel):
+        return []
+    name = kernel_name(kernel)
+    where = f"execution.attention={name} is a kernel of your own"
+    standard = f"say that it computes softmax attention as jaxtrain.attention has it ({name}"
+    standard += ".standard = True)"
+    rules = experiment.sharding.activations
+    heads, rows = activation_dims(("heads", "seq"), rules, sizes=sizes)
+    violations = []
+    if heads and not getattr(kernel, "heads_alike", False):
+        cut = " x ".join(f"{axis}={sizes[axis]}" for axis in heads)
+        violations.append(
+            f"{where}, and {cut} gives each device some of the heads, of which it is not told "
+            f"which; use {' and '.join(f'{axis}=1' for axis in heads)}, say that it does the same "
+            f"to every head ({name}.heads_alike = True), or {standard}"
+        )
+    if rows:
+        cut = " x ".join(f"{axis}={sizes[axis]}" for axis in rows)
+        violations.append(
+            f"{where}, and {cut} gives each device a part of a row, of which it is not told where "
+            f"it begins; use {' and '.join(f'{axis}=1' for axis in rows)}, or {standard}"
+        )
+    if experiment.sample is not None:
+        violations.append(
+            f"{where}, and evaluation.sample {SAMPLES}, which is another model; use "
+            f"evaluation.sample=None, or {standard}"
+        )
+    return violations

@@ -1,0 +1,164 @@
+"""Data of a user's own: what it lacks is told when it is opened, all at once."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import SEQ, VOCAB
+
+import jaxtrain
+from jaxtrain.run.rows import open_split
+
+
+class Whole:
+    """A dataset with all that a run asks for."""
+
+    digest, vocab = "whole", VOCAB
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 64
+
+    def rows(self, indices: np.ndarray) -> Any:
+        stream = (indices[:, None] + np.arange(SEQ + 1)).astype(np.int32) % VOCAB
+        return {
+            "tokens": stream[:, :-1],
+            "targets": stream[:, 1:],
+            "weights": np.ones((len(indices), SEQ), np.float32),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % VOCAB for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+class NoDigest(Whole):
+    digest = None  # type: ignore[assignment]
+
+
+class NoLength(Whole):
+    __len__ = None  # type: ignore[assignment]
+
+
+class NoVocab(Whole):
+    vocab = None  # type: ignore[assignment]
+
+
+class NoText(Whole):
+    encode = decode = None  # type: ignore[assignment]
+
+
+class Listed(Whole):
+    def rows(self, indices: np.ndarray) -> Any:
+        return super().rows(indices)["tokens"]
+
+
+class OneRow(Whole):
+    def rows(self, indices: np.ndarray) -> Any:
+        batch = super().rows(indices)
+        return batch | {"targets": batch["targets"][0], "weights": [1.0, 1.0]}
+
+
+def stream(split: str) -> Iterator[dict[str, np.ndarray]]:
+    yield from ()
+
+
+class Beyond(Whole):
+    """One id of one row is beyond the vocabulary, or below 0."""
+
+    def __init__(self, split: str, *, row: int, name: str, value: int) -> None:
+        super().__init__(split)
+        self.at, self.name, self.value = row, name, value
+
+    def rows(self, indices: np.ndarray) -> Any:
+        batch = super().rows(indices)
+        batch[self.name] = np.where((indices == self.at)[:, None], self.value, batch[self.name])
+        return batch
+
+
+KINDS: dict[str, Callable[[str], Any]] = {
+    kind.__name__: kind for kind in (Whole, NoDigest, NoLength, NoVocab, NoText, Listed, OneRow)
+}
+KINDS |= {"stream": stream}
+
+
+@dataclass(frozen=True)
+class OwnData:
+    kind: str
+    beyond: tuple[tuple[str, Any], ...] = ()
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        return Beyond(split, **dict(self.beyond)) if self.beyond else KINDS[self.kind](split)
+
+
+REFUSED = {
+    "NoDigest": "NoDigest: it has digest=None, which every save keeps.*checkpoints=None",
+    "NoText": r"no encode\(\) and no decode\(\), which a sample of text needs.*sample=None",
+    "Listed": r"Listed: rows\(\[0, 1\]\) gave ndarray; give a dict",
+    "OneRow": r"gave 'targets' a ndarray of shape \(8,\), 'weights' a list of shape \(2,\); give",
+    "stream": r"(?s)generator: 3 problems.*no len\(\).*no rows\(.*digest=None.*no encode",
+    "NoLength": r"no len\(\), the rows of an epoch; give an object that reads any row by",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_it_lacks_is_told_when_it_is_opened(
+    kind: str, own: jaxtrain.Experiment, decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """For any model; by `train` before a run directory is there, and by `check`."""
+    text = kind in ("NoText", "stream")
+    evaluation = jaxtrain.Evaluation(sample=jaxtrain.Sample("a", tokens=2)) if text else None
+    for experiment in [decoder] if text else [own, decoder]:
+        tried = replace(
+            experiment,
+            data=OwnData(kind),
+            checkpoints=jaxtrain.SavePolicy(every=1),
+            evaluation=evaluation,
+        )
+        mesh = jaxtrain.mesh_from_axes(data=2)
+        with pytest.raises(ValueError, match=REFUSED[kind]):
+            jaxtrain.train(tried, mesh, run_dir=tmp_path / "run", stream=io.StringIO())
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(ValueError, match=REFUSED[kind]):
+            jaxtrain.check(tried, mesh)
+
+
+def test_what_a_run_does_not_ask_for_it_may_lack(
+    decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    for kind in "Whole", "NoDigest", "NoVocab", "NoText":
+        dataset = open_split(replace(decoder, data=OwnData(kind)), "train", tmp_path)
+        assert len(dataset) == 64 and dataset.rows(np.arange(3))["tokens"].shape == (3, SEQ)
+    saved = replace(decoder, data=OwnData("NoDigest"), checkpoints=jaxtrain.SavePolicy())
+    open_split(saved, "held_out", tmp_path)  # of which no save says anything
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+@pytest.mark.parametrize("value", [-1, VOCAB, VOCAB + 5])
+def test_ids_beyond_the_vocabulary_are_refused(
+    name: str, value: int, decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """Where one of the first rows has one when the data is opened, else when it is read."""
+
+    def opened(row: int, value: int) -> Any:
+        beyond = (("row", row), ("name", name), ("value", value))
+        return open_split(replace(decoder, data=OwnData("", beyond)), "train", tmp_path)
+
+    opened(31, VOCAB - 1), opened(31, 0)
+    says = f"row 31 of the data has the id {value} in '{name}', and model.vocab=16 has 0 to 15"
+    with pytest.raises(ValueError, match=f"{says}; use vocab={max(value + 1, 16)} or more"):
+        opened(31, value)
+    dataset = opened(40, value)
+    dataset.rows(np.arange(40))
+    with pytest.raises(ValueError, match="row 40"):
+        dataset.rows(np.arange(38, 44))
