@@ -28,7 +28,7 @@ from jaxtrain.cluster.join import Place, join, place_of, process_count, process_
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
-from jaxtrain.fault_tolerance.ledger import add_entry, entry_of
+from jaxtrain.fault_tolerance.ledger import OpenEntry
 from jaxtrain.run.callback import Callback, Run
 
 if TYPE_CHECKING:  # it imports JAX
@@ -140,15 +140,15 @@ class KeepLedger:
     """Where the time of this start went, where it is `mine` to tell: a supervisor would tell it."""
 
     def __init__(self, run_dir: Path, phases: Phases, *, mine: bool) -> None:
-        self._run_dir, self._phases, self._mine = run_dir, phases, mine
-        self._began, self._clock = time.time(), time.monotonic()
+        self._phases, self._entry = phases, OpenEntry(run_dir) if mine else None
+        if self._entry is not None:
+            phases.listen(self._entry.keep)
 
     def keep(self) -> None:
         """As the start ends. Of a run that was refused there is nothing to keep."""
-        now, at = self._phases.now, time.monotonic()
-        if self._mine and now.first >= 0:
-            ended = self._began + at - self._clock
-            add_entry(self._run_dir, entry_of(now, at, began=self._began, ended=ended))
+        now = self._phases.now
+        if self._entry is not None and now.first >= 0:
+            self._entry.close(now)
 
 
 class LeaveAtOnce(Callback):

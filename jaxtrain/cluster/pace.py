@@ -34,8 +34,9 @@ a thousand are a line of 30 KB every 50 s."""
 
 
 class Seconds(NamedTuple):
-    """Of a step of one process, in the mean. own: what it did of its own; data: it waited for rows.
-    What is left of step it waited for devices, its own and, in sums, those of others."""
+    """Of a step of one process. own: what it did of its own, in the median, which one long pause
+    does not move; step, and data, which it waited for rows, in the mean. What is left of step it
+    waited for devices, its own and, in sums, those of others."""
 
     own: float
     step: float
@@ -56,6 +57,12 @@ class Slow(NamedTuple):
             f"process {self.process} is slow: it does {self.own_s:.3f} s of its own in a step of "
             f"{self.step_s:.3f} s, the others {self.others_s:.3f} s, and wait for it"
         )
+
+
+def of_a_step(told: list[Seconds]) -> Seconds:
+    """Of one step of those of a process."""
+    own, step, data = zip(*told, strict=True)
+    return Seconds(statistics.median(own), statistics.fmean(step), statistics.fmean(data))
 
 
 def slowest(paces: dict[int, Seconds]) -> Slow | None:
@@ -141,9 +148,8 @@ class Pace:
                     if ripe:
                         self._told = []
                 if ripe:
-                    means = [statistics.fmean(column) for column in zip(*told, strict=True)]
                     where = f"{self._key}/{jax.process_index()}"
-                    client.key_value_set(where, json.dumps(means), allow_overwrite=True)
+                    client.key_value_set(where, json.dumps(of_a_step(told)), allow_overwrite=True)
                 if first:
                     found = dict(client.key_value_dir_get(self._key))
                     self.paces = {

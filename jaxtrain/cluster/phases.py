@@ -42,7 +42,7 @@ class Now(NamedTuple):
     knows. since: when the phase began, by the monotonic clock of the machine, in seconds. median_s:
     of a step, 0 before there is one. spent: phase -> seconds, until `since`. wrong: the processes
     whose numbers are certain to be wrong, none of several of which one is; None where no numbers
-    are."""
+    are. raised: the phase in which an error was raised that no step has followed; "" for none."""
 
     phase: str
     step: int
@@ -51,6 +51,12 @@ class Now(NamedTuple):
     first: int = -1
     spent: Mapping[str, float] = MappingProxyType({})
     wrong: tuple[int, ...] | None = None
+    raised: str = ""
+
+    @property
+    def failed_in(self) -> str:
+        """The phase in which a process that failed was, whatever it did on its way out."""
+        return self.raised or self.phase
 
 
 class Phases:
@@ -66,6 +72,7 @@ class Phases:
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._median_s = 0.0
         self._wrong: tuple[int, ...] | None = None
+        self._raised = ""
         self._lock = threading.RLock()
 
     def listen(self, listener: Callable[[Now], None]) -> None:
@@ -81,8 +88,16 @@ class Phases:
         outer = self.enter(phase)
         try:
             yield
+        except BaseException:
+            self.fail()
+            raise
         finally:
             self.enter(outer)
+
+    def fail(self) -> None:
+        """An error is raised in the present phase, or was in one within it."""
+        with self._lock:
+            self._raised = self._raised or self._phase
 
     def enter(self, phase: str) -> str:
         """From now on; gives the one before it. Raises KeyError for a word not in PHASES."""
@@ -103,7 +118,7 @@ class Phases:
         """`step` steps are done; the last of them took so many seconds, None where that is not
         like other steps."""
         with self._lock:
-            self._step = step
+            self._step, self._raised = step, ""
             if seconds is not None:
                 self._steps.append(seconds)
                 self._median_s = statistics.median(self._steps)
@@ -132,7 +147,7 @@ class Phases:
         with self._lock:
             spent = {phase: round(seconds, 4) for phase, seconds in self._spent.items()}
             at = (self._phase, self._step, self._since, self._median_s, self._first)
-            return Now(*at, spent, self._wrong)
+            return Now(*at, spent, self._wrong, self._raised)
 
     def spent(self) -> dict[str, float]:
         """Phase -> seconds so far, the present one included."""

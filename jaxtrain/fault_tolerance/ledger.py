@@ -8,7 +8,10 @@ call it effective training time).
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +21,14 @@ from typing import NamedTuple
 
 from jaxtrain.cluster.phases import LOST, Now
 from jaxtrain.files.json_lines import add_line, read_lines
+from jaxtrain.files.json_text import parse_json
+from jaxtrain.files.regular import read_text, write_text
 
 NAME = "ledger.jsonl"
+OPEN = "ledger_open.json"
+"""In the run directory, the entry of a start that goes on, as of a moment ago."""
+KEEP_S = 5.0
+"""How often it is written."""
 
 KINDS = {
     "start": "init", "join": "init", "open": "init",
@@ -80,6 +89,51 @@ def entry_of(
 def add_entry(run_dir: Path, entry: Entry) -> None:
     """To the ledger of a run."""
     record(run_dir / NAME, entry._asdict())
+
+
+class OpenEntry:
+    """The entry of a start that goes on, from now on. Every few seconds it is written beside the
+    ledger as it would be now: a later start takes it over from one that was killed together with
+    whoever watched it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._kept = run_dir, -math.inf
+        self._began, self._clock = time.time(), time.monotonic()
+
+    def keep(self, now: Now) -> None:
+        """Once steps are taken: the run directory is this start's."""
+        if now.first < 0 or time.monotonic() - self._kept < KEEP_S:
+            return
+        if self._kept == -math.inf:
+            self._take_over()
+        self._kept = time.monotonic()
+        path = self._run_dir / OPEN
+        with suppress(OSError, ValueError):  # the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".tmp")
+            write_text(unfinished, json.dumps(self._entry(now)._asdict()))
+            os.replace(unfinished, path)
+
+    def close(self, now: Now, still_since: float = math.inf) -> None:
+        """The start ends: its entry is added to the ledger. still_since: as for `entry_of`."""
+        self._take_over()
+        add_entry(self._run_dir, self._entry(now, still_since))
+
+    def _entry(self, now: Now, still_since: float = math.inf) -> Entry:
+        at = time.monotonic()
+        ended = self._began + at - self._clock
+        return entry_of(now, at, began=self._began, ended=ended, still_since=still_since)
+
+    def _take_over(self) -> None:
+        """Add what an earlier start has left to the ledger, and remove it."""
+        path, ledger = self._run_dir / OPEN, self._run_dir / NAME
+        with suppress(OSError, ValueError, TypeError):
+            entry = Entry(**parse_json(read_text(path)))
+            known = {line.get("began") for line in read_lines(ledger)} if ledger.exists() else set()
+            if entry.began < self._began and entry.began not in known:
+                add_entry(self._run_dir, entry)
+        with suppress(OSError):
+            path.unlink()
 
 
 def record(path: Path, value: Mapping[str, object]) -> None:

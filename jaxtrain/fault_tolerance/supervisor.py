@@ -25,7 +25,13 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable
-from jaxtrain.fault_tolerance.ledger import Entry, add_entry, entry_of, read_ledger, record
+from jaxtrain.fault_tolerance.ledger import (
+    Entry,
+    OpenEntry,
+    add_entry,
+    read_ledger,
+    record,
+)
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.machines.machine import Running
 from jaxtrain.machines.roster import POLL_S, Roster
@@ -96,10 +102,11 @@ class Supervisor:
                 self.tell(f"launch: {self._ledger()}")
                 return found
             if self.stopping:
+                self._write_down(found, attempt, restarts=False)
                 self.tell(f"launch: {found.what}, while it was stopping")
                 return self._interrupted()
             next_one = history.decide(found)
-            self._write_down(found, attempt, next_one)
+            self._write_down(found, attempt, restarts=not isinstance(next_one, Exhausted))
             if isinstance(next_one, Exhausted):
                 self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
                 self._tell_where_it_stands(goes_on=not next_one.deterministic)
@@ -118,13 +125,14 @@ class Supervisor:
         return (growing or bool(leaving)) and not self.stopping
 
     def _one_start(self, *, first: bool) -> int | Failure:
-        """All processes, from their beginning to their end; kept in the ledger. first: what is
-        refused is refused; later it was not before, and may not be again."""
-        began, clock = time.time(), time.monotonic()
+        """All processes, from their beginning to their end; kept in the ledger, which is another's
+        where they are refused. first: what is refused is refused; later it was not before, and may
+        not be again."""
+        entry = OpenEntry(self.run_dir)
         self._growing, self._passed, self._stood = False, 0, None
         self._pauses.clear()
         try:
-            found = self._start(first=first) or self._watch(first=first)
+            found = self._start(first=first) or self._watch(entry, first=first)
         finally:
             for worker in self.workers:
                 worker.kill()
@@ -133,10 +141,10 @@ class Supervisor:
         if not self.workers:
             assert not isinstance(found, int)
             return found
-        now, at = self._stood or self.workers[0].sample().now, time.monotonic()
-        still = math.inf if isinstance(found, int) or found.still is None else found.still
-        entry = entry_of(now, at, began=began, ended=began + at - clock, still_since=still)
-        add_entry(self.run_dir, entry)
+        if found != REFUSED:
+            now = self._stood or self.workers[0].sample().now
+            still = math.inf if isinstance(found, int) or found.still is None else found.still
+            entry.close(now, still)
         return found
 
     def _not_started(self, error: OSError) -> Failure:
@@ -215,7 +223,7 @@ class Supervisor:
     def _tell_of(self, process: int, line: str) -> None:
         self.tell(f"[{process}] {line}")
 
-    def _watch(self, *, first: bool) -> int | Failure:
+    def _watch(self, entry: OpenEntry, *, first: bool) -> int | Failure:
         """Until all have ended well, or one has not."""
         looked, now = 0.0, time.monotonic()
         while True:
@@ -239,6 +247,7 @@ class Supervisor:
                 if found := late(samples, now, self.deadlines):
                     return self._stuck(found, now)
                 self._grow(samples.values())
+                entry.keep(self.workers[0].sample().now)
 
     def _paused(self, seconds: float) -> None:
         """Told how much longer than it sleeps it took to look again: where this process stood still
@@ -282,6 +291,10 @@ class Supervisor:
         if code == DONE:
             kind, how = "left", f"{how} before the run was done"
         what, wrong = f"{self._name(process)} ended by {how} {_at(sample)}", ()
+        # Each by the same signal: none of them is why another ended.
+        alike = [w for w in bad if w is not worker and w.code == code < 0 and not w.lost_another]
+        if alike:
+            what += f"; so did {', '.join(f'process {w.process}' for w in alike)}"
         told = [found for each in bad if (found := each.sample().now.wrong) is not None]
         if told:  # all compare the same numbers
             kind, wrong = "wrong", tuple(told[0])
@@ -292,7 +305,7 @@ class Supervisor:
         if worker.kind == "crashed" and worker.last_line:
             what += f"; its last line: {worker.last_line}"
             how += f": {worker.last_line}"
-        where = (now.phase, now.step, time.monotonic(), now.first)
+        where = (now.failed_in, now.step, time.monotonic(), now.first)
         still = worker.ended_at if kind == "lost" else None
         return Failure(process, kind, what, *where, cause=how, still=still, wrong=wrong)
 
@@ -338,10 +351,10 @@ class Supervisor:
             add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
         return found
 
-    def _write_down(self, failure: Failure, attempt: int, next_one: float | Exhausted) -> None:
+    def _write_down(self, failure: Failure, attempt: int, *, restarts: bool) -> None:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
         del line["at"], line["still"]
-        line["restarts"] = not isinstance(next_one, Exhausted)
+        line["restarts"] = restarts
         record(self.run_dir / FAILURES, line)
 
 
@@ -369,7 +382,7 @@ def _code(failure: Failure, exhausted: Exhausted) -> int:
 
 
 def _at(sample: Sample) -> str:
-    return f"after step {sample.now.step}, in phase {sample.now.phase}"
+    return f"after step {sample.now.step}, in phase {sample.now.failed_in}"
 
 
 def _main_stack(sample: Sample) -> list[str]:

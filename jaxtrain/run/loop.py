@@ -188,6 +188,7 @@ class _Loop:
             except WrongNumbers:
                 raise  # nothing of it is saved
             except Exception as error:
+                self.phases.fail()
                 self.uninterrupted.to_the_end(self.saves.after_error, error)
                 raise
             if not self.result.stopped:

@@ -9,7 +9,7 @@ import pytest
 from service import play
 
 from jaxtrain.cluster import pace
-from jaxtrain.cluster.pace import Pace, Seconds, Slow, slowest
+from jaxtrain.cluster.pace import Pace, Seconds, Slow, of_a_step, slowest
 
 PACES = {
     "one alone": ({0: (0.5, 0.5)}, None),
@@ -30,6 +30,16 @@ PACES = {
 def test_the_slow_one_is_named(name: str) -> None:
     paces, found = PACES[name]
     assert slowest({process: Seconds(*each) for process, each in paces.items()}) == found
+
+
+def test_one_long_pause_among_steps_is_not_slow() -> None:
+    """It is step after step that others wait for one; the pause is in the mean of a step."""
+    quick, slow = [Seconds(0.01, 0.1, 0.0)] * 5, [Seconds(0.09, 0.1, 0.0)] * 5
+    paused = [*quick[:4], Seconds(5.0, 5.1, 0.5)]
+    told = of_a_step(paused)
+    assert told == pytest.approx((0.01, (4 * 0.1 + 5.1) / 5, 0.1))
+    assert slowest({0: of_a_step(quick), 1: told}) is None
+    assert slowest({0: of_a_step(quick), 1: of_a_step(slow)}) is not None
 
 
 def test_the_first_process_hears_of_all(monkeypatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -119,3 +121,25 @@ def test_steps_that_come_again_are_lost() -> None:
     assert (phases.now.first, phases.now.step) == (15, 15)
     assert (phases.spent()["step"], phases.spent()[LOST]) == pytest.approx((0.0, 22.0))
     assert sum(phases.spent().values()) == pytest.approx(clock.now - began)
+
+
+def test_an_error_is_of_the_phase_in_which_it_was_raised() -> None:
+    """Whatever a process does on its way out; a step that follows has come over it."""
+    phases = Phases()
+    phases.begin_at(3)
+    phases.enter("step")
+    assert phases.now.failed_in == "step" and not phases.now.raised
+    with suppress(OSError), phases.within("callback"), phases.within("load"):
+        raise OSError
+    phases.enter("finish")
+    with phases.within("save"):
+        assert phases.now.failed_in == phases.now.raised == "load"
+    phases.fail()
+    assert phases.now.failed_in == "load", "the first error counts"
+    phases.advance(4)
+    assert phases.now.failed_in == "finish"
+    phases.enter("step")
+    phases.fail()
+    phases.enter("finish")
+    assert phases.now.failed_in == "step"
+    assert Now(*json.loads(json.dumps(phases.now))) == phases.now, "as it is sent"

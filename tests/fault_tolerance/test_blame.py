@@ -87,3 +87,15 @@ def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(after: byt
         worker._reader.join(10)
         assert worker.lost_another is lost_another
         assert len(lines) == 2 + len(after.splitlines())
+
+
+def test_all_that_ended_by_the_same_signal_are_named(tmp_path: Path) -> None:
+    """One of them is blamed; what was aborted for them, or ended otherwise, is not among them."""
+    killed, aborted, crashed = ended(1.0, -9), ended(0.5, -6, aborted=True), ended(2.0, 1)
+    failure = blamed(tmp_path, aborted, killed, ended(2.0, -9), crashed, ended(3.0, -9))
+    assert failure.process == 1
+    assert failure.what.endswith(
+        "by SIGKILL after step 5, in phase step; so did process 2, process 4"
+    )
+    assert "so did" not in blamed(tmp_path, ended(1.0, 1), ended(2.0, 1)).what
+    assert "so did" not in blamed(tmp_path, killed, ended(2.0, -11), aborted).what

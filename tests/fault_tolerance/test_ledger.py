@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from io import FileIO
 from pathlib import Path
 
@@ -11,12 +12,16 @@ import pytest
 
 from jaxtrain.cluster.phases import LOST as LOST_WITHIN
 from jaxtrain.cluster.phases import PHASES, Now
+from jaxtrain.fault_tolerance import ledger
 from jaxtrain.fault_tolerance.ledger import (
     KINDS,
     NAME,
+    OPEN,
     Entry,
+    OpenEntry,
     add_entry,
     entry_of,
+    read_entries,
     read_ledger,
     record,
     sum_up,
@@ -177,3 +182,53 @@ def test_a_line_that_a_disk_has_no_room_for_comes_with_the_next(
     assert other.read_text() == '{"n": 5}\n'
     record(path, {"n": 6})
     assert len(path.read_text().splitlines()) == 5, "once"
+
+
+def test_a_start_that_is_killed_with_its_watch_is_in_the_ledger_of_the_next(tmp_path: Path) -> None:
+    """As it was when it was kept last; once, before the next one, and only once that takes steps."""
+    now = Now("step", 7, time.monotonic(), 0.1, 2, {"open": 3.0, "step": 5.0})
+    killed = OpenEntry(tmp_path)
+    killed.keep(now._replace(first=-1))
+    assert not list(tmp_path.iterdir()), "it may be refused: the directory is another's"
+    killed.keep(now)
+    del killed
+    refused = OpenEntry(tmp_path)
+    refused.keep(now._replace(first=-1))
+    assert not (tmp_path / NAME).exists() and (tmp_path / OPEN).exists()
+    later = OpenEntry(tmp_path)
+    later.keep(now._replace(step=9, first=5))
+    (entry,) = read_entries(tmp_path)
+    assert (entry.first, entry.done) == (2, 7) and entry.seconds["open"] == 3.0
+    assert sum(entry.seconds.values()) == pytest.approx(entry.ended - entry.began)
+    later.close(now._replace(step=11, first=5))
+    assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(2, 7), (5, 11)]
+    assert not (tmp_path / OPEN).exists()
+    assert read_ledger(tmp_path).seconds["lost"] > 0, "steps 6 and 7 were taken twice"
+
+
+def test_an_entry_is_taken_over_once_and_from_an_earlier_start_alone(tmp_path: Path) -> None:
+    now = Now("step", 7, time.monotonic(), 0.1, 2, {"step": 5.0})
+    early, late = OpenEntry(tmp_path), OpenEntry(tmp_path)
+    late.keep(now)
+    left = (tmp_path / OPEN).read_text()
+    early.close(now)
+    assert len(read_entries(tmp_path)) == 1, "its own"
+    for _ in range(2):  # killed after it was added, before it was removed
+        (tmp_path / OPEN).write_text(left)
+        OpenEntry(tmp_path).close(now._replace(first=7))
+    assert [e.first for e in read_entries(tmp_path)] == [2, 2, 7, 7]
+    (tmp_path / OPEN).write_text("{")
+    OpenEntry(tmp_path).close(now)
+    assert len(read_entries(tmp_path)) == 5
+
+
+def test_an_entry_is_kept_every_few_seconds(tmp_path: Path, monkeypatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(ledger.time, "monotonic", lambda: clock[0])
+    entry = OpenEntry(tmp_path)
+    steps = []
+    for step in range(12):
+        entry.keep(Now("step", step, clock[0], 0.1, 0, {}))
+        steps.append(json.loads((tmp_path / OPEN).read_text())["done"])
+        clock[0] += 1
+    assert steps == [0] * 5 + [5] * 5 + [10] * 2

@@ -202,11 +202,12 @@ time.sleep(60 * (start < 4))
     ], told
 
 
-def test_what_one_refuses_is_not_tried_again(supervise) -> None:
+def test_what_one_refuses_is_not_tried_again(supervise, tmp_path: Path) -> None:
     script = "print('no such file') if process else time.sleep(60)\nsys.exit(2)"
     code, told, failures = supervise(script)
     assert code == 2 and not failures and "[0] begins 1" not in told
     assert told[-1] == "launch: process 1 of 2 refused it: no such file"
+    assert not (tmp_path / "run").exists(), "its ledger would be another's"
 
 
 def test_what_is_said_once_steps_are_taken_is_no_refusal(supervise) -> None:
@@ -411,6 +412,10 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None
 
     code, _, failures = supervise(obeys, during=once)
     assert code == 75 and not failures
+    crashes = "while not asked:\n    time.sleep(0.05)\nsys.exit(3)"
+    code, told, failures = supervise(crashes, during=once)
+    assert "while it was stopping" in str(told)
+    assert [(each["kind"], each["restarts"]) for each in failures] == [("crashed", False)]
 
     def twice(made: Supervisor, told: list[str]) -> None:
         once(made, told)
