@@ -11,14 +11,21 @@ from jaxtrain.cluster.exit_codes import FAILED
 
 
 def add_options(drill: argparse.ArgumentParser) -> None:
-    drill.add_argument("experiment")
+    drill.add_argument("experiment", nargs="?")
     drill.add_argument("--processes", type=int, default=2, help="how many; default 2")
+    drill.add_argument("--list", action="store_true", help="only tell what would happen")
     drill.add_argument("--json", action="store_true", help=JSON)
 
 
 def drill_command(options: argparse.Namespace) -> int:
     from jaxtrain.drill.drill import drill
+    from jaxtrain.drill.plan import listed
 
+    if options.list:
+        listing = listed(options.processes)
+        return answer(options, listing, str(listing))
+    if options.experiment is None:
+        raise ValueError("drill wants an experiment file, or --list alone")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-drill-") as folder:
         found = drill(
             options.experiment,

@@ -22,13 +22,17 @@ class NotHere(Exception):
 
 class Apart(NamedTuple):
     """One such run. faults: on it; steps: it takes; told: what must be said. stands_on: given its
-    folder and the number of processes; raises NotHere."""
+    folder and the number of processes; raises NotHere. processes: it is on so many, and held
+    against an undisturbed run on as many. as_command: by `jaxtrain launch`, a process of its own.
+    """
 
     run: str
     faults: tuple[Fault, ...]
     steps: int
     told: tuple[str, ...]
     stands_on: Callable[[Path, int], AbstractContextManager[Network | None]]
+    processes: int | None = None
+    as_command: bool = False
 
 
 def apart(processes: int) -> list[Apart]:
@@ -38,10 +42,22 @@ def apart(processes: int) -> list[Apart]:
     full = (Fault("full", 9), Fault("full", 29), Fault("kill", 33, "step", last))
     refused = tuple(f"NOT SAVED checkpoint step {step} " for step in (10, 15, 30))
     hangs = tuple(f"process {each} of {processes} has not moved" for each in range(processes))
+    readonly = (Fault("readonly", 9), Fault("readonly", 29), Fault("kill", 33, "step", last))
+    errors = (Fault("raise", 12, "load"), Fault("raise", 20, "callback"))
+    paused = ("launch: stood still itself for",)
     return [
         Apart("full disk", full, 44, refused, small_disk),
+        Apart("read-only directory", readonly, 44, refused, small_disk),
         Apart("cut network", (Fault("cut", 9, "step", last),), 24, hangs, cut_network),
+        Apart("one process", errors, 28, (), nothing_special, processes=1),
+        Apart("paused launch", (Fault("pause", 9),), 24, paused, nothing_special, as_command=True),
     ]
+
+
+@contextmanager
+def nothing_special(folder: Path, processes: int) -> Iterator[None]:
+    """A folder as any other."""
+    yield
 
 
 @contextmanager
@@ -57,7 +73,8 @@ def small_disk(folder: Path, processes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _run("umount", "--lazy", str(folder))
+        while os.path.ismount(folder):  # once more where it was made read-only
+            _run("umount", "--lazy", str(folder))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,12 @@ from jaxtrain.drill.apart import Apart, NotHere, apart
 from jaxtrain.drill.happened import SOON, Happened, environment, named, resumed_s
 from jaxtrain.drill.machine_drill import drill_machines
 from jaxtrain.drill.namespaces import Network
+from jaxtrain.drill.plan import APART, FIRST, SAVES, SPIKES, crashes, kinds, refuse_few, skipped
 from jaxtrain.experiment import (
     Evaluation,
     Experiment,
     Health,
     Logging,
-    LossSpikes,
     load_experiment,
 )
 from jaxtrain.fault_tolerance.faults import Fault
@@ -37,49 +38,22 @@ from jaxtrain.machines.machine import Here, Slot, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
-from jaxtrain.violations import raise_violations
-
-SAVES, APART, FIRST = 5, 8, 8
-"""Steps between saves, between faults, and before the first fault."""
 
 STEP_S = 0.05
 """A step takes so long at least, so that a fault strikes where it is meant to."""
-
-SPIKES = LossSpikes(above=20, window=24, patience=2, back=1, skip_more=1)
-"""What is done about a loss that jumps; its steps come again before the next fault."""
 
 NOTICED_S = 15
 """A fault must be noticed within."""
 
 
+LASTING = ("full", "readonly", "clean", "pause")
+"""Kinds that end no process: the run goes on."""
+
+JUDGED = {"stop": "silent", "hang": "hangs", "raise": "crashed", "leave": "left"}
+"""Kind of fault -> what the failure must be, in the fault's phase."""
+
 UNSEEN = ("nan", "spike")
 """Kinds that no process ends by: the numbers of the run show what became of them."""
-
-
-def kinds(processes: int) -> list[Fault]:
-    """Each fault once, as they come; on the last process, and where it says so on the first, which
-    coordinates. `nan` and `spike` change what is learned, and are part of the undisturbed run too:
-    it is told which batches the second costs."""
-    last = processes - 1
-    told = [
-        ("kill", "step", last), ("kill", "step", 0), ("exit", "load", last),
-        ("stop", "step", last), ("stop", "load", last), ("stop", "save", 0),
-        ("stop", "callback", last), ("hang", "load", last), ("hang", "callback", 0),
-        ("kill_soon", "save", last), ("corrupt", "step", 0), ("truncate", "step", 0),
-        ("delete", "step", 0), ("nan", "step", 0), ("spike", "step", 0), ("flip", "step", last),
-        ("wrong", "step", last), ("terminate", "step", last),
-    ]  # fmt: skip
-    return [
-        Fault(kind, FIRST + APART * number, phase, process)
-        for number, (kind, phase, process) in enumerate(told)
-    ]
-
-
-def skipped(spike: Fault) -> tuple[int, int]:
-    """(steps, batches): where the run goes back to for it, and what it goes on without."""
-    begins = spike.step + 1
-    good = (begins - SPIKES.back - 1) // SAVES * SAVES
-    return good, begins + SPIKES.patience - 1 - good + SPIKES.skip_more
 
 
 class Paced(Callback):
@@ -158,7 +132,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     folder: for the runs. tell: takes every line that the processes and their supervisor print.
     Raises ValueError for what cannot be drilled.
     """
-    raise_violations([] if processes > 1 else [f"processes={processes}; use 2 or more"])
+    refuse_few(processes)
     drilled(path, processes)  # what is wrong with it is told before anything is started
     (folder / "drilled.py").write_text(
         _EXPERIMENT.format(path=str(Path(path).resolve()), n=processes)
@@ -174,8 +148,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
     code, wall_s = _launched(folder, "disturbed", faults, processes, tell)
     if code != DONE:
         violations.append(f"the run with faults ended with exit code {code}")
-    crash = Fault("crash", FIRST, "step", processes - 1)
-    code, _ = _launched(folder, "crash", [crash], processes, tell)
+    code, _ = _launched(folder, "crash", [crashes(processes)], processes, tell)
     if code != DETERMINISTIC or len(_lines(folder / "crash" / FAILURES)) != 2:
         violations.append(f"a crash at the same step, twice, ended with exit code {code}")
     machines, wrong = drill_machines(folder, _train(folder), of_both, FIRST, processes, tell)
@@ -225,6 +198,7 @@ def _run_apart(
 ) -> list[Happened]:
     """What became of its faults; the last of them has what is wrong with the run. Raises NotHere
     with why it cannot be."""
+    processes = each.processes or processes
     with each.stands_on(folder / each.run, processes) as network:
         said: list[str] = []
 
@@ -235,10 +209,17 @@ def _run_apart(
                 network.mend(each.faults[-1].process)
 
         arguments = ["--steps", str(each.steps)]
-        code, _ = _launched(
-            folder, each.run, each.faults, processes, hear, arguments=arguments, network=network
-        )
-        runs = [_numbers(folder / name) for name in ("undisturbed", each.run)]
+        like = "undisturbed"
+        if each.processes is not None:  # of a run on fewer processes
+            like = f"{each.run} undisturbed"
+            _launched(folder, like, (), processes, tell, arguments=arguments)
+        if each.as_command:
+            code = _commanded(folder, each, processes, hear)
+        else:
+            code, _ = _launched(
+                folder, each.run, each.faults, processes, hear, arguments=arguments, network=network
+            )
+        runs = [_numbers(folder / name) for name in (like, each.run)]
         lines = [run[: each.steps - 1] for run in runs]  # the last is evaluated in one alone
         violations = _differences(each.run, *lines)
         if code != DONE:
@@ -248,6 +229,27 @@ def _run_apart(
                 violations.append(f"nothing said {wanted!r}")
         *passing, last = _happened(folder, each.faults, processes, each.run)
         return [*passing, replace(last, violations=(*last.violations, *violations))]
+
+
+def _commanded(folder: Path, each: Apart, processes: int, tell: Callable[[str], None]) -> int:
+    """The exit code of a run by `jaxtrain launch`, in a process and a session of its own: no
+    terminal hears that it is stopped."""
+    files = folder / f"{each.run} files"
+    files.mkdir()
+    faults = [text for fault in each.faults for text in ("--fault", str(fault))]
+    launch = own_command("launch", "--processes", str(processes), *faults, "--")
+    train = [*_train(folder), "--steps", str(each.steps), "--run-dir", str(folder / each.run)]
+    with subprocess.Popen(
+        [*launch, *train], env=environment(folder), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            tell(line.rstrip("\n"))
+    if not (folder / each.run / FAILURES).exists():  # what was marked went with its own files
+        for fault in each.faults:
+            (files / str(fault)).touch()
+    return process.returncode
 
 
 def _differences(name: str, undisturbed: list[str], run: list[str]) -> list[str]:
@@ -304,7 +306,7 @@ def _happened(
 ) -> list[Happened]:
     """What became of each fault on a run, by the failures and starts that were written down."""
     run, found = folder / name, []
-    lasting = [fault for fault in faults if fault.kind == "full"]  # which end nothing
+    lasting = [fault for fault in faults if fault.kind in LASTING]
     for fault in lasting:
         wrong = () if (folder / f"{name} files" / str(fault)).exists() else ("it did not happen",)
         found.append(Happened(str(fault), None, "the run went on", 0, 0.0, wrong))
@@ -347,8 +349,8 @@ def _judged(
             violations.append("it was hangs in step")
     elif failure["process"] != fault.process:
         violations.append(f"it was process {fault.process}")
-    elif fault.kind in ("stop", "hang"):
-        wanted = ({"stop": "silent", "hang": "hangs"}[fault.kind], fault.phase)
+    elif fault.kind in JUDGED:
+        wanted = (JUDGED[fault.kind], fault.phase)
         if (failure["kind"], failure["phase"]) != wanted:
             violations.append(f"it was {' in '.join(wanted)}")
     if noticed_s > NOTICED_S:

@@ -41,6 +41,12 @@ without it by then."""
 RUN = "machines"
 
 
+def faults_of_machines(at: int, machines: int) -> tuple[Fault, Fault]:
+    """The last machine is lost after so many steps, and when it is back computes wrongly."""
+    last = machines - 1
+    return Fault("lose", at, "step", last), Fault("wrong", at + 1, "step", last)
+
+
 def drill_machines(
     folder: Path, command: Sequence[str], also: Sequence[Fault], at: int, machines: int, tell: Tell
 ) -> tuple[list[Happened], list[str]]:
@@ -50,7 +56,7 @@ def drill_machines(
     directory. also: faults of the undisturbed run. at: steps before the machine is lost.
     """
     run, last = folder / RUN, machines - 1
-    lose, wrong = Fault("lose", at, "step", last), Fault("wrong", at + 1, "step", last)
+    lose, wrong = faults_of_machines(at, machines)
     spec = load_mesh(folder / "mesh.toml")
     found = standings(load_experiment(folder / "drilled.py"), spec, machines)
     layouts, files = read_layouts(found.as_json(), spec, folder), folder / f"{RUN} files"

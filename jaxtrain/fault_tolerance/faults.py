@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +20,10 @@ from jaxtrain.fault_tolerance.machine_faults import (
     cut_link,
     empty,
     fill,
+    make_readonly,
+    make_writable,
     refuse_large,
+    refuse_mounting,
     refuse_shared_link,
 )
 from jaxtrain.run.callback import Callback, Run
@@ -34,8 +40,12 @@ KINDS = {
     "hang": "the main thread waits for ever, and the others go on",
     "lose": "SIGKILL to the agent of its machine, and with that to the process: both are gone",
     "exit": "the process leaves with code 3",
+    "leave": "the process leaves with code 0, as if the run were done",
+    "raise": "an OSError, once: in phase load one of the data source, in callback one of your code",
     "crash": "an exception, in every start that comes there",
     "terminate": "SIGTERM, as a scheduler sends it before it takes a machine back",
+    "pause": "SIGSTOP to the launch itself, and SIGCONT after 12 seconds",
+    "clean": "the files that launch and processes share in a temporary folder are removed",
     "slow": "half a second more, in this and the 30 steps that follow",
     "flip": "a bit of a parameter changes in the memory of the process's first device",
     "wrong": "the next step changes a bit of a parameter there, if it is taken once",
@@ -43,17 +53,22 @@ KINDS = {
     "spike": "the parameters turn around before the step that takes batch STEP of the data, "
     "counted from 0, on all processes, whenever it is taken",
     "full": "no byte is free where the run directory is, for this and the 8 steps that follow",
+    "readonly": "the run directory is read-only, for this and the 8 steps that follow",
     "cut": "the process's link to the others is down; for networks that a drill makes",
     "corrupt": "a byte of the newest checkpoint is changed, and then SIGKILL",
     "truncate": "a file of the newest checkpoint loses its second half, and then SIGKILL",
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
+    "foreign": "the newest checkpoint is of another experiment, and then SIGKILL",
 }
 """Kind -> what happens."""
 
 STATE = ("flip", "wrong", "nan", "spike")
 """Kinds that need the state: they happen before a step, whatever their phase."""
 
-SLOW_S, SLOW_STEPS, SOON_S, FULL_STEPS = 0.5, 30, 0.05, 8
+SLOW_S, SLOW_STEPS, SOON_S, FULL_STEPS, PAUSE_S = 0.5, 30, 0.05, 8, 12
+
+DISKS = {"full": (fill, empty), "readonly": (make_readonly, make_writable)}
+"""Kind -> what is done to a run directory's disk, and what undoes it."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +118,30 @@ class Injector(Callback):
     def __init__(self, given: str, process: int, run_dir: Path) -> None:
         folder, *texts = json.loads(given)
         self._folder, self._run_dir = Path(folder), run_dir
-        self._slow_until, self._full_until, self._before = -1, -1, ""
+        self._slow_until, self._before = -1, ""
+        self._disks: dict[str, int] = {}
+        """Kind of `DISKS` -> the step after which it is undone."""
         told = [read_fault(text) for text in texts]
         mine = [f for f in told if f.process == process or f.kind == "spike"]
         self._faults = [f for f in mine if f.kind not in STATE]
         self._of_state = [f for f in mine if f.kind in STATE]
-        found = refuse_large(run_dir) if any(f.kind == "full" for f in mine) else []
-        found += refuse_shared_link() if any(f.kind == "cut" for f in mine) else []
-        raise_violations(found)
-        if any(f.kind == "full" and (self._folder / str(f)).exists() for f in mine):
-            empty(run_dir)  # its process ended while it was full
+        kinds = {fault.kind for fault in mine}
+        violations = refuse_large(run_dir) if "full" in kinds else []
+        violations += refuse_mounting() if "readonly" in kinds else []
+        violations += refuse_shared_link() if "cut" in kinds else []
+        raise_violations(violations)
+        for kind in DISKS:  # a process may have ended before it was undone
+            if any(f.kind == kind and (self._folder / str(f)).exists() for f in mine):
+                DISKS[kind][1](run_dir)
 
     def __call__(self, now: Now) -> None:
         loaded, self._before = self._before == "load", now.phase
         if now.phase == "step" and loaded and now.step < self._slow_until:  # once in each
             time.sleep(SLOW_S)
-        if self._full_until >= 0 and (now.step > self._full_until or now.phase == "finish"):
-            self._full_until = -1
-            empty(self._run_dir)
+        for kind, until in list(self._disks.items()):
+            if now.step > until or now.phase == "finish":
+                del self._disks[kind]
+                DISKS[kind][1](self._run_dir)
         for fault in self._faults:
             if now.phase == fault.phase and now.step >= fault.step and self._first(fault):
                 self._act(fault, now)
@@ -153,17 +174,30 @@ class Injector(Callback):
             "lose": lambda: os.kill(os.getppid(), signal.SIGKILL),
             "hang": lambda: threading.Event().wait(),
             "exit": lambda: os._exit(3),
+            "leave": lambda: os._exit(0),
+            "raise": lambda: _raise(fault),
+            "pause": _pause_launch,
+            "clean": self._clean,
             "crash": lambda: _crash(fault),
             "terminate": lambda: _signal(signal.SIGTERM),
             "slow": lambda: setattr(self, "_slow_until", now.step + SLOW_STEPS),
-            "full": lambda: self._fill(now.step + FULL_STEPS),
+            "full": lambda: self._disk("full", now.step + FULL_STEPS),
+            "readonly": lambda: self._disk("readonly", now.step + FULL_STEPS),
             "cut": cut_link,
         }
         acts.get(fault.kind, lambda: self._damage(fault.kind))()
 
-    def _fill(self, until: int) -> None:
-        self._full_until = until
-        fill(self._run_dir)
+    def _disk(self, kind: str, until: int) -> None:
+        self._disks[kind] = until
+        DISKS[kind][0](self._run_dir)
+
+    def _clean(self) -> None:
+        """All but the marks of what has happened, without which it would happen again."""
+        marks = [path.name for path in self._folder.iterdir() if "@" in path.name]
+        shutil.rmtree(self._folder)
+        self._folder.mkdir(mode=0o700)
+        for name in marks:
+            (self._folder / name).touch()
 
     def _damage(self, how: str) -> None:
         """A file of the newest committed step, and the process with it: a run reads its checkpoints
@@ -173,6 +207,9 @@ class Injector(Callback):
 
         checkpoints = self._run_dir / CHECKPOINTS
         for step in committed_steps(checkpoints)[-1:]:
+            if how == "foreign":
+                _make_foreign(checkpoints / str(step))
+                continue
             packs = (checkpoints / str(step)).rglob("*.pack")
             pack = max(packs, key=lambda path: path.stat().st_size)
             data = pack.read_bytes()
@@ -187,6 +224,29 @@ class Injector(Callback):
 
 def _signal(number: int) -> None:
     os.kill(os.getpid(), number)
+
+
+def _make_foreign(step: Path) -> None:
+    """The step's manifest says that another experiment saved it, and is else as it was."""
+    from jaxtrain.state_format.manifest import read_manifest, write_manifest
+
+    manifest = read_manifest(step)
+    experiment = manifest.metadata["experiment"]
+    metadata = {**manifest.metadata, "experiment": {**experiment, "seed": experiment["seed"] + 1}}
+    chunks = [chunk for chunks in manifest.chunks.values() for chunk in chunks]
+    write_manifest(manifest.directory, int(step.name), manifest.leaves, metadata, chunks)
+
+
+def _pause_launch() -> None:
+    """Stop this process's parent for a while; it is awakened whatever becomes of this one."""
+    launch = os.getppid()
+    os.kill(launch, signal.SIGSTOP)
+    awaken = ["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {launch}"]
+    subprocess.Popen(awaken, start_new_session=True)
+
+
+def _raise(fault: Fault) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), f"the fault {fault}")
 
 
 def _crash(fault: Fault) -> None:

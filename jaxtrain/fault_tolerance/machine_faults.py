@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import socket
 import subprocess
@@ -50,6 +51,30 @@ def fill(run_dir: Path) -> None:
 def empty(run_dir: Path) -> None:
     """As before it was filled."""
     (run_dir / ZEROS).unlink(missing_ok=True)
+
+
+def refuse_mounting() -> list[str]:
+    """Why a run directory cannot be made read-only."""
+    return [] if os.geteuid() == 0 else ["readonly: only root may mount; run it as root"]
+
+
+def make_readonly(run_dir: Path) -> None:
+    """Nothing can be made, opened to be written or removed there: it is mounted over itself. Raises
+    OSError with what mount says."""
+    _run("mount", "--bind", str(run_dir), str(run_dir))
+    _run("mount", "-o", "remount,bind,ro", str(run_dir))
+
+
+def make_writable(run_dir: Path) -> None:
+    """As before it was made read-only."""
+    if run_dir.exists() and os.statvfs(run_dir).f_flag & os.ST_RDONLY:
+        _run("umount", "--lazy", str(run_dir))
+
+
+def _run(*command: str) -> None:
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise OSError(ran.stderr.strip())
 
 
 def refuse_shared_link() -> list[str]:

@@ -127,14 +127,16 @@ def test_no_large_disk_is_filled_and_no_link_of_the_machine_cut(tmp_path, monkey
     assert "GB" not in str(caught.value)
 
 
-@pytest.fixture
-def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What becomes of the disk of a run with the fault full@3."""
+@pytest.fixture(params=["full", "readonly"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What becomes of the disk of a run with that fault after step 3."""
     done: list[str] = []
+    kind = request.param
+    acts = (lambda run_dir: done.append("taken"), lambda run_dir: done.append("given back"))
+    monkeypatch.setitem(faults.DISKS, kind, acts)
     monkeypatch.setattr(faults, "refuse_large", lambda run_dir: [])
-    monkeypatch.setattr(faults, "fill", lambda run_dir: done.append("full"))
-    monkeypatch.setattr(faults, "empty", lambda run_dir: done.append("empty"))
-    given = faults_variable([Fault("full", 3)], tmp_path)[FAULTS]
+    monkeypatch.setattr(faults, "refuse_mounting", lambda: [])
+    given = faults_variable([Fault(kind, 3)], tmp_path)[FAULTS]
 
     def start(first: int, last: int, ends: bool) -> list[str]:
         phases = Phases()
@@ -150,15 +152,43 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return start
 
 
-def test_a_disk_is_full_for_some_steps(full) -> None:
-    assert full(0, 3, False) == []
-    assert full(0, 11, False) == ["full"], "after step 3, and until more than 11 are done"
-    assert full(0, 14, False) == ["full", "empty"], "it happened: the next start has it empty"
+def test_a_disk_takes_nothing_for_some_steps(disk) -> None:
+    assert disk(0, 3, False) == []
+    assert disk(0, 11, False) == ["taken"], "after step 3, and until more than 11 are done"
+    assert disk(0, 14, False) == ["taken", "given back"], "it happened: the next start has it back"
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_disk_is_not_left_full(full, ends: bool) -> None:
-    assert full(0, 13 if not ends else 6, ends) == ["full", "empty"]
+def test_a_disk_is_not_left_so(disk, ends: bool) -> None:
+    assert disk(0, 13 if not ends else 6, ends) == ["taken", "given back"]
+
+
+@needs_root
+def test_a_run_directory_is_read_only_whatever_is_open_there(tmp_path: Path) -> None:
+    """And what a run had left so is a directory again at the end of its disk."""
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2):
+        run = disk / "run"
+        run.mkdir()
+        for place in run, disk:
+            with (place / "open").open("a") as held:
+                machine_faults.make_readonly(place)
+                for act in (place / "new").mkdir, (place / "open").unlink, (place / "b").touch:
+                    with pytest.raises(OSError, match="Read-only file system"):
+                        act()
+                held.write("a")
+            machine_faults.make_writable(place)
+            machine_faults.make_writable(place)  # it is, and stays there
+            assert (place / "open").read_text() == "a" and os.path.ismount(disk)
+        machine_faults.make_readonly(disk)
+    assert not os.path.ismount(disk) and not list(disk.iterdir())
+
+
+def test_only_root_makes_one_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    given = faults_variable([Fault("readonly", 3)], tmp_path)[FAULTS]
+    with pytest.raises(ValueError, match="readonly: only root may mount"):
+        Injector(given, 0, tmp_path)
 
 
 def test_a_link_is_cut_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +247,53 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return happened.violations
 
     return judge
+
+
+def test_a_run_on_fewer_processes_is_held_against_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[str, int, int]] = []
+
+    def play(folder, run, given, processes, tell, *, arguments, network=None):
+        launched.append((run, len(given), processes))
+        (folder / run).mkdir()
+        loss = 2 if run == "alone undisturbed" else 1
+        (folder / run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+        return 0, 1.0
+
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    monkeypatch.setattr(drilling, "_launched", play)
+    happened = drilling.Happened("raise@3.load:0", 1.0, "process 0", 0, 1.0, ())
+    monkeypatch.setattr(drilling, "_happened", lambda *_: [happened])
+    fault = (Fault("raise", 3, "load"),)
+    alone = Apart("alone", fault, 6, (), apart.nothing_special, processes=1)
+    (found,) = drilling._run_apart(tmp_path, alone, 4, print)
+    assert launched == [("alone undisturbed", 0, 1), ("alone", 1, 1)]
+    assert "losses of the alone run differ" in found.violations[0]
+
+
+def test_a_launch_of_its_own_is_in_no_session_of_the_drills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would hear that it is stopped; its words are told, and its exit code counts."""
+    script = "import os, sys; print(os.getsid(0) == os.getpid(), *sys.argv[1:]); sys.exit(3)"
+    monkeypatch.setattr(
+        drilling, "own_command", lambda *words: [sys.executable, "-c", script, *words]
+    )
+    told: list[str] = []
+    each = Apart("paused", (Fault("pause", 9),), 24, (), apart.nothing_special, as_command=True)
+    assert drilling._commanded(tmp_path, each, 2, told.append) == 3
+    (line,) = told
+    assert line.startswith("True launch --processes 2 --fault pause@9.step:0 -- train ")
+    assert line.endswith(f"--steps 24 --run-dir {tmp_path / 'paused'}")
+    assert [path.name for path in (tmp_path / "paused files").iterdir()] == ["pause@9.step:0"]
+    (tmp_path / "paused").mkdir()
+    (tmp_path / "paused" / "failures.jsonl").write_text("{}\n")
+    (tmp_path / "paused files" / "pause@9.step:0").unlink()
+    (tmp_path / "paused files").rmdir()
+    drilling._commanded(tmp_path, each, 2, told.append)
+    assert not list((tmp_path / "paused files").iterdir()), "it was to end nothing"
 
 
 def test_a_run_apart_is_the_undisturbed_one_as_far_as_it_goes(ran) -> None:

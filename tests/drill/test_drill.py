@@ -12,8 +12,9 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.drill import drill as drilling
 from jaxtrain.drill.apart import apart
-from jaxtrain.drill.drill import APART, FIRST, SAVES, Drill, drilled, kinds
+from jaxtrain.drill.drill import Drill, drilled
 from jaxtrain.drill.happened import Happened, resumed_s
+from jaxtrain.drill.plan import APART, FIRST, SAVES, SPIKES, kinds, listed, skipped
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES
@@ -32,6 +33,10 @@ def test_every_kind_of_fault_is_drilled() -> None:
         of_their_own = [fault for each in apart(processes) for fault in each.faults]
         drilled_kinds = {fault.kind for fault in [*faults, *of_their_own]}
         assert drilled_kinds == set(KINDS) - {"slow", "crash", "lose"}
+        listing = listed(processes)
+        every = {fault.kind for faults in listing.runs.values() for fault in faults}
+        assert every == set(KINDS) - {"slow"} and listing.runs["disturbed"] == tuple(faults)
+        assert {each.run: each.faults for each in apart(processes)}.items() <= listing.runs.items()
         assert max(fault.process for fault in faults) == processes - 1
         assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
         assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
@@ -44,7 +49,7 @@ def test_a_run_is_resumed_when_a_start_has_done_all_that_comes_before_its_first_
 
 def test_what_a_spike_costs_is_what_the_rule_says() -> None:
     """By the run's own rules, of a batch that a save is just too new for, and of every other."""
-    policy = drilling.SPIKES
+    policy = SPIKES
     for step in range(30, 60):
         spike = Fault("spike", step)
         losses = [2.0] * step + [9.0] * policy.patience
@@ -55,10 +60,8 @@ def test_what_a_spike_costs_is_what_the_rule_says() -> None:
         saved = [at for at in range(SAVES, step + 1, SAVES)][-3:]
         good = good_step(saved, watch.since, policy.back)
         assert good is not None
-        assert (
-            drilling.skipped(spike) == Skips().back_to(good, watch.seen, policy.skip_more).found[0]
-        )
-        assert good <= step < good + drilling.skipped(spike)[1], "the batch is among them"
+        assert skipped(spike) == Skips().back_to(good, watch.seen, policy.skip_more).found[0]
+        assert good <= step < good + skipped(spike)[1], "the batch is among them"
 
 
 def test_a_drill_of_one_process_is_refused(tmp_path: Path) -> None:
@@ -129,8 +132,23 @@ def test_of_two_that_are_cut_apart_each_may_be_named(written) -> None:
     assert written(cut, process=0, kind="hangs").violations == ()
 
 
-def test_a_disk_that_was_full_ends_no_start(written) -> None:
-    assert written(Fault("full", 10), process=None).named == "the run went on"
+@pytest.mark.parametrize("kind", ["full", "readonly", "clean", "pause"])
+def test_what_a_run_is_to_come_over_ends_no_start(kind: str, written) -> None:
+    assert written(Fault(kind, 10), process=None).named == "the run went on"
+
+
+def test_the_faults_are_told_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drill", "--list", "--processes", "3", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)["faults"]
+    assert {"run": "disturbed", "fault": "kill@8.step:2", "what": KINDS["kill"]} == found[0]
+    for each in found:
+        assert f"{each['run']}:" in said.err and f"{each['fault']} " in said.err
+        assert each["what"] in said.err
+    assert cli.main(["drill", "--list", "--processes", "1"]) == 2
+    assert "processes=1; use 2 or more" in capsys.readouterr().err
+    assert cli.main(["drill"]) == 2
+    assert "drill wants an experiment file, or --list" in capsys.readouterr().err
 
 
 WRONG = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -113,3 +115,58 @@ def test_a_spike_is_of_a_batch_and_of_all_processes(tmp_path: Path, monkeypatch)
     assert take(1, Skips()) == [("spike", 6)] * 2
     assert take(1, Skips(told=((2, 1),))) == [("spike", 5)] * 2
     assert take(0, Skips(told=((2, 4),))) == [("nan", 6)] * 2
+
+
+def happens(tmp_path: Path, text: str, *, starts: int = 1) -> None:
+    """The fault's process comes to its step and phase, in so many starts."""
+    fault = read_fault(text)
+    given = faults_variable([fault], tmp_path / "files")[FAULTS]
+    (tmp_path / "files").mkdir(exist_ok=True)
+    for _ in range(starts):
+        phases = Phases()
+        phases.listen(Injector(given, fault.process, tmp_path / "run"))
+        phases.advance(fault.step)
+        phases.enter("step")
+        with phases.within(fault.phase):
+            pass
+
+
+def test_an_error_is_raised_once(tmp_path: Path) -> None:
+    """In the phase of what raises such, which is the run's then."""
+    with pytest.raises(OSError, match=r"Input/output error: 'the fault raise@4.load:0'"):
+        happens(tmp_path, "raise@4.load")
+    happens(tmp_path, "raise@4.load", starts=3)
+
+
+def test_a_process_leaves_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(faults.os, "_exit", codes.append)
+    happens(tmp_path, "leave@4")
+    happens(tmp_path, "exit@4")
+    assert codes == [0, 3]
+
+
+def test_a_launch_is_stopped_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its process, and awakened by one that outlives both."""
+    sent: list[tuple[int, int]] = []
+    started: list[tuple[list[str], bool]] = []
+    monkeypatch.setattr(faults.os, "kill", lambda *given: sent.append(given))
+    monkeypatch.setattr(
+        faults.subprocess,
+        "Popen",
+        lambda command, start_new_session: started.append((command, start_new_session)),
+    )
+    happens(tmp_path, "pause@4", starts=2)
+    launch = os.getppid()
+    assert sent == [(launch, signal.SIGSTOP)]
+    assert started == [(["sh", "-c", f"sleep {faults.PAUSE_S}; kill -CONT {launch}"], True)]
+
+
+def test_files_that_are_shared_are_removed_but_for_the_marks(tmp_path: Path) -> None:
+    """Without those each fault would happen again."""
+    files = tmp_path / "files"
+    (files / "below").mkdir(parents=True)
+    for name in ("sample", "kill@2.step:0", "below/more"):
+        (files / name).touch()
+    happens(tmp_path, "clean@4", starts=2)
+    assert {path.name for path in files.iterdir()} == {"kill@2.step:0", "clean@4.step:0"}

@@ -185,7 +185,7 @@ def test_a_line_that_a_disk_has_no_room_for_comes_with_the_next(
 
 
 def test_a_start_that_is_killed_with_its_watch_is_in_the_ledger_of_the_next(tmp_path: Path) -> None:
-    """As it was when it was kept last; once, before the next one, and only once that takes steps."""
+    """As it was when it was kept last, and before the next one, once that takes steps."""
     now = Now("step", 7, time.monotonic(), 0.1, 2, {"open": 3.0, "step": 5.0})
     killed = OpenEntry(tmp_path)
     killed.keep(now._replace(first=-1))

@@ -26,6 +26,7 @@ import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
+from jaxtrain.fault_tolerance.faults import _make_foreign
 from jaxtrain.run.saves.saving import checkpoints_of
 from jaxtrain.run.session import _apart
 from jaxtrain.state_format.manifest import read_manifest
@@ -487,6 +488,10 @@ def test_a_step_of_another_experiment_is_passed_over(
     result, told = run(tmp_path / "ours", given, steps=6)
     why = "it is of another experiment: experiment.optimizer.learning_rate was 0.25, now 0.5"
     assert f"checkpoint step 6 in {saves}: damaged: {why}" in told
+    assert "resuming at step 4" in told and same_state(result, whole)
+    _make_foreign(saves / "6")  # as a drill does
+    result, told = run(tmp_path / "ours", ours, steps=6)
+    assert "it is of another experiment: experiment.seed was 1, now 0" in told
     assert "resuming at step 4" in told and same_state(result, whole)
     for step in saves.glob("?"):
         shutil.rmtree(step)
