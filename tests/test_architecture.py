@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 LAYERS = {
     "files": 0,
     "public": 0,
+    "remedies": 0,
     "violations": 0,
     "cluster": 1,
     "mesh": 1,

@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
     ),
     "heads": (
         train_of(4, {"tensor": 4}, heads=6, kv_heads=6),
-        ("heads=6 does not split over tensor=4", "use 4 or 8 heads"),
+        ("heads=6 does not split over tensor=4", "use heads=12,", "kv_heads=8 with heads=8"),
     ),
     "kv_heads": (
         train_of(4, {"tensor": 4}, heads=4, kv_heads=2),
@@ -300,14 +300,14 @@ REFUSED: dict[str, tuple[Callable[..., list[str]], tuple[str, ...]]] = {
         train_of(heads=4, kv_heads=3),
         ("heads=4 is not a multiple of kv_heads=3", "use kv_heads=2"),
     ),
-    "mlp": (train_of(4, {"tensor": 4}, mlp=18), ("mlp=18", "tensor=4", "use mlp=16 or 20")),
+    "mlp": (train_of(4, {"tensor": 4}, mlp=18), ("hidden=18", "tensor=4", "use hidden=16 or 20")),
     "batch": (
         train_of(8, {"data": 4, "fsdp": 2}, batch=12),
-        ("batch=12", "data=4 x fsdp=2 = 8 ways", "use batch=16"),
+        ("batch=12", "data=4 x fsdp=2 = 8 ways", "use batch=8 or 16"),
     ),
     "seq": (
         train_of(8, {"fsdp": 4, "tensor": 2}, batch=4, seq=7),
-        ("7 tokens", "tensor=2", "multiple of 2 (now 7)"),
+        ("data.seq=7", "7 tokens", "tensor=2", "use seq=6 or 8"),
     ),
     "no corpus": (corpus(None), ("corpus.txt", "no file matches")),
     "empty corpus": (corpus(b""), ("corpus.txt",)),

@@ -30,7 +30,7 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.pipeline.config import Pipeline
-from jaxtrain.validation.experiment import batch_sizes
+from jaxtrain.validation.batch import batch_sizes
 
 
 class Layout(NamedTuple):

@@ -21,6 +21,7 @@ from jaxtrain.context.kernel import Around, KeyTokens, RowStarts, Tokens, attend
 from jaxtrain.context.order import Order
 from jaxtrain.context.ring import Gathered, Seats, Transport, Travelling
 from jaxtrain.context.schemes import Chunks, scheme
+from jaxtrain.remedies import Clash, Near, multiples_near, options
 from jaxtrain.violations import count, flag, raise_violations
 
 Attend = Callable[..., jax.Array]
@@ -141,7 +142,7 @@ class Ulysses:
         return ways
 
     def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
-        return _untraded("Ulysses()", ways, heads, kv_heads) + _uncut(self.order(ways), ways, seq)
+        return _untraded(self, ways, heads, kv_heads) + _uncut(self.order(ways), ways, seq)
 
     def __call__(
         self,
@@ -186,7 +187,7 @@ class TwoLevel:
                 f"{self} cuts context={ways} into no whole groups; use group="
                 f"{' or '.join(map(str, fits))}"
             ]
-        found = _untraded(str(self), self.group, heads, kv_heads)
+        found = _untraded(self, ways, heads, kv_heads)
         return found + _uncut(self.order(ways), ways, seq)
 
     def __call__(
@@ -242,27 +243,41 @@ def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
     parts = math.lcm(2 * order.groups, ways) if order.zigzag else ways
     if seq is None or seq % parts == 0:
         return []
-    near = sorted({max(seq // parts, 1) * parts, -(-seq // parts) * parts})
-    use = f"use seq={' or '.join(map(str, near))}"
-    if order.zigzag and seq % ways == 0:
-        use += ", or zigzag=False"
+    use = f"use seq={options(multiples_near(seq, parts))}"
+    also = "zigzag=False" if order.zigzag and seq % ways == 0 else ""
     cut = (
         f"{2 * order.groups} chunks, 2 for each of context={ways}"
         if order.zigzag
         else f"context={ways} parts"
     )
-    return [f"seq={seq} is not cut into {cut} of whole tokens; {use}"]
+    remedy = f"{use}, or {also}" if also else use
+    return [
+        Clash(
+            f"seq={seq} is not cut into {cut} of whole tokens",
+            remedy,
+            sizes={"seq": seq},
+            ways=[(Near("seq", seq, parts),)],
+            also=also,
+        )
+    ]
 
 
-def _untraded(method: str, ways: int, heads: int, kv_heads: int) -> list[str]:
-    """That heads do not split over the devices that trade."""
-    found = []
-    for name, number in (("heads", heads), ("kv_heads", kv_heads)):
-        if number % ways:
-            fits = [n for n in range(2, number + 1) if number % n == 0]
-            over = f"trade over {' or '.join(map(str, fits))}, or " if fits else ""
-            found.append(
-                f"{method} trades over {ways} devices, which do not divide a device's "
-                f"{name}={number}; {over}use RingAttention(), which splits no heads"
-            )
-    return found
+def _untraded(method: Ulysses | TwoLevel, ways: int, heads: int, kv_heads: int) -> list[str]:
+    """That heads do not split over the devices that trade, of `ways` that cut a row."""
+    trading, both = method.trading(ways), math.gcd(heads, kv_heads)
+    also = "RingAttention(zigzag=False), which splits no heads"
+    fits = [n for n in range(2, ways + 1) if ways % n == both % n == 0]
+    if fits and isinstance(method, TwoLevel):
+        also = f"group={options(fits)}, or {also}"
+    return [
+        Clash(
+            f"{method} trades over {trading} devices of context={ways}, which do not divide a "
+            f"device's {name}={number}",
+            f"use {also}",
+            sizes={"context": ways},
+            ways=[] if isinstance(method, TwoLevel) else [(Near("context", ways, 0),)],
+            also=also,
+        )
+        for number, name in {kv_heads: "kv_heads", heads: "heads"}.items()
+        if number % trading
+    ]

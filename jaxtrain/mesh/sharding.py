@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXES
+from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
 LogicalAxes = tuple[str | None, ...]
@@ -301,9 +302,9 @@ def place(
             violations.append(str(error))
             continue
         place = Leaf(path, tuple(leaf.shape), str(leaf.dtype), names, at_rest, optimizer, in_use)
-        violations += _violations(place, sizes)
+        violations += _table_violations(place)
         placed[path] = place
-    return placed, violations
+    return placed, violations + _unsplit(placed.values(), sizes)
 
 
 def _unused_rules(rules: ShardingRules, used: set[str | None]) -> list[str]:
@@ -318,26 +319,46 @@ def _unused_rules(rules: ShardingRules, used: set[str | None]) -> list[str]:
     return found
 
 
-def _violations(leaf: Leaf, sizes: Mapping[str, int]) -> list[str]:
-    found = []
-    for table_name, split in (("params", leaf.params), ("optimizer", leaf.optimizer)):
-        for axis, size, dim in zip(leaf.axes, leaf.shape, split, strict=True):
-            parts = ways(dim, sizes)
-            if size % parts and not (table_name == "optimizer" and split == leaf.params):
-                mesh_axes = " x ".join(f"{a}={sizes[a]}" for a in dim)
+def _unsplit(leaves: Iterable[Leaf], sizes: Mapping[str, int]) -> list[str]:
+    """Each size that does not split over its mesh axes, once for all leaves that have it."""
+    causes: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
+    steps: dict[tuple[str, int], int] = {}
+    padded: dict[tuple[str, int], int] = {}
+    for leaf in leaves:
+        for table_name, split in (("", leaf.params), ("optimizer state of ", leaf.optimizer)):
+            for axis, size, dim in zip(leaf.axes, leaf.shape, split, strict=True):
+                parts, dim_size = ways(dim, sizes), (str(axis), size)
+                steps[dim_size] = math.lcm(steps.get(dim_size, 1), parts)
                 if isinstance(axis, PaddedAxis):
-                    near = math.lcm(parts, 64)
-                    found.append(
-                        f"{leaf.path}: {axis}={axis.real}, padded to {size}, does not split over "
-                        f"{mesh_axes} ({table_name}); use a {axis}_multiple that {parts} divides, "
-                        f"such as {near}, or {_fitting(size, dim[-1])}"
-                    )
-                    continue
-                found.append(
-                    f"{leaf.path}: {axis}={size} does not split over {mesh_axes} ({table_name}); "
-                    f"use {axis}={size // parts * parts or parts} or {-(-size // parts) * parts}, "
-                    f"or {_fitting(size, dim[-1])}"
-                )
+                    padded[dim_size] = axis.real
+                if size % parts:
+                    paths = causes.setdefault((*dim_size, dim), [])
+                    paths += [table_name + leaf.path] * (leaf.path not in paths)
+    clashes: list[str] = []
+    for (axis, size, dim), paths in causes.items():
+        step, last = steps[axis, size], dim[-1]
+        many = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+        over = " x ".join(f"{a}={sizes[a]}" for a in dim)
+        name, real = axis, padded.get((axis, size))
+        rule, value, near = f"{axis}={size}", size, multiples_near(size, step)
+        if real is not None:
+            rule, value = f"{axis}={real}, padded to {size},", step
+            name, near = f"{axis}_multiple", [math.lcm(step, 64)]
+        fewer = [f", or {last}={n}" for n in smaller_axis(size, [sizes[a] for a in dim])]
+        clashes.append(
+            Clash(
+                f"{rule} does not split over {over} ({', '.join(paths[:2])}{many})",
+                f"use {name}={options(near)}{''.join(fewer)}",
+                sizes={axis: size if real is None else real},
+                ways=[(Near(name, value, step),), *((Near(a, sizes[a], 0),) for a in dim[::-1])],
+            )
+        )
+    return clashes
+
+
+def _table_violations(leaf: Leaf) -> list[str]:
+    """Where the tables of a leaf do not agree."""
+    found = []
     for axis, rest, use in zip(leaf.axes, leaf.params, leaf.in_use, strict=True):
         if rest[: len(use)] != use:
             found.append(
@@ -351,9 +372,3 @@ def _violations(leaf: Leaf, sizes: Mapping[str, int]) -> list[str]:
                 f"{split}; the first must be the beginning of the second"
             )
     return found
-
-
-def _fitting(size: int, mesh_axis: str) -> str:
-    """The sizes of a mesh axis that would divide `size`, the smaller ones."""
-    fits = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
-    return f"{mesh_axis}={' or '.join(fits[:4]) if fits else 1}"

@@ -47,6 +47,7 @@ from jaxtrain.nn.param import normal
 from jaxtrain.nn.rotary.rope import tables
 from jaxtrain.nn.rotary.scaling import Seq
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.remedies import resized, settled
 from jaxtrain.telemetry.flops import ModelFlops
 
 Caches = Cache | LatentCache
@@ -72,6 +73,10 @@ class DecoderConfig(DecoderFields):
 
     def violations(self) -> list[str]:
         """What is wrong with the fields, each with its remedy; empty when all is well."""
+        return settled(violations(self), self, change=resized, violations_of=violations)
+
+    def untried_violations(self) -> list[str]:
+        """As `violations`, for who tries remedies on a mesh."""
         return violations(self)
 
     def describe(self) -> ModelDescription:

@@ -36,7 +36,8 @@ Tables = Mapping[str, jax.Array]
 class ModelConfig(Protocol):
     """A model of an experiment that describes itself.
 
-    It may also have `violations()`, a list of what is wrong with its fields, each with its remedy;
+    It may also have `violations()`, a list of what is wrong with its fields, each with its remedy
+    (`untried_violations()`, where it has `remedies.Clash`es whose remedies a mesh may change);
     and for the certificate `shrunk(devices)`, the model with the same features, small enough for a
     laptop, and `varied(...)`, as `DecoderConfig` has them.
     """

@@ -13,6 +13,7 @@ from jaxtrain.models.description import (
     ModelDescription,
     operations,
 )
+from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
 
 Call = TypeVar("Call", AttentionCall, ExpertCall)
 
@@ -86,15 +87,24 @@ def _unsplit_heads(
     sizes: Mapping[str, int],
     where: str = "",
 ) -> list[str]:
-    found = []
+    violations: list[str] = []
     for name, count in (("heads", call.heads), ("kv_heads", call.kv_heads)):
         n = ways(split[name], sizes)
         if count % n:
-            fits = [str(k) for k in range(1, count + 1) if count % k == 0 and k > 1]
-            near = sorted({count // n * n or n, -(-count // n) * n})
-            found.append(
-                f"{where}{name}={count} does not split over {' x '.join(split[name])}={n}; use "
-                f"{' or '.join(map(str, near))} {name}, or {split[name][-1]}="
-                f"{' or '.join(fits) or 1}"
+            axes = split[name]
+            fewer = smaller_axis(count, [sizes[a] for a in axes])
+            near = options(multiples_near(count, n))
+            heads, keys = Near("heads", call.heads, n), Near("kv_heads", call.kv_heads, n)
+            size = Near("head_dim", call.head_dim)
+            together = (heads, size) if name == "heads" else (keys, heads)
+            violations.append(
+                Clash(
+                    f"{where}{name}={count} does not split over "
+                    f"{' x '.join(f'{a}={sizes[a]}' for a in axes)}",
+                    f"use {name}={near}{''.join(f', or {axes[-1]}={k}' for k in fewer)}",
+                    sizes={name: count},
+                    ways=[(Near(name, count, n),), *((Near(a, sizes[a], 0),) for a in axes[::-1])],
+                    joint=[together, (heads, keys), (heads, keys, size)],
+                )
             )
-    return found
+    return violations

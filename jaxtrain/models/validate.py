@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jaxtrain.models.decoder_fields import DecoderFields
@@ -13,6 +14,7 @@ from jaxtrain.models.transformer.mixture import MoeConfig, SharedExpert
 from jaxtrain.moe.router import Balance, Capacity, SigmoidRouter, SoftmaxRouter
 from jaxtrain.nn.norm import NormConfig, RMSNorm
 from jaxtrain.nn.rotary.rope import Rope
+from jaxtrain.remedies import Clash, Near, Way, under
 
 LAYERS, EXPERTS, ALL_EXPERTS, SIZE = 2**14, 2**14, 2**20, 2**31 - 1
 """At most: ten times the deepest and the most divided models known; and what an index of 32 bits
@@ -20,15 +22,15 @@ counts. What claims more is no model, and would be listed layer by layer."""
 
 
 def violations(config: DecoderFields) -> list[str]:
-    """Each wrong field with its remedy."""
+    """Each wrong field with its remedy; remedies of clashes are not tried yet."""
     if found := _layers_unknown(config):
         return found
     fixed, n = len(config.prefix) + len(config.suffix), len(config.period)
-    if n == 0 or (config.layers - fixed) % max(n, 1) or config.layers - fixed < n:
-        near = fixed + max(1, (config.layers - fixed) // max(n, 1)) * max(n, 1)
+    if (config.layers - fixed) % n or config.layers - fixed < n:
+        near = fixed + max(1, (config.layers - fixed) // n) * n
         found.append(
             f"layers={config.layers} is not prefix + suffix ({fixed}) plus a multiple of the "
-            f"period ({n} blocks); use layers={near} or {near + max(n, 1)}"
+            f"period ({n} blocks); use layers={near} or {near + n}"
         )
         return found
     for name in ("vocab", "embed", "vocab_multiple"):
@@ -43,18 +45,7 @@ def violations(config: DecoderFields) -> list[str]:
     found += _scale_violations(config) + _norm_problems("norm", config.norm)
     if not _whole(config.embed):
         return found  # heads are told against it
-    for at, block in enumerate(dict.fromkeys(config.blocks)):
-        where, counts = f"block {at}", _counts(block)
-        if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
-            found.append(f"{where}: {', '.join(missing)}; use a whole number of at least 1")
-            continue
-        found += _mlp_violations(block, where)
-        found += _norm_violations(block, where)
-        found += _attention_violations(block.attention, config.embed, where)
-        if not _finite(block.residual_scale):
-            found.append(f"{where}: residual_scale={block.residual_scale}; use a finite number")
-        if not _share(block.dropout):
-            found.append(f"{where}: dropout={block.dropout}; use a share in [0, 1)")
+    found += _of_blocks(config)
     if config.learned_positions is None and any(b.attention.rope is None for b in config.blocks):
         found.append("some block has no rope and there are no learned positions; set either")
     if not _share(config.dropout):
@@ -62,52 +53,122 @@ def violations(config: DecoderFields) -> list[str]:
     return found
 
 
-def _attention_violations(
-    a: AttentionConfig | LatentAttentionConfig, embed: int, where: str
-) -> list[str]:
+def _of_blocks(config: DecoderFields) -> list[str]:
+    """What is wrong with blocks, each cause once: blocks are numbered as they first come."""
+    causes: dict[str, list[int]] = {}
+    for at, block in enumerate(dict.fromkeys(config.blocks)):
+        for violation in _block_violations(block, config.embed):
+            causes.setdefault(violation, []).append(at)
+    return [line for cause, at in causes.items() for line in under(_blocks(at), [cause])]
+
+
+def _blocks(numbers: list[int]) -> str:
+    """`block 0: `, or `blocks 0, 1 and 3 more: `."""
+    if len(numbers) == 1:
+        return f"block {numbers[0]}: "
+    many = f"{len(numbers) - 2} more" if len(numbers) > 3 else f"{numbers[-1]}"
+    return f"blocks {', '.join(map(str, numbers[: 2 if len(numbers) > 2 else 1]))} and {many}: "
+
+
+def _block_violations(block: BlockConfig, embed: int) -> list[str]:
+    """What is wrong with a block, without its number."""
+    counts = _counts(block)
+    if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
+        return [f"{', '.join(missing)}; use a whole number of at least 1"]
+    violations = _mlp_violations(block) + _norm_violations(block)
+    violations += _attention_violations(block.attention, embed)
+    if not _finite(block.residual_scale):
+        violations.append(f"residual_scale={block.residual_scale}; use a finite number")
+    if not _share(block.dropout):
+        violations.append(f"dropout={block.dropout}; use a share in [0, 1)")
+    return violations
+
+
+def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int) -> list[str]:
     """What is wrong with a block's attention, whose counts are sound."""
-    found = []
+    found: list[str] = []
     kinds = {"head_dim": _whole, "window": _whole, "softcap": _positive, "scale": _positive}
     for name, holds in kinds.items():
         value = getattr(a, name, None)
         if value is not None and not holds(value):
-            found.append(f"{where}: {name}={value}; use {NEEDED[holds]}, or None")
+            found.append(f"{name}={value}; use {NEEDED[holds]}, or None")
     if isinstance(a, LatentAttentionConfig):
-        return found + _latent_violations(a, where)
+        return found + _latent_violations(a)
     if a.head_dim is not None and not _whole(a.head_dim):
         return found
-    if a.head_dim is None and embed % a.heads:
+    sizes = {"embed": embed, "heads": a.heads, "head_dim": a.head_dim}
+    heads, size = Near("heads", a.heads), Near("head_dim", max(a.size(embed), 1))
+    uneven = a.head_dim is None and embed % a.heads != 0
+    if uneven:
+        near = embed // a.heads * a.heads or a.heads
         found.append(
-            f"{where}: embed={embed} is not a multiple of heads={a.heads}; "
-            f"set head_dim or use embed={embed // a.heads * a.heads or a.heads}"
+            Clash(
+                f"embed={embed} is not a multiple of heads={a.heads}",
+                f"use embed={near}, or set head_dim",
+                sizes=sizes,
+                ways=[(Near("embed", embed, a.heads),), (size,), (heads,)],
+                joint=[(heads, size)],
+            )
         )
     if a.heads % a.key_heads:
         fitting = max(k for k in range(1, min(a.heads, a.key_heads) + 1) if a.heads % k == 0)
+        of_keys = Near("kv_heads", a.key_heads)
         found.append(
-            f"{where}: heads={a.heads} is not a multiple of kv_heads={a.key_heads}; use "
-            f"kv_heads={fitting}"
+            Clash(
+                f"heads={a.heads} is not a multiple of kv_heads={a.key_heads}",
+                f"use kv_heads={fitting}",
+                sizes={"heads": a.heads, "kv_heads": a.kv_heads},
+                ways=[(of_keys,), (Near("heads", a.heads, a.key_heads),)],
+                joint=[(heads, of_keys), (heads, of_keys, size)],
+            )
         )
-    if a.rope is not None:
-        found += [f"{where}: rope: {each}" for each in a.rope.violations(a.size(embed))]
+    if a.rope is not None and not uneven:
+        derived = f"embed={embed} // heads={a.heads} = {a.size(embed)} dims"
+        embeds = Near("embed", embed, a.heads)
+        found += _unturned(
+            a.rope,
+            size=a.size(embed),
+            said=derived if a.head_dim is None else f"head_dim={a.head_dim}",
+            sizes=sizes,
+            ways=[(size,)] if a.head_dim is not None else [(embeds,), (size,), (heads,)],
+        )
     if a.qk_norm_across_heads and not isinstance(a.qk_norm, RMSNorm):
         found.append(
-            f"{where}: qk_norm_across_heads={a.qk_norm_across_heads!r} with qk_norm="
+            f"qk_norm_across_heads={a.qk_norm_across_heads!r} with qk_norm="
             f"{a.qk_norm!r}; use an RMSNorm, or False"
         )
     return found
 
 
-def _norm_violations(block: BlockConfig, where: str) -> list[str]:
+def _unturned(
+    rope: Rope,
+    *,
+    size: int,
+    said: str,
+    sizes: Mapping[str, int | None],
+    ways: Sequence[Way],
+) -> list[str]:
+    """Why heads of this size cannot be turned. said: the size in terms of fields."""
+    violations: list[str] = []
+    for violation in rope.violations(size):
+        rule, _, remedy = violation.partition("; ")
+        other = rule.replace(f"head_dim={size}", said)
+        rule = other if said in other else f"{other} ({said})"
+        violations.append(Clash(f"rope: {rule}", remedy, sizes=sizes, ways=ways))
+    return violations
+
+
+def _norm_violations(block: BlockConfig) -> list[str]:
     a, norms = block.attention, {"norm": block.norm, "post_norm": block.post_norm}
     if isinstance(a, AttentionConfig):
         norms["qk_norm"] = a.qk_norm
     elif isinstance(a.norm, NormConfig):
         norms["attention.norm"] = a.norm
-    given = {f"{where}: {name}": norm for name, norm in norms.items() if norm is not None}
+    given = {name: norm for name, norm in norms.items() if norm is not None}
     found = [each for name, norm in given.items() for each in _norm_problems(name, norm)]
     if block.norm is None and block.post_norm is None:
         found.append(
-            f"{where}: norm=None without post_norm leaves its branches without any norm; use "
+            "norm=None without post_norm leaves its branches without any norm; use "
             "post_norm=RMSNorm(), as OLMo 2 does"
         )
     return found
@@ -120,9 +181,9 @@ def _norm_problems(name: str, norm: Any) -> list[str]:
     return [] if _positive(norm.eps) else [eps]
 
 
-def _latent_violations(a: LatentAttentionConfig, where: str) -> list[str]:
+def _latent_violations(a: LatentAttentionConfig) -> list[str]:
     found = [
-        f"{where}: {name}={value!r}; latent attention has one: use {such}"
+        f"{name}={value!r}; latent attention has one: use {such}"
         for name, value, kind, such in (
             ("rope", a.rope, Rope, "Rope()"),
             ("norm", a.norm, NormConfig, "RMSNorm(1e-6)"),
@@ -130,29 +191,35 @@ def _latent_violations(a: LatentAttentionConfig, where: str) -> list[str]:
         if not isinstance(value, kind)
     ]
     if not found:
-        found += [f"{where}: rope: {each}" for each in a.rope.violations(a.rope_head_dim)]
+        size = a.rope_head_dim
+        sizes: dict[str, int | None] = {"rope_head_dim": size, "latent": a.latent}
+        found += _unturned(
+            a.rope,
+            size=size,
+            said=f"rope_head_dim={size}",
+            sizes=sizes,
+            ways=[(Near("rope_head_dim", size),)],
+        )
     return found
 
 
-def _mlp_violations(block: BlockConfig, where: str) -> list[str]:
+def _mlp_violations(block: BlockConfig) -> list[str]:
     mlp, found = block.mlp, []
     if not callable(mlp.activation):
-        found.append(
-            f"{where}: mlp.activation={mlp.activation!r}; use a function of an array, such as silu"
-        )
+        found.append(f"mlp.activation={mlp.activation!r}; use a function of an array, such as silu")
     for name in ("gated", "bias"):
         if not isinstance(value := getattr(mlp, name, False), bool):
-            found.append(f"{where}: mlp.{name}={value!r}; use True or False")
-    return found + (_moe_violations(mlp, where) if isinstance(mlp, MoeConfig) else [])
+            found.append(f"mlp.{name}={value!r}; use True or False")
+    return found + (_moe_violations(mlp) if isinstance(mlp, MoeConfig) else [])
 
 
-def _moe_violations(mlp: MoeConfig, where: str) -> list[str]:
+def _moe_violations(mlp: MoeConfig) -> list[str]:
     """What is wrong with the parts of a mixture of experts, whose counts are sound."""
     experts, chosen = mlp.experts, mlp.experts_per_token
     if chosen > experts:
         return [
-            f"{where}: mlp.experts_per_token={chosen} are more than mlp.experts={experts}; use at "
-            "most that many"
+            f"mlp.experts_per_token={chosen} are more than mlp.experts={experts}; use "
+            f"experts_per_token={experts} or less"
         ]
     kinds = {
         "router": (SoftmaxRouter | SigmoidRouter, "SoftmaxRouter() or SigmoidRouter()"),
@@ -162,7 +229,7 @@ def _moe_violations(mlp: MoeConfig, where: str) -> list[str]:
     }
     for name, (kind, instead) in kinds.items():
         if not isinstance(value := getattr(mlp, name), kind):
-            return [f"{where}: mlp.{name}={value!r}; use {instead}"]
+            return [f"mlp.{name}={value!r}; use {instead}"]
     found = {"router": mlp.router.violations(experts, chosen)}
     if mlp.shared is not None:
         sound = _whole(mlp.shared.hidden) and mlp.shared.hidden <= SIZE
@@ -172,7 +239,7 @@ def _moe_violations(mlp: MoeConfig, where: str) -> list[str]:
         found["capacity"] = mlp.capacity.violations()
     if mlp.balance is not None and not found["router"]:
         found["balance"] = mlp.balance.violations(mlp.router)
-    return [f"{where}: mlp.{name}.{each}" for name, some in found.items() for each in some]
+    return [f"mlp.{name}.{each}" for name, some in found.items() for each in some]
 
 
 def _counts(block: BlockConfig) -> dict[str, Any]:
@@ -200,6 +267,8 @@ def _layers_unknown(config: DecoderFields) -> list[str]:
         blocks = getattr(config, name)
         if not isinstance(blocks, tuple) or not all(hasattr(b, "attention") for b in blocks):
             found.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
+    if config.period == ():
+        found.append("period=() has no block to repeat; use period=(block,)")
     return found or too_many("layers", config.layers, LAYERS)
 
 

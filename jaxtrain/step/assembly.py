@@ -46,8 +46,8 @@ from jaxtrain.step.on_stages import OnStages, on_stages, split_in_slots
 from jaxtrain.step.platform_kernels import Sequences, types_checked, with_kernels
 from jaxtrain.step.state import TrainState, state_splits
 from jaxtrain.step.tuning import adapters_of, buffers_of_experiment, trained_leaves, with_trained
+from jaxtrain.validation.batch import batch_sizes
 from jaxtrain.validation.experiment import (
-    batch_sizes,
     chosen_mode,
     field_violations,
     format_violations,
@@ -55,6 +55,7 @@ from jaxtrain.validation.experiment import (
     unused_reducer,
 )
 from jaxtrain.validation.model import describes, model_violations, untrue
+from jaxtrain.validation.remedies import with_tried_remedies, without_heads
 from jaxtrain.validation.sequence import chosen_method
 
 KEEP_BARRIERS = "cse_barrier_expander"
@@ -306,6 +307,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
     return assembly
 
 
+@with_tried_remedies
 def try_assemble(
     experiment: Experiment, spec: MeshSpec, fields: Any = None
 ) -> tuple[Assembly | None, list[str]]:
@@ -333,9 +335,7 @@ def try_assemble(
     places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
     trained, untrained = trained_leaves(experiment, split.params, sizes)
     places, violations = with_trained(places, trained), violations + untrained
-    # A head count that does not split is told once, not again as the sizes of its matrices.
-    told = any("heads=" in v for v in violations)
-    violations += [v for v in unplaced if not (told and "heads=" in v)]
+    violations += without_heads(unplaced, violations)
     execution = experiment.execution
     layout = None if pipeline is None else pipeline.layout
     summed = without_buffers(places, buffers)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.compression.residuals import CompressedLeaf
-from jaxtrain.data import BatchRamp, BigramChain, ByteTokenizer
+from jaxtrain.data import BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.experiment.fields import length_violations
 from jaxtrain.mesh.axes import BATCH_AXES
@@ -19,6 +19,8 @@ from jaxtrain.models.splitting import unsplit
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import remat_violations
+from jaxtrain.remedies import Clash, Near
+from jaxtrain.validation.batch import divisible_batches, rows_violations, whole_violations
 from jaxtrain.validation.experts import group_violations, narrow_violations
 from jaxtrain.validation.model import (
     described_where_sound,
@@ -27,7 +29,7 @@ from jaxtrain.validation.model import (
     vocab_of,
 )
 from jaxtrain.validation.own_attention import own_attention_violations
-from jaxtrain.validation.sequence import cut_violations, cut_ways
+from jaxtrain.validation.sequence import cut_violations, tokens_violations
 
 MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")
@@ -115,13 +117,6 @@ def _warmup_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def _fitting_microbatches(experiment: Experiment) -> int:
-    """The number nearest to the experiment's that divides every size of its batch."""
-    whole = math.gcd(*batch_sizes(experiment.batch))
-    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
-    return min(divisors, key=lambda n: abs(n - experiment.microbatches))
-
-
 def field_violations(experiment: Experiment) -> list[str]:
     """What is wrong whatever the mesh and the model's fields."""
     e = experiment
@@ -136,22 +131,18 @@ def field_violations(experiment: Experiment) -> list[str]:
     loop = e.execution.loop
     if loop is not None:
         found += remat_violations(loop.remat, loop.offload)
-    for batch in batch_sizes(e.batch):
-        if batch < 1:
-            found.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
-        elif e.microbatches >= 1 and batch % e.microbatches:
-            found.append(
-                f"batch={batch} is not a multiple of microbatches={e.microbatches}; use "
-                f"microbatches={_fitting_microbatches(e)}, or "
-                f"batch={max(batch // e.microbatches, 1) * e.microbatches}"
-            )
+    found += whole_violations(e)
     if hasattr(e.optimizer, "violations"):
         found += e.optimizer.violations(e.steps)
     positions, seq = positions_of(e), getattr(e.data, "seq", None)
     if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
         found.append(
-            f"data.seq={seq} is longer than learned_positions={positions}; use seq={positions} or "
-            f"more positions"
+            Clash(
+                f"data.seq={seq} is longer than learned_positions={positions}",
+                f"use seq={positions} or more positions",
+                sizes={"learned_positions": positions},
+                ways=[(Near("seq", positions),), (Near("learned_positions", seq),)],
+            )
         )
     kernel = e.execution.attention
     if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
@@ -243,10 +234,9 @@ def _vocabulary_violations(experiment: Experiment) -> list[str]:
     ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
     if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
         return []
-    return [
-        f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
-        f"another tokenizer"
-    ]
+    rule = f"the data has token ids up to {ids - 1} and model.vocab={vocab}"
+    remedy, ways = f"use vocab={ids} or another tokenizer", [(Near("vocab", ids),)]
+    return [Clash(rule, remedy, sizes={"vocab": vocab}, ways=ways, also="another tokenizer")]
 
 
 def _sample_violations(experiment: Experiment) -> list[str]:
@@ -286,16 +276,7 @@ def mesh_violations(
     found += cut_violations(experiment, sizes, mode)
     found += own_attention_violations(experiment, sizes)
     parts = ways(rows, sizes)
-    for batch in _divisible_batches(experiment):
-        per = batch // experiment.microbatches
-        if per % parts:
-            split = " x ".join(f"{a}={sizes[a]}" for a in rows)
-            nearest = -(-per // parts) * parts * experiment.microbatches
-            found.append(
-                f"batch={batch} in {experiment.microbatches} microbatches is {per} rows each, "
-                f"which do not split over {split} = {parts} ways; use batch={nearest} or change "
-                f"[axes] in {spec.where}"
-            )
+    found += rows_violations(experiment, rows, sizes)
     unused = [a for a in sizes if a not in BATCH_AXES and a not in _mesh_axes(rules)]
     found += [
         f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
@@ -311,10 +292,10 @@ def mesh_violations(
         found += unsplit(described, experiment.sharding, sizes, explicit=explicit)
         seq = getattr(experiment.data, "seq", None)
         if seq is not None and not found:
-            per = [b // experiment.microbatches // parts for b in _divisible_batches(experiment)]
+            per = [b // experiment.microbatches // parts for b in divisible_batches(experiment)]
             found += group_violations(experiment, described, sizes, per, explicit=explicit)
         if explicit and seq is not None and not found:
-            found += _sequence_violations(experiment, seq, parts, sizes)
+            found += tokens_violations(experiment, seq, parts, sizes)
     return found
 
 
@@ -347,36 +328,6 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
             f"idle ones too; use reduce_layers=False, which sums once a step"
         )
     return found
-
-
-def _sequence_violations(
-    experiment: Experiment, seq: int, parts: int, sizes: Mapping[str, int]
-) -> list[str]:
-    split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
-    found, count = [], math.prod(split.values())
-    for batch in _divisible_batches(experiment):
-        tokens = batch // experiment.microbatches // parts * seq
-        tokens //= cut_ways(experiment.sharding, sizes)
-        if tokens % count:
-            axes = " x ".join(f"{axis}={n}" for axis, n in split.items())
-            found.append(
-                f"a device's microbatch of {tokens} tokens does not split over {axes}; use a seq "
-                f"that is a multiple of {count} (now {seq})"
-            )
-    return found
-
-
-def _divisible_batches(experiment: Experiment) -> list[int]:
-    """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
-    micro = experiment.microbatches
-    if micro < 1:
-        return []
-    return [b for b in batch_sizes(experiment.batch) if b >= micro and b % micro == 0]
-
-
-def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
-    """Every size the batch takes, in order."""
-    return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
 
 
 def _mesh_axes(table: Any) -> set[str]:

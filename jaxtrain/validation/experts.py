@@ -28,8 +28,8 @@ def group_violations(
     found = dict.fromkeys(call.routing_group for call in described.expert_calls)
     return [
         f"capacity.routing_group={group} does not divide the {run} tokens that follow one another "
-        f"in a device's microbatch; use {math.gcd(group, *runs)}, or fewer devices along the batch "
-        "or the sequence"
+        f"in a device's microbatch; use routing_group={math.gcd(group, *runs)}, or fewer "
+        "devices along the batch or the sequence"
         for group in found
         for run in dict.fromkeys(runs)
         if group is not None and run % group

@@ -20,14 +20,15 @@ from jaxtrain.models.description import (
 )
 from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.nn.module import ModuleSplit
+from jaxtrain.remedies import under
 from jaxtrain.violations import did_you_mean
 
 
 def model_violations(experiment: Experiment) -> list[str]:
     """What keeps the model from being built, or asks of it what its kind does not do."""
     e = experiment
-    if hasattr(e.model, "violations") and (found := e.model.violations()):
-        return [f"model: {v}" for v in found]
+    if found := untried_violations(e.model):
+        return under("model: ", found)
     if not callable(getattr(e.model, "build", e.model)):
         return ["model: give a config with build(rngs) or a module-level function of rngs"]
     described = description_of(e.model)
@@ -57,6 +58,12 @@ def model_violations(experiment: Experiment) -> list[str]:
         for name, value in described_only.items()
         if value is not None
     ]
+
+
+def untried_violations(model: Any) -> list[str]:
+    """What is wrong with a model's fields; remedies that a mesh may change are not tried yet."""
+    violations = getattr(model, "untried_violations", getattr(model, "violations", list))
+    return violations()
 
 
 def _parameters(model: Any) -> list[str]:
@@ -158,7 +165,7 @@ def describes(model: Any) -> bool:
 def described_where_sound(experiment: Experiment) -> ModelDescription | None:
     """What the model says of itself, where its fields let it."""
     model = experiment.model
-    if hasattr(model, "violations") and model.violations():
+    if untried_violations(model):
         return None
     described = description_of(model)
     return None if described is None or _no_description(described) else described

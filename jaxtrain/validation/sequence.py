@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from jaxtrain.context.choice import Heads, Method, choose
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.sharding import STAGE, ShardingRules, activation_dims, ways
 from jaxtrain.models.description import AttentionCall, ModelDescription, operations
+from jaxtrain.remedies import Clash, Near, multiples_near, options, under
+from jaxtrain.validation.batch import divisible_batches
 from jaxtrain.validation.model import described_where_sound, describes
 
 CUTS_ROWS = "context"
@@ -49,9 +52,9 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
                 f"gspmd XLA gathers what attention needs: use context=None"
             )
         if seq is not None and seq % n:
-            near = sorted({seq // n * n or n, -(-seq // n) * n})
-            use = " or ".join(map(str, near))
-            found.append(f"data.seq={seq} is not cut evenly over {cut}; use seq={use}")
+            rule, use = f"data.seq={seq} is not cut evenly over {cut}", multiples_near(seq, n)
+            change = [(Near("seq", seq, n),), *((Near(a, sizes[a], 0),) for a in axes)]
+            found.append(Clash(rule, f"use seq={options(use)}", sizes={"seq": seq}, ways=change))
         return found
     model = described_where_sound(experiment)
     if model is None:
@@ -62,18 +65,21 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
             f'them; set {CUTS_ROWS}=1, or have describe() say "context", as ModelDescription has it'
         ]
     method = chosen_method(experiment, model, sizes, seq)
-    for each in _heads(model, rules, sizes):
-        found += method.violations(n, seq=seq, heads=each.heads, kv_heads=each.kv_heads)
+    for part, call in _heads(model, rules, sizes).items():
+        heads: dict[str, int] = dict(heads=part.heads, kv_heads=part.kv_heads)
+        found += [_of_model(v, call) for v in method.violations(n, seq=seq, **heads)]
     where = "execution.context" if experiment.execution.context is not None else f"mesh axis {cut}"
-    return [f"{where}: {each}" for each in dict.fromkeys(found)]
+    return under(f"{where}: ", dict.fromkeys(found))
 
 
-def _heads(model: ModelDescription, rules: ShardingRules, sizes: Mapping[str, int]) -> list[Heads]:
-    """What attention a device has of each kind of block; outside a pipeline its heads are split
-    over the stages, too. Heads that do not split are told elsewhere."""
+def _heads(
+    model: ModelDescription, rules: ShardingRules, sizes: Mapping[str, int]
+) -> dict[Heads, AttentionCall]:
+    """What attention a device has of each kind of block, and the whole of it; outside a pipeline
+    its heads are split over the stages, too. Heads that do not split are found elsewhere."""
     split = activation_dims(("heads", "kv_heads"), rules.activations, sizes=sizes)
     stages = sizes.get(STAGE, 1)
-    found = []
+    parts: dict[Heads, AttentionCall] = {}
     for blocks, more in (
         (model.period, 1),
         ((*model.before.values(), *model.after.values()), stages),
@@ -82,5 +88,41 @@ def _heads(model: ModelDescription, rules: ShardingRules, sizes: Mapping[str, in
             if isinstance(each, AttentionCall):
                 of_q, of_k = (ways(axes, sizes) * more for axes in split)
                 heads = max(each.heads // of_q, 1), max(each.kv_heads // of_k, 1)
-                found.append(Heads(*heads, each.causal))
-    return list(dict.fromkeys(found))
+                parts.setdefault(Heads(*heads, each.causal), each)
+    return parts
+
+
+def _of_model(violation: str, call: AttentionCall) -> str:
+    """A violation of a device's heads, with how many the model has."""
+    if not isinstance(violation, Clash) or "heads=" not in violation.rule:
+        return violation
+    name = "kv_heads" if "kv_heads=" in violation.rule else "heads"
+    return violation.changed(rule=f"{violation.rule}, of {name}={getattr(call, name)}")
+
+
+def tokens_violations(
+    experiment: Experiment, seq: int, parts: int, sizes: Mapping[str, int]
+) -> list[str]:
+    """That a device's tokens do not split over the devices that share them. parts: over how many
+    the rows of a microbatch are split."""
+    split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
+    cut = cut_ways(experiment.sharding, sizes)
+    violations, count = [], math.prod(split.values())
+    for batch in divisible_batches(experiment):
+        tokens = batch // experiment.microbatches // parts * seq // cut
+        if tokens % count:
+            axes = " x ".join(f"{axis}={n}" for axis, n in split.items())
+            violations.append(
+                Clash(
+                    f"data.seq={seq}, batch={batch}: a device's microbatch of {tokens} tokens "
+                    f"does not split over {axes}",
+                    f"use seq={options(multiples_near(seq, count * cut))}",
+                    sizes={"seq": seq},
+                    ways=[
+                        (Near("seq", seq, cut),),
+                        (Near("batch", batch, experiment.microbatches * parts),),
+                        *((Near(a, n, 0),) for a, n in split.items()),
+                    ],
+                )
+            )
+    return violations

@@ -227,8 +227,8 @@ def test_what_a_method_needs_is_told_with_its_remedy():
     assert "or zigzag=False" in RingAttention().violations(4, seq=12, heads=1, kv_heads=1)[0]
     told = Ulysses().violations(4, seq=16, heads=8, kv_heads=2)
     assert told == [
-        "Ulysses() trades over 4 devices, which do not divide a device's kv_heads=2; trade over 2, "
-        "or use RingAttention(), which splits no heads"
+        "Ulysses() trades over 4 devices of context=4, which do not divide a device's kv_heads=2; "
+        "use RingAttention(zigzag=False), which splits no heads"
     ]
     assert "use group=2 or 4" in TwoLevel(3).violations(4, seq=16, heads=3, kv_heads=3)[0]
     # Its 4 chunks are cut over 8 devices, though 12 tokens are 4 chunks of 3.

@@ -151,25 +151,25 @@ def test_std_by_fan_in():
         (decoder(block(), block(), layers=6, prefix=(block(),)),
          ["layers=6 is not prefix + suffix (1) plus a multiple of the period (2 blocks); use "
           "layers=5 or 7"]),
-        (decoder(layers=2), ["layers=2 is not prefix + suffix (0) plus a multiple of the period "
-                             "(0 blocks); use layers=2 or 3"]),
+        (decoder(layers=2), ["period=() has no block to repeat; use period=(block,)"]),
         (decoder(block(), vocab=0, chunk_tokens=0, vocab_multiple=-1),
          ["vocab=0; use a whole number of at least 1",
           "vocab_multiple=-1; use a whole number of at least 1",
           "chunk_tokens=0; use a whole number of at least 1, or None"]),
         (decoder(block(heads=3), embed=8),
-         ["block 0: embed=8 is not a multiple of heads=3; set head_dim or use embed=6"]),
+         ["block 0: embed=8 is not a multiple of heads=3; use embed=6 or 12, or head_dim=2 or 4, "
+          "or heads=2 or 4"]),
         (decoder(block(kv_heads=3)),
-         ["block 0: heads=4 is not a multiple of kv_heads=3; use kv_heads=2"]),
+         ["block 0: heads=4 is not a multiple of kv_heads=3; use kv_heads=2 or 4"]),
         (decoder(block(head_dim=3)), 
          ["block 0: rope: rotary embedding turns pairs of dims, and of head_dim=3 it would turn 3; "
-          "use 2 or 4"]),
+          "use head_dim=2 or 4"]),
         (decoder(latent(latent=0), latent(query_latent=0), latent(rope_head_dim=5),
                  latent(rope=None, norm=None), latent(scale=0.0), layers=5, learned_positions=8),
          ["block 0: latent=0; use a whole number of at least 1",
           "block 1: query_latent=0; use a whole number of at least 1",
-          "block 2: rope: rotary embedding turns pairs of dims, and of head_dim=5 it would turn 5; "
-          "use 4 or 6",
+          "block 2: rope: rotary embedding turns pairs of dims, and of rope_head_dim=5 it would "
+          "turn 5; use rope_head_dim=4 or 6",
           "block 3: rope=None; latent attention has one: use Rope()",
           "block 3: norm=None; latent attention has one: use RMSNorm(1e-6)",
           "block 4: scale=0.0; use a positive number, or None"]),
@@ -200,7 +200,8 @@ def test_std_by_fan_in():
         (decoder(block(mlp=MoeConfig(4, 0)), block(mlp=MoeConfig(4, 2, 3)),
                  block(mlp=MoeConfig(4, 2, True)), layers=3),
          ["block 0: mlp.experts=0; use a whole number of at least 1",
-          "block 1: mlp.experts_per_token=3 are more than mlp.experts=2; use at most that many",
+          "block 1: mlp.experts_per_token=3 are more than mlp.experts=2; use "
+          "experts_per_token=2 or less",
           "block 2: mlp.experts_per_token=True; use a whole number of at least 1"]),
         (decoder(block(mlp=MlpConfig(4, "silu", bias=1)), block(mlp=MoeConfig(4, 2, gated=None))),
          ["block 0: mlp.activation='silu'; use a function of an array, such as silu",
@@ -230,14 +231,14 @@ OVER_TOKENS = ShardingRules(activations=table({"batch": ("data", "fsdp"), "mlp":
     [
         (decoder(block(heads=4, kv_heads=2)), tensor(), {"tensor": 2, "fsdp": 4}, True, []),
         (decoder(block(heads=6, head_dim=2)), tensor(), {"tensor": 4}, True,
-         ["heads=6 does not split over tensor=4; use 4 or 8 heads, or tensor=2 or 3 or 6",
-          "kv_heads=6 does not split over tensor=4; use 4 or 8 kv_heads, or tensor=2 or 3 or 6"]),
+         ["heads=6 does not split over tensor=4; use heads=4 or 8, or tensor=2",
+          "kv_heads=6 does not split over tensor=4; use kv_heads=4 or 8, or tensor=2"]),
         (decoder(block(heads=8, kv_heads=1, head_dim=2)), tensor(), {"tensor": 2}, True,
-         ["kv_heads=1 does not split over tensor=2; use 2 kv_heads, or tensor=1"]),
+         ["kv_heads=1 does not split over tensor=2; use kv_heads=2, or tensor=1"]),
         (decoder(block(heads=6, head_dim=2)), fsdp(), {"fsdp": 4}, True, []),
         (decoder(latent()), tensor(), {"tensor": 8}, True,
-         ["heads=4 does not split over tensor=8; use 8 heads, or tensor=2 or 4",
-          "kv_heads=4 does not split over tensor=8; use 8 kv_heads, or tensor=2 or 4"]),
+         ["heads=4 does not split over tensor=8; use heads=8, or tensor=4",
+          "kv_heads=4 does not split over tensor=8; use kv_heads=8, or tensor=4"]),
         (decoder(block(mlp=MoeConfig(4, 2))), WITH_EXPERTS, {"fsdp": 2}, True,
          ["the activations table splits experts over fsdp: in use they are whole; split their "
           "hidden units (mlp), or split experts in the params table"]),

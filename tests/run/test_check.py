@@ -174,7 +174,7 @@ def test_every_violation_is_told_at_once() -> None:
     message = str(caught.value)
     for part in (
         "steps=0",
-        "batch=6 is not a multiple of microbatches=4; use microbatches=3, or batch=4",
+        "batch=6 is not a multiple of microbatches=4; use batch=32",
         "clip_norm=-1.0",
         "kv_heads=2 does not split over tensor=4",
         "embed=36 does not split over fsdp=8",
@@ -199,7 +199,7 @@ def test_every_violation_is_told_at_once() -> None:
         ("model.period.0.residual_scale=1e999", "residual_scale=inf; use a finite number"),
         ("model.period.0.attention.scale=1e999", "scale=inf; use a positive number, or None"),
         ("model.init.std=1e999", "init.std=inf; use a finite number"),
-        ("model.period=()", "layers=2 is not prefix"),
+        ("model.period=()", r"period=\(\) has no block to repeat; use period=\(block,\)"),
         ("model.period=(3,)", "use a tuple of BlockConfig"),
         ("clip_norm=1e999", "clip_norm=inf; use a positive bound, or None for none"),
     ],

@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     field: str, decoder: jaxtrain.Experiment, trained: Train, tmp_path: Path
 ) -> None:
     wrong = {
-        "batch": (replace(decoder, batch=9), "batch=9 .* use batch=10"),
+        "batch": (replace(decoder, batch=9), "batch=9 .* use batch=8 or 10"),
         "vocab": (replace(decoder, model=replace(decoder.model, vocab=15)), "use vocab=16"),
     }
     experiment, message = wrong[field]

@@ -223,7 +223,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, int], str]] = {
     "a vocabulary in unequal slices": (
         lambda e: deep(e, vocab=18, vocab_multiple=1),
         dict(stage=4),
-        "embedding: vocab=18, padded to 18, does not split over stage=4 .* such as 64",
+        "vocab=18, padded to 18 by vocab_multiple=1, does not split over stage=4 .*; use "
+        "vocab_multiple=4, or stage=2",
     ),
     "tokens that do not split": (
         lambda e: replace(deep(e), batch=4, data=replace(e.data, seq=3)),

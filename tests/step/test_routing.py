@@ -115,9 +115,11 @@ def test_groups_that_a_device_has_a_part_of_are_refused() -> None:
     block = replace(BLOCK, mlp=replace(MOE, capacity=Capacity(1.0, routing_group=48)))
     given = replace(EXPERIMENT, model=replace(EXPERIMENT.model, period=(block,)))
     with pytest.raises(
-        ValueError, match=r"routing_group=48 does not divide the 32 tokens .*use 16"
+        ValueError, match=r"routing_group=48 does not divide the 32 tokens .*use routing_group=16"
     ):
         assemble(given, jaxtrain.mesh_from_axes(data=4, tensor=2))
     # Of a row that is cut each device has two runs of two tokens, an early and a late one.
-    with pytest.raises(ValueError, match=r"routing_group=8 does not divide the 2 tokens .*use 2"):
+    with pytest.raises(
+        ValueError, match=r"routing_group=8 does not divide the 2 tokens .*use routing_group=2"
+    ):
         assemble(EXPERIMENT, jaxtrain.mesh_from_axes(context=2))

@@ -69,7 +69,7 @@ class Rope:
         """Why heads of this size cannot be turned."""
         dims = self.turned_dims(head_dim)
         if dims % 2 or dims == 0:
-            near = f"use {max(dims - 1, 2)} or {dims + 1}"
+            near = f"use {' or '.join(map(str, sorted({max(dims - 1, 2), dims + 1})))}"
             if dims != head_dim:
                 near = "use a head_dim, or a partial_rotary_factor, that makes an even number"
             return [

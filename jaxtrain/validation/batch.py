@@ -1,0 +1,78 @@
+"""What is wrong with a batch: its microbatches, and how a mesh splits their rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jaxtrain.data import BatchRamp
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.sharding import ways
+from jaxtrain.remedies import Clash, Near, multiples_near, options
+
+
+def whole_violations(experiment: Experiment) -> list[str]:
+    """What keeps a batch from being whole microbatches."""
+    e, violations = experiment, []
+    for batch in batch_sizes(e.batch):
+        if batch < 1:
+            violations.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
+        elif e.microbatches >= 1 and batch % e.microbatches:
+            violations.append(
+                Clash(
+                    f"batch={batch} is not a multiple of microbatches={e.microbatches}",
+                    f"use microbatches={_fitting_microbatches(e)}, or "
+                    f"batch={options(multiples_near(batch, e.microbatches))}",
+                    sizes={"batch": batch, "microbatches": e.microbatches},
+                    ways=[(Near("microbatches", e.microbatches),), (Near("batch", batch),)],
+                    joint=[(Near("microbatches", e.microbatches), Near("batch", batch))],
+                )
+            )
+    return violations
+
+
+def rows_violations(
+    experiment: Experiment, rows: tuple[str, ...], sizes: Mapping[str, int]
+) -> list[str]:
+    """Microbatches whose rows do not split over the mesh axes `rows`."""
+    micro, parts, violations = experiment.microbatches, ways(rows, sizes), []
+    number = Near("microbatches", micro)
+    for batch in divisible_batches(experiment):
+        if batch // micro % parts:
+            split = " x ".join(f"{a}={sizes[a]}" for a in rows)
+            step = micro * parts
+            violations.append(
+                Clash(
+                    f"batch={batch} in microbatches={micro} is {batch // micro} rows each, which "
+                    f"do not split over {split} = {parts} ways",
+                    f"use batch={options(multiples_near(batch, step))}",
+                    sizes={"batch": batch, "microbatches": micro},
+                    ways=[
+                        (Near("batch", batch, step),),
+                        (number,),
+                        *((Near(a, sizes[a], 0),) for a in rows[::-1]),
+                    ],
+                    joint=[(number, Near("batch", batch))],
+                )
+            )
+    return violations
+
+
+def divisible_batches(experiment: Experiment) -> list[int]:
+    """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
+    micro = experiment.microbatches
+    if micro < 1:
+        return []
+    return [b for b in batch_sizes(experiment.batch) if b >= micro and b % micro == 0]
+
+
+def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
+    """Every size the batch takes, in order."""
+    return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
+
+
+def _fitting_microbatches(experiment: Experiment) -> int:
+    """The number nearest to the experiment's that divides every size of its batch."""
+    whole = math.gcd(*batch_sizes(experiment.batch))
+    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
+    return min(divisors, key=lambda n: abs(n - experiment.microbatches))

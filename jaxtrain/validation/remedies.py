@@ -1,0 +1,182 @@
+"""Remedies of an experiment's sizes: each is tried on the mesh, with the model, before it is named.
+
+Nothing is compiled: the model's module is traced for its shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
+
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.axes import MESH_AXES
+from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.sharding import place
+from jaxtrain.models.build import abstract_model
+from jaxtrain.remedies import Change, Clash, Near, resized, settled, under
+from jaxtrain.validation.experiment import chosen_mode, field_violations, mesh_violations
+from jaxtrain.validation.model import untried_violations
+
+Made = TypeVar("Made")
+FIELDS = {
+    "embed": ("embed",),
+    "mlp": ("hidden",),
+    "heads": ("heads",),
+    "kv_heads": ("kv_heads",),
+    "latent": ("latent", "query_latent"),
+    "experts": ("experts",),
+    "vocab": ("vocab",),
+}
+"""What fields are called that are the size of a logical axis."""
+
+
+class OnMesh(NamedTuple):
+    """An experiment, and the mesh axes of size > 1."""
+
+    experiment: Experiment
+    sizes: Mapping[str, int]
+
+
+def with_tried_remedies(
+    attempt: Callable[[Experiment, MeshSpec, Any], tuple[Made, list[str]]],
+) -> Callable[..., tuple[Made, list[str]]]:
+    """The same attempt to fit an experiment to a mesh; the remedies of its violations are tried."""
+
+    @wraps(attempt)
+    def tried(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> tuple[Made, list[str]]:
+        made, violations = attempt(experiment, spec, fields)
+        return made, try_remedies(violations, experiment, spec)
+
+    return tried
+
+
+def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) -> list[str]:
+    """The violations, one of each cause, with remedies that were tried."""
+    if not any(isinstance(violation, Clash) for violation in violations):
+        return violations
+    sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
+    return settled(
+        _of_written(_of_fields(violations, experiment.model), experiment.model),
+        OnMesh(experiment, sizes),
+        change=_changed,
+        violations_of=partial(_violations, spec),
+        parts=_parts(experiment, sizes),
+        whole=partial(_all_devices, spec),
+    )
+
+
+def _violations(spec: MeshSpec, subject: OnMesh) -> Iterator[str]:
+    """Those that sizes have a part in, the cheap ones first."""
+    experiment, sizes = subject
+    unbuildable = under("model: ", untried_violations(experiment.model))
+    yield from unbuildable
+    yield from field_violations(experiment)
+    yield from mesh_violations(experiment, spec, sizes, chosen_mode(experiment, []))
+    if unbuildable:
+        return
+    split = abstract_model(experiment.model)
+    unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)[1]
+    # A pipeline pads its layers to slots, which always split.
+    unpadded = [v for v in unplaced if not (isinstance(v, Clash) and "layers" in v.sizes)]
+    yield from _of_fields(unpadded, experiment.model)
+
+
+def without_heads(unplaced: list[str], violations: list[str]) -> list[str]:
+    """Violations of leaves, but for the sizes of matrices of heads where a number of heads that
+    does not split is among the others."""
+    if not any("heads=" in violation for violation in violations):
+        return unplaced
+    return [violation for violation in unplaced if "heads=" not in violation]
+
+
+def _changed(subject: OnMesh, clash: Clash, new: Change) -> OnMesh | None:
+    """With new values of sizes; None where there is one that the experiment does not have."""
+    experiment, sizes = subject
+    of_mesh = {axis: n for axis, n in new.items() if axis in MESH_AXES}
+    sizes = {axis: n for axis, n in ({**sizes, **of_mesh}).items() if n > 1}
+    own: dict[str, Any] = {k: n for k, n in new.items() if k in ("batch", "microbatches")}
+    if any(not isinstance(getattr(experiment, name), int) for name in own):
+        return None
+    experiment = replace(experiment, **own)
+    if "seq" in new:
+        data: Any = experiment.data
+        if not is_dataclass(data) or "seq" not in {field.name for field in fields(data)}:
+            return None
+        experiment = replace(experiment, data=replace(data, seq=new["seq"]))
+    of_model = {k: n for k, n in new.items() if k not in {*of_mesh, *own, "seq"}}
+    if of_model:
+        model = resized(experiment.model, clash, of_model)
+        if model is None:
+            return None
+        experiment = replace(experiment, model=model)
+    return OnMesh(experiment, sizes)
+
+
+def _all_devices(spec: MeshSpec, new: Change) -> Change:
+    """The change, with another mesh axis that takes the devices it leaves: a file has as many."""
+    axis, size = next(iter(new.items()))
+    if not spec.path or axis not in MESH_AXES:
+        return new
+    other = "fsdp" if axis == "data" else "data"
+    return new | {other: spec.size(other) * spec.size(axis) // size}
+
+
+def _of_fields(violations: list[str], model: Any) -> list[str]:
+    """Clashes of logical axes in terms of the fields that have these sizes."""
+    return [_of_field(v, model) if isinstance(v, Clash) else v for v in violations]
+
+
+def _of_field(clash: Clash, model: Any) -> Clash:
+    if len(clash.sizes) > 1:
+        return clash
+    ((axis, size),) = clash.sizes.items()
+    multiple, padded = f"{axis}_multiple", getattr(model, f"{axis}_multiple", None)
+    if padded is not None and clash.ways[0][0].name == multiple:
+        rule = clash.rule.replace(", does", f" by {multiple}={padded}, does")
+        step = clash.ways[0][0].step
+        return clash.changed(rule=rule, ways=[(Near(multiple, padded, step),), *clash.ways[1:]])
+    for field in FIELDS.get(axis, ()):
+        own = clash.changed(
+            rule=clash.rule.replace(f"{axis}=", f"{field}=", 1),
+            remedy=clash.remedy.replace(f"{axis}=", f"{field}=", 1),
+            sizes={field: size},
+            ways=[(way[0]._replace(name=field),) if way[0].step else way for way in clash.ways],
+        )
+        if field != axis and resized(model, own, {field: 1}) is not None:
+            return own
+    return clash
+
+
+def _of_written(violations: list[str], model: Any) -> list[str]:
+    """Without those of kv_heads where these are as many as heads because nobody says otherwise."""
+    rules = {v.rule: v for v in violations if isinstance(v, Clash)}
+
+    def implied(violation: str) -> bool:
+        if not isinstance(violation, Clash) or violation.sizes.keys() != {"kv_heads"}:
+            return False
+        heads = rules.get(violation.rule.replace("kv_heads=", "heads=", 1))
+        return (
+            heads is not None
+            and resized(model, heads, {"heads": 1}) is not None
+            and resized(model, violation, {"kv_heads": 1}) is None
+        )
+
+    return [violation for violation in violations if not implied(violation)]
+
+
+def _parts(experiment: Experiment, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What sizes are multiples of wherever the sharding rules split them."""
+    rules = experiment.sharding
+    tables = [dict(table) for table in (rules.params, rules.optimizer_table, rules.activations)]
+
+    def of(axis: str) -> int:
+        rows = [table.get(axis, ()) for table in tables]
+        return math.lcm(*(math.prod(sizes.get(a, 1) for a in row) for row in rows))
+
+    parts = {field: of(axis) for axis, names in FIELDS.items() for field in names}
+    parts["batch"] = max(experiment.microbatches, 1) * of("batch")
+    parts["seq"] = 2 * math.prod(sizes.get(a, 1) for a in ("context", "tensor", "stage"))
+    return parts
