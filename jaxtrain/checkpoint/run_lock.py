@@ -21,14 +21,9 @@ def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
     the lock in it was removed. Raises ValueError while another run holds it, and for a lock that is
     a link or no file.
     """
-    try:
+    with _writable(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         opened = open_regular(run_dir / NAME, "a+b")
-    except OSError as error:
-        raise ValueError(
-            f"{run_dir} cannot be written: {error.strerror}; give another --run-dir, or make room "
-            "and permission there"
-        ) from error
     with opened as file:
         _take(file, run_dir)
         file.truncate(0)
@@ -46,12 +41,26 @@ def _is_at(path: Path, held: os.stat_result) -> bool:
 
 def refuse_held(run_dir: Path) -> None:
     """Raises ValueError while a run holds the directory, or has links that would be written
-    through; writes nothing."""
+    through, and where its lock cannot be written; writes nothing."""
     refuse_links(run_dir)
     path = run_dir / NAME
     if path.exists():
-        with open_regular(path, "r+b") as file:
+        with _writable(run_dir):
+            opened = open_regular(path, "r+b")
+        with opened as file:
             _take(file, run_dir)
+
+
+@contextmanager
+def _writable(run_dir: Path) -> Iterator[None]:
+    """Raises ValueError where the block finds that it is not."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{run_dir} cannot be written: {error.strerror}; give another --run-dir, or make room "
+            "and permission there"
+        ) from error
 
 
 def _take(file: FileIO, run_dir: Path) -> None:

@@ -192,12 +192,12 @@ class Injector(Callback):
         DISKS[kind][0](self._run_dir)
 
     def _clean(self) -> None:
-        """All but the marks of what has happened, without which it would happen again."""
-        marks = [path.name for path in self._folder.iterdir() if "@" in path.name]
-        shutil.rmtree(self._folder)
-        self._folder.mkdir(mode=0o700)
-        for name in marks:
-            (self._folder / name).touch()
+        """All but the marks of what has happened, which any process would have happen again."""
+        for path in self._folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif "@" not in path.name:
+                path.unlink()
 
     def _damage(self, how: str) -> None:
         """A file of the newest committed step, and the process with it: a run reads its checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
+from jaxtrain.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpoint,
+    LocalTier,
+    SavePolicy,
+    run_lock,
+)
 from jaxtrain.checkpoint.exchange import Held, Peers
 from jaxtrain.checkpoint.local_tier import LocalSteps
 from jaxtrain.checkpoint.run_config import read_config
@@ -78,6 +85,24 @@ def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
             refuse_held(tmp_path)
     refuse_held(tmp_path)
     with sole_run(tmp_path):
+        pass
+
+
+def test_a_directory_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in which a run has been, such as on a file system that is read-only by now."""
+    with sole_run(tmp_path):
+        pass
+
+    def refuse(path: Path, mode: str) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(run_lock, "open_regular", refuse)
+    says = f"{tmp_path} cannot be written: Read-only file system; give another --run-dir"
+    with pytest.raises(ValueError, match=says):
+        refuse_held(tmp_path)
+    with pytest.raises(ValueError, match=says), sole_run(tmp_path):
         pass
 
 
