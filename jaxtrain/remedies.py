@@ -125,14 +125,14 @@ def settled(
         try:
             other = change(subject, clash, new)
             return other is not None and not _remains(clash, new, violations_of(other))
-        except (TypeError, ValueError):  # a configuration refuses it, or no model can be built
+        except Exception:  # a user's own configuration or model may refuse it in any way
             return False
 
     def has_sizes(clash: Clash, way: Way) -> bool:
         new = {near.name: near.value for near in way}
         try:
             return change(subject, clash, new) is not None
-        except (TypeError, ValueError):
+        except Exception:  # as above
             return True
 
     def first(clash: Clash, changes: Iterable[Change]) -> list[Change]:

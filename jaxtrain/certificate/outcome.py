@@ -105,7 +105,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
             params=last.params,
             averages=last.ema,
             optimizer=_by_path(last.optimizer),
-            eval_loss=evaluate(state, batches=1)["eval_loss"],
+            eval_loss=evaluate(state, batches=1).get("eval_loss", 0.0),
             routing=routing,
         )
 

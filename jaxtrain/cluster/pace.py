@@ -34,18 +34,19 @@ a thousand are a line of 30 KB every 50 s."""
 
 
 class Seconds(NamedTuple):
-    """Of a step of one process. own: what it did of its own, in the median, which one long pause
-    does not move; step, and data, which it waited for rows, in the mean. What is left of step it
-    waited for devices, its own and, in sums, those of others."""
+    """Of a step of one process, in the mean. own: what it did of its own; data: it waited for rows.
+    What is left of step it waited for devices, its own and, in sums, those of others. typical: of
+    its own in the median, which one long pause does not move."""
 
     own: float
     step: float
     data: float = 0.0
+    typical: float = 0.0
 
 
 class Slow(NamedTuple):
     """process: the one. own_s, others_s: what it, and the median of the others, do of their own in
-    a step of step_s seconds."""
+    a typical step; step_s: what a step takes, in the mean."""
 
     process: int
     own_s: float
@@ -61,17 +62,18 @@ class Slow(NamedTuple):
 
 def of_a_step(told: list[Seconds]) -> Seconds:
     """Of one step of those of a process."""
-    own, step, data = zip(*told, strict=True)
-    return Seconds(statistics.median(own), statistics.fmean(step), statistics.fmean(data))
+    own, step, data, _ = zip(*told, strict=True)
+    mean, middle = statistics.fmean, statistics.median(own)
+    return Seconds(mean(own), mean(step), mean(data), middle)
 
 
 def slowest(paces: dict[int, Seconds]) -> Slow | None:
     """The process that the others wait for, if one is. paces: process -> seconds of a step."""
     if len(paces) < 2:
         return None
-    process = max(paces, key=lambda p: paces[p].own)
-    own, step_s, _ = paces[process]
-    others = statistics.median(each.own for p, each in paces.items() if p != process)
+    process = max(paces, key=lambda p: paces[p].typical)
+    own, step_s = paces[process].typical, paces[process].step
+    others = statistics.median(each.typical for p, each in paces.items() if p != process)
     slow = own > SLOWER * others and own - others > SHARE * step_s
     return Slow(process, own, others, step_s) if slow else None
 

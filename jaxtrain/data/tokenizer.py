@@ -235,25 +235,30 @@ def open_tokenizer(content: str) -> Any:
 
     parse_json(content)
     try:
-        with panics_are_errors():
+        with panics_are_errors("it is no tokenizer.json"):
             return Tokenizer.from_str(content)
+    except ValueError:
+        raise
     except Exception as error:  # the library's errors have no class of their own
         raise ValueError(f"it is no tokenizer.json: {error}") from error
 
 
+ON_A_TEXT = (
+    "the tokenizer of tokenizer.json fails on a text; leave that text out, or use a tokenizer.json "
+    "with a simpler pattern in its pre_tokenizer"
+)
+
+
 @contextmanager
-def panics_are_errors() -> Iterator[None]:
-    """Raises ValueError where the library panics, which is no Exception: on a text for which a
-    pattern of the tokenizer.json needs too many tries, for one."""
+def panics_are_errors(what: str = ON_A_TEXT) -> Iterator[None]:
+    """Raises ValueError, `what`, where the library panics, which is no Exception: on a text for
+    which a pattern of the tokenizer.json needs too many tries, for one."""
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise ValueError(
-            f"the tokenizer of tokenizer.json fails on a text: {error}; leave that text out, or "
-            "use a tokenizer.json with a simpler pattern in its pre_tokenizer"
-        ) from error
+        raise ValueError(f"{what}: {error}") from error
 
 
 class HuggingFaceVocabulary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib.util
@@ -35,8 +36,11 @@ def load_experiment(path: str | Path) -> Experiment:
         raise ValueError(f"{path} is not a Python file; an experiment file ends in .py")
     module = importlib.util.module_from_spec(spec)
     # Files beside it can be imported, as for a script; what is installed comes first.
-    if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)
+    folder = path.parent.resolve()
+    _refuse_mistaken_imports(path, folder)
+    _folders.add(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
     try:
         spec.loader.exec_module(module)
@@ -57,6 +61,37 @@ def load_experiment(path: str | Path) -> Experiment:
         )
     config_of(experiment)
     return experiment
+
+
+_folders: set[Path] = set()
+"""Those of the experiment files that were loaded."""
+
+
+def _refuse_mistaken_imports(path: Path, folder: Path) -> None:
+    """Raises ValueError where a file imports one beside it, and one of that name beside another
+    experiment file was imported before: Python would give it that."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # told when it is loaded
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    for name in sorted({name.partition(".")[0] for name in names} - {""}):
+        imported = getattr(sys.modules.get(name), "__file__", None)
+        beside = [each for each in (folder / f"{name}.py", folder / name) if each.exists()]
+        if imported is None or not beside:
+            continue
+        others = _folders - {folder}
+        if others & set(Path(imported).resolve().parents[:2]):
+            raise ValueError(
+                f"{path} imports {name} and means {beside[0]}, and {imported}, beside another "
+                "experiment file, is imported by that name; load the two in different processes, "
+                "or give one of the files another name"
+            )
 
 
 def _error_at_line(error: BaseException, path: Path, module: types.ModuleType) -> str:

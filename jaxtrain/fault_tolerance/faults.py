@@ -240,9 +240,9 @@ def _make_foreign(step: Path) -> None:
 def _pause_launch() -> None:
     """Stop this process's parent for a while; it is awakened whatever becomes of this one."""
     launch = os.getppid()
-    os.kill(launch, signal.SIGSTOP)
     awaken = ["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {launch}"]
     subprocess.Popen(awaken, start_new_session=True)
+    os.kill(launch, signal.SIGSTOP)
 
 
 def _raise(fault: Fault) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +29,8 @@ from jaxtrain.files.regular import read_text, write_text
 NAME = "ledger.jsonl"
 OPEN = "ledger_open.json"
 """In the run directory, the entry of a start that goes on, as of a moment ago."""
-KEEP_S = 5.0
-"""How often it is written."""
+KEEP_S, WRITE_S = 5.0, 2.0
+"""How often it is written, and how long the end of a start waits for that."""
 
 KINDS = {
     "start": "init", "join": "init", "open": "init",
@@ -94,29 +96,33 @@ def add_entry(run_dir: Path, entry: Entry) -> None:
 class OpenEntry:
     """The entry of a start that goes on, from now on. Every few seconds it is written beside the
     ledger as it would be now: a later start takes it over from one that was killed together with
-    whoever watched it."""
+    whoever watched it. A thread of its own writes: a disk that hangs holds nobody up."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._kept = run_dir, -math.inf
         self._began, self._clock = time.time(), time.monotonic()
+        self._writer: threading.Thread | None = None
 
     def keep(self, now: Now) -> None:
         """Once steps are taken: the run directory is this start's."""
-        if now.first < 0 or time.monotonic() - self._kept < KEEP_S:
+        busy = self._writer is not None and self._writer.is_alive()
+        if now.first < 0 or busy or time.monotonic() - self._kept < KEEP_S:
             return
-        if self._kept == -math.inf:
-            self._take_over()
-        self._kept = time.monotonic()
-        path = self._run_dir / OPEN
-        with suppress(OSError, ValueError):  # the next time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".tmp")
-            write_text(unfinished, json.dumps(self._entry(now)._asdict()))
-            os.replace(unfinished, path)
+        first, self._kept = self._kept == -math.inf, time.monotonic()
+        write = partial(self._write, self._entry(now), first=first)
+        self._writer = threading.Thread(target=write, name="ledger", daemon=True)
+        self._writer.start()
+
+    def wait(self) -> None:
+        """For what is on its way to the disk; not for ever."""
+        if self._writer is not None:
+            self._writer.join(WRITE_S)
 
     def close(self, now: Now, still_since: float = math.inf) -> None:
         """The start ends: its entry is added to the ledger. still_since: as for `entry_of`."""
-        self._take_over()
+        self.wait()
+        if now.first >= 0:  # else the directory may be another's, who goes on
+            self._take_over()
         add_entry(self._run_dir, self._entry(now, still_since))
 
     def _entry(self, now: Now, still_since: float = math.inf) -> Entry:
@@ -124,12 +130,24 @@ class OpenEntry:
         ended = self._began + at - self._clock
         return entry_of(now, at, began=self._began, ended=ended, still_since=still_since)
 
+    def _write(self, entry: Entry, *, first: bool) -> None:
+        if first:
+            self._take_over()
+        path = self._run_dir / OPEN
+        with suppress(OSError, ValueError):  # the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".tmp")
+            write_text(unfinished, json.dumps(entry._asdict()))
+            os.replace(unfinished, path)
+
     def _take_over(self) -> None:
         """Add what an earlier start has left to the ledger, and remove it."""
         path, ledger = self._run_dir / OPEN, self._run_dir / NAME
         with suppress(OSError, ValueError, TypeError):
             entry = Entry(**parse_json(read_text(path)))
-            known = {line.get("began") for line in read_lines(ledger)} if ledger.exists() else set()
+            lines = [*_unwritten.get(ledger, ())]
+            lines += read_lines(ledger) if ledger.exists() else []
+            known = {line.get("began") for line in lines}
             if entry.began < self._began and entry.began not in known:
                 add_entry(self._run_dir, entry)
         with suppress(OSError):

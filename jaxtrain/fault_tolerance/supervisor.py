@@ -78,6 +78,8 @@ class Supervisor:
     stopping: int = 0
     """Signals that have asked for an end."""
     _growing: bool = False
+    _recorded: bool = False
+    """Whether a start is in the ledger: before that it may be another run's."""
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
@@ -102,7 +104,8 @@ class Supervisor:
                 self.tell(f"launch: {self._ledger()}")
                 return found
             if self.stopping:
-                self._write_down(found, attempt, restarts=False)
+                if self.stopping == 1:  # else it was ended on purpose
+                    self._write_down(found, attempt, restarts=False)
                 self.tell(f"launch: {found.what}, while it was stopping")
                 return self._interrupted()
             next_one = history.decide(found)
@@ -145,6 +148,7 @@ class Supervisor:
             now = self._stood or self.workers[0].sample().now
             still = math.inf if isinstance(found, int) or found.still is None else found.still
             entry.close(now, still)
+            self._recorded = True
         return found
 
     def _not_started(self, error: OSError) -> Failure:
@@ -290,7 +294,7 @@ class Supervisor:
                 return REFUSED
         if code == DONE:
             kind, how = "left", f"{how} before the run was done"
-        what, wrong = f"{self._name(process)} ended by {how} {_at(sample)}", ()
+        what, wrong = f"{self._name(process)} ended by {how} {_at(now, now.failed_in)}", ()
         # Each by the same signal: none of them is why another ended.
         alike = [w for w in bad if w is not worker and w.code == code < 0 and not w.lost_another]
         if alike:
@@ -318,7 +322,7 @@ class Supervisor:
             quiet = "has said nothing" if each.what == "silent" else "has not moved"
             what = (
                 f"{self._name(each.process)} {quiet} for {each.seconds:.1f} s "
-                f"{_at(each.sample)}{f' ({state})' if state else ''}"
+                f"{_at(each.sample.now)}{f' ({state})' if state else ''}"
             )
             self.tell(f"launch: {what}; its main thread was at:")
             for line in _main_stack(each.sample):
@@ -328,7 +332,7 @@ class Supervisor:
             worker.send(signal.SIGUSR1)
         time.sleep(GRACE_S)
         first, now = found[0], found[0].sample.now
-        what = f"{self._name(first.process)} {_at(first.sample)}: {first.what}"
+        what = f"{self._name(first.process)} {_at(now)}: {first.what}"
         where = (now.phase, now.step, time.monotonic(), now.first)
         return Failure(first.process, first.what, what, *where, still=looked - first.seconds)
 
@@ -344,10 +348,10 @@ class Supervisor:
         return not self.stopping
 
     def _waits(self, act: Callable[[], bool]) -> bool:
-        """What `act` gives, its time kept as one in which the run waits."""
+        """What `act` gives, its time kept as one in which the run waits, between two starts."""
         began, clock = time.time(), time.monotonic()
         found = act()
-        if (waited := time.monotonic() - clock) > POLL_S:
+        if self._recorded and (waited := time.monotonic() - clock) > POLL_S:
             add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
         return found
 
@@ -381,8 +385,8 @@ def _code(failure: Failure, exhausted: Exhausted) -> int:
     return HUNG if failure.kind in ("hangs", "silent") else EXHAUSTED
 
 
-def _at(sample: Sample) -> str:
-    return f"after step {sample.now.step}, in phase {sample.now.failed_in}"
+def _at(now: Now, phase: str = "") -> str:
+    return f"after step {now.step}, in phase {phase or now.phase}"
 
 
 def _main_stack(sample: Sample) -> list[str]:

@@ -23,14 +23,15 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
         return local_path("cache_dir", chosen).expanduser()
     try:
         home = CACHE_DIR.expanduser()
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
+        there = next(each for each in (home, *home.parents) if each.exists())
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
             return home
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home is known
-        reason = error
+        reason = f"{there} cannot be written"
+    except RuntimeError as error:  # no home is known
+        reason = str(error)
     path = _own_temporary()
     log.warning(
-        "%s cannot be written (%s); what is made of the data is kept in %s, as long as that lasts: "
+        "%s cannot be used (%s); what is made of the data is kept in %s, as long as that lasts: "
         "set HOME, or jaxtrain.train(cache_dir=...)",
         CACHE_DIR,
         reason,

@@ -71,9 +71,12 @@ class Roster:
         self._here_since = {
             machine.name: self._here_since.get(machine.name, now) for machine in self._usable()
         }
-        stayed = sum(now - since > self._rejoin_s for since in self._here_since.values())
-        layout = self._layouts.get(min(stayed, max(self._layouts)))
+        layout = self._layouts.get(min(len(self._stayed()), max(self._layouts)))
         return layout is not None and layout.machines > self.layout.machines
+
+    def _stayed(self) -> set[str]:
+        now = time.monotonic()
+        return {n for n, since in self._here_since.items() if now - since > self._rejoin_s}
 
     def leaving(self) -> list[str]:
         """Names of machines that take part and are to go."""
@@ -102,6 +105,9 @@ class Roster:
                 f"launch: on {layout.machines} machines, of {max(self._layouts)} wanted and "
                 f"{len(here)} here: {layout.told}"
             )
+        # Those that took part or have stayed before one that has just come.
+        known = {host.name for host in self.hosts} | self._stayed()
+        here = sorted(here, key=lambda machine: machine.name not in known)
         self.hosts, self.layout = here[: layout.machines], layout
         self._here_since = {}
 

@@ -234,7 +234,9 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]
         absent = data.absent(splits) if data_here and hasattr(data, "absent") else []
         return None, [f"data: {each}" for each in absent]
     try:
-        opened = open_split(experiment, "train", cache_directory())
+        opened = open_split(
+            experiment, "train", cache_directory(), saved=experiment.checkpoints is not None
+        )
     except ValueError as error:
         return {}, [f"data: {error}"]
     return fields_of(opened, data), []

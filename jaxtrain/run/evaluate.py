@@ -57,6 +57,8 @@ class Evaluator:
             )
             for part in parts[-1:]:
                 part.result()
+            if self.program is None:
+                self._step = self._step.lower(params, state.rest, rows).compile()
             parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
         found = [part.result() for part in parts]
         sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *found)
@@ -108,11 +110,10 @@ class Evaluator:
         self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
 
-    def program_for(self, shardings: TrainState) -> jax.stages.Compiled:
-        """The compiled evaluation of a state that rests so; what it compiles calls run, too."""
-        if not isinstance(self._step, jax.stages.Compiled):
-            self.compile(shardings, {})
-        return self._step
+    @property
+    def program(self) -> jax.stages.Compiled | None:
+        """The compiled evaluation of a piece; None before the first call."""
+        return self._step if isinstance(self._step, jax.stages.Compiled) else None
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compile now, for a state that rests so, what the first call would."""

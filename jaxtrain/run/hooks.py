@@ -123,8 +123,8 @@ class ProgressLine(Callback):
         self._progress.update(step, values)
 
     def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        found = " ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.tell(f"step {step} {found}")
+        if values:
+            self.tell(" ".join([f"step {step}", *(f"{k} {v:.4f}" for k, v in values.items())]))
 
     def end(self, run: Run) -> None:
         self._progress.close()

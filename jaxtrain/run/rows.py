@@ -11,7 +11,7 @@ from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.step.batches import Batch, fields_of
-from jaxtrain.validation.own_data import WithinVocabulary, dataset_violations
+from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, dataset_violations
 from jaxtrain.violations import raise_violations
 
 AHEAD = 64
@@ -19,17 +19,17 @@ AHEAD = 64
 WEIGHTS = "weights"
 
 
-def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
+def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bool = False) -> Any:
     """The split of the experiment's data. For a model that reads `weights`, rows without get them:
-    ones, for each token.
+    ones, for each token. saved: what is opened is known again by its digest.
 
     Raises ValueError naming the fields that the model reads and the rows do not have, and what
     `open` raises.
     """
-    data, train = experiment.data, split == "train"
+    data = experiment.data
     dataset: Any = data.open(split, seed=experiment.seed, cache_dir=cache_dir)
-    saved, sampled = (value is not None for value in (experiment.checkpoints, experiment.sample))
-    violations = dataset_violations(dataset, saved=train and saved, sampled=train and sampled)
+    sampled = split == "train" and experiment.sample is not None
+    violations = dataset_violations(dataset, saved=saved, sampled=sampled)
     raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
     described = description_of(experiment.model)
     if described is None or len(dataset) == 0:
@@ -42,9 +42,10 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path) -> Any:
             f"{_list(lacking)}; a {type(experiment.model).__name__} reads {_list(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
-    names = {*reads[:1], "targets"} & row.keys()  # the first has an element for each token
-    ids = tuple(sorted(name for name in names if np.issubdtype(row[name].dtype, np.integer)))
-    dataset = WithinVocabulary(dataset, ids, described.head.vocab)
+    if getattr(experiment.model, "vocab", None) == described.head.vocab:  # one table of ids
+        names = {*reads[:1], TARGETS} & row.keys()  # the first has an element for each token
+        ids = tuple(sorted(name for name in names if np.issubdtype(row[name].dtype, np.integer)))
+        dataset = WithinVocabulary(dataset, ids, described.head.vocab, described.weights)
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
     return Weighted(dataset, described.tokens) if unweighted else dataset
 
@@ -56,6 +57,8 @@ class Weighted:
         self._dataset, self._tokens = dataset, tokens
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that is not made yet
+            raise AttributeError(name)
         return getattr(self._dataset, name)
 
     def __len__(self) -> int:

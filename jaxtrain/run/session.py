@@ -105,18 +105,17 @@ class Session:
     def spare_bytes(self) -> int:
         """What is free of the memory of each device of this process while any program of the run
         may run: steps (the largest batch's is the first), evaluations, and what `beside` has; 0
-        where that is not known, and where steps are taken twice, from a copy of the state. Waits
-        for the step that runs: its memory is counted once."""
-        devices = self.mesh.local_devices
+        where that is not known, as before the first evaluation, and where steps are taken twice,
+        from a copy of the state. Waits for the step that runs: its memory is counted once."""
+        evaluates = self.experiment.evaluation is not None
         if self._latest is None or self.experiment.execution.health.replay is not None:
             return 0
-        jax.block_until_ready(self.state)
-        if not spare_bytes(devices):
+        if evaluates and self.evaluate.program is None:  # it may run before a copy has left
             return 0
+        jax.block_until_ready(self.state)
         programs = [*self.compiled.values(), *self.beside]
-        if self.experiment.evaluation is not None:  # the next one may run before a copy has left
-            programs.append(self.evaluate.program_for(self.shardings))
-        return min(spare_bytes(devices, program) for program in programs)
+        programs += [self.evaluate.program] if evaluates else []
+        return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
         """Go on from a state after fewer steps, with other batches where `skips` says so."""
@@ -165,7 +164,7 @@ def open_session(
     )
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else settled_start(assembly)
-    dataset = open_split(experiment, "train", cache_dir)
+    dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
@@ -214,7 +213,7 @@ def _reducer(assembly: Assembly) -> Any:
 def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
     stored = checkpoints.manifest(start).metadata.get("data") if start else None
     if stored is not None and stored != dataset.digest:
-        before, now = _apart(str(stored), dataset.digest)
+        before, now = _apart(str(stored), str(dataset.digest))
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
             f"corpus (digest {before}, now {now}): its rows would not be the ones that come next; "

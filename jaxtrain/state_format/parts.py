@@ -69,7 +69,7 @@ def owned_parts(
         try:
             copies = _copied(arrays_here)
         except jax.errors.JaxRuntimeError as error:
-            failure = str(error).splitlines()[0]
+            failure = str(error).partition("\n")[0] or type(error).__name__
     for array in copies or arrays_here:
         array.copy_to_host_async()
     data_of = copies or [np.asarray(array) for array in arrays_here]

@@ -12,18 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import activation_dims
+from jaxtrain.mesh.sharding import STAGE, activation_dims
+from jaxtrain.models.description import AttentionCall, operations
+from jaxtrain.validation.model import described_where_sound
 
 SAMPLES = "continues text by jaxtrain's own attention"
 
 
 def is_standard(kernel: Any) -> bool:
-    """Whether a kernel computes softmax attention: jaxtrain's own, None among them, and those that
-    say so."""
-    if kernel is None or getattr(kernel, "standard", False):
-        return True
+    """Whether a kernel computes softmax attention: jaxtrain's, and those that say so."""
+    return bool(getattr(kernel, "standard", False)) or not is_own(kernel)
+
+
+def is_own(kernel: Any) -> bool:
+    """Whether a kernel is a user's own; None is the platform's."""
     owner = kernel if hasattr(kernel, "__qualname__") else type(kernel)
-    return owner.__module__.split(".")[0] == "jaxtrain"
+    return kernel is not None and owner.__module__.split(".")[0] != "jaxtrain"
 
 
 def kernel_name(kernel: Any) -> str:
@@ -43,6 +47,7 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     standard += ".standard = True)"
     rules = experiment.sharding.activations
     heads, rows = activation_dims(("heads", "seq"), rules, sizes=sizes)
+    heads += (STAGE,) if _attends_outside_the_stack(experiment) and STAGE in sizes else ()
     violations = []
     if heads and not getattr(kernel, "heads_alike", False):
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in heads)
@@ -63,3 +68,12 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
             f"evaluation.sample=None, or {standard}"
         )
     return violations
+
+
+def _attends_outside_the_stack(experiment: Experiment) -> bool:
+    """Whether a layer before or after the stack does: on a pipeline all stages share its heads."""
+    model = described_where_sound(experiment)
+    if model is None:
+        return False
+    outside = (*model.before.values(), *model.after.values())
+    return any(isinstance(each, AttentionCall) for block in outside for each in operations(block))

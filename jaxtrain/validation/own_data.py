@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.data.dataset import Batch, Dataset
 
+TARGETS = "targets"
 TRIED = 32
 """Rows that are read of a split when it is opened, at most."""
 
@@ -18,7 +19,7 @@ def dataset_violations(dataset: Any, *, saved: bool, sampled: bool) -> list[str]
     a `digest` where it is `saved`, `encode` and `decode` where text is `sampled`."""
     violations = _shape_violations(dataset)
     digest = getattr(dataset, "digest", None)
-    if saved and not (isinstance(digest, str) and digest):
+    if saved and not (isinstance(digest, str | int) and digest):
         violations.append(
             f"it has digest={digest!r}, which every save keeps so that no run goes on with another "
             "corpus; give it a text that changes with its rows, or use checkpoints=None"
@@ -60,14 +61,19 @@ def _callable(owner: Any, name: str) -> bool:
 class WithinVocabulary:
     """A dataset whose token ids are those of a model: others would train on what is not there.
 
-    names: of the fields that hold ids. vocab: of the model.
+    names: of the fields that hold ids. vocab: of the model. weights: of the field that says which
+    targets count; what those are that do not is not looked at.
     """
 
-    def __init__(self, dataset: Dataset, names: tuple[str, ...], vocab: int) -> None:
-        self._dataset, self._names, self._vocab = dataset, names, vocab
+    def __init__(
+        self, dataset: Dataset, names: tuple[str, ...], vocab: int, weights: str = "weights"
+    ) -> None:
+        self._dataset, self._names, self._vocab, self._weights = dataset, names, vocab, weights
         self.rows(np.arange(min(TRIED, len(dataset))))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that is not made yet
+            raise AttributeError(name)
         return getattr(self._dataset, name)
 
     def __len__(self) -> int:
@@ -77,13 +83,22 @@ class WithinVocabulary:
         """The rows. Raises ValueError naming the first that has an id beyond the vocabulary."""
         rows = self._dataset.rows(indices)
         for name in self._names:
-            ids = rows[name]
+            ids = np.asarray(rows[name])
             if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab:
                 beyond = (ids < 0) | (ids >= self._vocab)
-                row = int(np.argmax(beyond.reshape(len(ids), -1).any(axis=1)))
-                raise ValueError(
-                    f"row {indices[row]} of the data has the id {ids[beyond][0]} in {name!r}, and "
-                    f"model.vocab={self._vocab} has 0 to {self._vocab - 1}; use "
-                    f"vocab={max(int(ids.max()) + 1, self._vocab)} or more, or mend that row"
-                )
+                weights = rows.get(self._weights) if name == TARGETS else None
+                if weights is not None:
+                    beyond &= np.asarray(weights) != 0
+                if beyond.any():
+                    raise ValueError(self._told(name, indices, ids, beyond))
         return rows
+
+    def _told(self, name: str, indices: np.ndarray, ids: np.ndarray, beyond: np.ndarray) -> str:
+        row = int(np.argmax(beyond.reshape(len(ids), -1).any(axis=1)))
+        first, most = ids[row][beyond[row]][0], int(ids[beyond].max())
+        use = f"use vocab={most + 1} or more, or" if most >= self._vocab else "ids count from 0:"
+        weight = ", or give it weight 0" if name == TARGETS else ""
+        return (
+            f"row {indices[row]} of the data has the id {first} in {name!r}, and "
+            f"model.vocab={self._vocab} has 0 to {self._vocab - 1}; {use} mend that row{weight}"
+        )

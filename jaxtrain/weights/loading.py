@@ -162,16 +162,17 @@ def _refuse_own_attention(path: Path, trust: Trust) -> None:
         return
     module, _, thing = name.partition(":")
     try:
-        kernel = stored_field(path, "execution", trust=trust).attention
-    except ValueError:
-        kernel = None  # it is not trusted, or is there no longer
-    if kernel is None or not is_standard(kernel):
-        raise ValueError(
-            f"{path}: the run was trained with execution.attention={thing}, a kernel of your own, "
-            "and what is generated and exported computes softmax attention as jaxtrain.attention "
-            "has it, which is another model; where the kernel computes the same, say so "
-            f"({thing}.standard = True in {module}) and trust that module (--trust {module})"
-        )
+        if is_standard(stored_field(path, "execution", trust=trust).attention):
+            return
+        reason = f"{thing} does not say that it is"
+    except ValueError as error:  # it is not trusted, or cannot be imported
+        reason = f"it was not looked at: {' '.join(str(error).split())}"
+    raise ValueError(
+        f"{path}: the run was trained with execution.attention={thing}, a kernel of your own, and "
+        "what is generated and exported computes softmax attention as jaxtrain.attention has it, "
+        f"which is another model, unless {thing}.standard = True ({reason}); for that put the "
+        f"kernel into a module that can be imported from here (PYTHONPATH), and --trust {module}"
+    )
 
 
 def _refuse_unsaved(path: Path) -> None:

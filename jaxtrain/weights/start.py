@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, read_config
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
-from jaxtrain.experiment.stored import ForeignField, stored_field
+from jaxtrain.experiment.load import stored_name
+from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.buffers import buffers_of
@@ -26,6 +27,7 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import match_patterns
+from jaxtrain.validation.own_attention import is_own, is_standard
 from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
 
 PARAMS, AVERAGES = "params.", "ema."
@@ -69,6 +71,7 @@ def settled_start(assembly: Assembly) -> Start | None:
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
     e, wanted = assembly.experiment, _wanted(assembly)
     problems = [] if start.leaves is not None else _model_differences(start, e)
+    problems += _attention_differences(start, e)
     problems += _scale_difference(start, e, wanted)
     stored_params(start, wanted, own_leaves(e.model), problems)
 
@@ -97,6 +100,21 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
         return []
     found = differences(ours, theirs)
     return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
+
+
+def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
+    """An attention kernel of a user's own is part of what parameters mean."""
+    theirs = own_attention((read_config(Path(start.run_dir)) or {}).get("experiment"))
+    kernel = experiment.execution.attention
+    named = kernel if hasattr(kernel, "__qualname__") else type(kernel)
+    ours = stored_name(named) if is_own(kernel) else ""
+    if theirs == ours or (not theirs and is_standard(kernel)):
+        return []
+    here, there = (name or "jaxtrain's own" for name in (ours, theirs))
+    return [
+        f"execution.attention is {here}, there {there}: a kernel of your own is part of the model; "
+        "use the same"
+    ]
 
 
 def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:

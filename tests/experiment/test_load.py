@@ -42,3 +42,28 @@ def test_a_file_imports_what_is_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
     import json
 
     assert json.dumps([1]) == "[1]"
+
+
+def test_a_file_beside_another_experiment_is_not_taken_for_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of one name, in one process; a file that is not imported is nobody's matter."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in "first", "second", "third":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "common_parts.py").write_text(f"def model(rngs):\n    return {name!r}\n")
+        (folder / "common_parts_later.py").write_text("RATE = 0.25\n")
+        text = FILE.format(module="common_parts")
+        if name == "third":
+            text = text.replace("import common_parts as beside", "def beside(rngs): pass")
+            text = text.replace("import common_parts_later", "pass").replace(
+                "beside.model", "beside"
+            )
+            text = text.replace("common_parts_later.RATE", "0.5")
+        (folder / "lab.py").write_text(text)
+    assert load_experiment(tmp_path / "first" / "lab.py").model(None) == "first"
+    with pytest.raises(ValueError, match=r"imports common_parts and means .*second.*first"):
+        load_experiment(tmp_path / "second" / "lab.py")
+    assert load_experiment(tmp_path / "third" / "lab.py").optimizer.learning_rate == 0.5
+    assert load_experiment(tmp_path / "first" / "lab.py").model(None) == "first"

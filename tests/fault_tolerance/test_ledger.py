@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from io import FileIO
 from pathlib import Path
@@ -191,12 +192,13 @@ def test_a_start_that_is_killed_with_its_watch_is_in_the_ledger_of_the_next(tmp_
     killed.keep(now._replace(first=-1))
     assert not list(tmp_path.iterdir()), "it may be refused: the directory is another's"
     killed.keep(now)
-    del killed
+    killed.wait()
     refused = OpenEntry(tmp_path)
     refused.keep(now._replace(first=-1))
     assert not (tmp_path / NAME).exists() and (tmp_path / OPEN).exists()
     later = OpenEntry(tmp_path)
     later.keep(now._replace(step=9, first=5))
+    later.wait()
     (entry,) = read_entries(tmp_path)
     assert (entry.first, entry.done) == (2, 7) and entry.seconds["open"] == 3.0
     assert sum(entry.seconds.values()) == pytest.approx(entry.ended - entry.began)
@@ -210,6 +212,7 @@ def test_an_entry_is_taken_over_once_and_from_an_earlier_start_alone(tmp_path: P
     now = Now("step", 7, time.monotonic(), 0.1, 2, {"step": 5.0})
     early, late = OpenEntry(tmp_path), OpenEntry(tmp_path)
     late.keep(now)
+    late.wait()
     left = (tmp_path / OPEN).read_text()
     early.close(now)
     assert len(read_entries(tmp_path)) == 1, "its own"
@@ -229,6 +232,59 @@ def test_an_entry_is_kept_every_few_seconds(tmp_path: Path, monkeypatch) -> None
     steps = []
     for step in range(12):
         entry.keep(Now("step", step, clock[0], 0.1, 0, {}))
+        entry.wait()
         steps.append(json.loads((tmp_path / OPEN).read_text())["done"])
         clock[0] += 1
     assert steps == [0] * 5 + [5] * 5 + [10] * 2
+
+
+def test_a_start_that_took_no_step_leaves_what_another_keeps(tmp_path: Path) -> None:
+    """It may have been started by mistake on the directory of a run that goes on."""
+    now = Now("step", 7, time.monotonic(), 0.1, 0, {"step": 5.0})
+    goes_on, mistaken = OpenEntry(tmp_path), OpenEntry(tmp_path)
+    goes_on.keep(now)
+    goes_on.wait()
+    mistaken.close(now._replace(first=-1))
+    assert (tmp_path / OPEN).exists() and [e.first for e in read_entries(tmp_path)] == [-1]
+    goes_on.close(now._replace(step=20))
+    assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(-1, 7), (0, 20)]
+
+
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch) -> None:
+    """Neither who keeps an entry, while a write is on its way, nor the end of a start."""
+    hangs, written = threading.Event(), []
+
+    def write(path: Path, text: str) -> None:
+        written.append(text)
+        hangs.wait(60)
+
+    monkeypatch.setattr(ledger, "write_text", write)
+    monkeypatch.setattr(ledger, "WRITE_S", 0.01)
+    monkeypatch.setattr(ledger, "KEEP_S", 0.0)
+    entry, now = OpenEntry(tmp_path), Now("step", 7, time.monotonic(), 0.1, 0, {"step": 5.0})
+    for _ in range(5):
+        entry.keep(now)
+    entry.close(now)
+    assert len(written) == 1 and len(read_entries(tmp_path)) == 1
+    hangs.set()
+
+
+def test_an_entry_that_waits_for_room_is_not_taken_over(tmp_path: Path, monkeypatch) -> None:
+    """Of a start that ended while nothing could be written, or removed."""
+    now = Now("step", 7, time.monotonic(), 0.1, 0, {"step": 5.0})
+    first = OpenEntry(tmp_path)
+    first.keep(now)
+    first.wait()
+    left = (tmp_path / OPEN).read_text()
+
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as readonly:
+        readonly.setattr(ledger, "add_line", refuse)
+        first.close(now._replace(step=9))
+    (tmp_path / OPEN).write_text(left)
+    second = OpenEntry(tmp_path)
+    second.keep(now._replace(first=5))
+    second.close(now._replace(first=5, step=12))
+    assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(0, 9), (5, 12)]

@@ -402,7 +402,7 @@ os.kill(os.getpid(), 6)
     assert code == 2 and not failures and "[0] begins 1" not in told
 
 
-def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None:
+def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise, tmp_path: Path) -> None:
     obeys = "while not asked:\n    time.sleep(0.05)\nsys.exit(75)"
 
     def once(made: Supervisor, told: list[str]) -> None:
@@ -424,7 +424,10 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise) -> None
         made.stop()
 
     began = time.monotonic()
-    code, _, _ = supervise("time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50)
+    record = tmp_path / "run" / "failures.jsonl"
+    record.unlink()
+    code, _, failures = supervise("time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50)
+    assert not failures, "it was ended on purpose"
     assert code == 130 and time.monotonic() - began < 20
 
 

@@ -25,7 +25,8 @@ def test_a_home_that_can_be_written_is_taken(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "jaxtrain"
-    assert list(cache_directory().iterdir()) == [] and caplog.messages == []
+    assert list(tmp_path.iterdir()) == [] and caplog.messages == [], "it may not be needed"
+    assert cache_directory("~/mine") == tmp_path / "mine"
 
 
 def test_else_a_directory_of_the_users_among_the_temporary_ones(
@@ -40,7 +41,7 @@ def test_else_a_directory_of_the_users_among_the_temporary_ones(
     path = cache_directory()
     assert path == cache_directory() and path.parent == temporary
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert "~/.cache/jaxtrain cannot be written" in caplog.messages[0]
+    assert "~/.cache/jaxtrain cannot be used" in caplog.messages[0]
     assert str(path) in caplog.messages[0] and "set HOME" in caplog.messages[0]
 
 

@@ -149,6 +149,21 @@ def test_only_machines_that_stayed_are_grown_onto(
     assert 0 < grew < 120
 
 
+def test_who_has_stayed_is_taken_before_who_has_just_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever their order is, and before one that took part and is gone."""
+    clock, machines = Clock(), Changing("ab")
+    monkeypatch.setattr(rosters, "time", clock)
+    roster, _ = made(machines, FEWER, rejoin_s=10)
+    assert roster.choose(lambda: False)
+    for machines.names in "abef", "abef", "abcdef":
+        clock.now += 6
+        grows = roster.could_grow()
+    assert grows and roster.choose(lambda: False)
+    assert sorted(names(roster)) == [*"abef"]
+
+
 def test_a_machine_that_takes_the_place_of_another_has_not_stayed_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +220,20 @@ def test_a_change_that_leaves_the_rule_as_it_was_is_no_remedy() -> None:
         [clash], {"a": 3}, change=lambda old, _, new: old | new, violations_of=lambda _: [clash]
     )
     assert line == "b is odd; no near value of a alone satisfies every rule; use b=2"
+
+
+@dataclass(frozen=True)
+class Asserting(jaxtrain.DecoderConfig):
+    """A configuration of a user's own that is not polite about what it takes."""
+
+    def __post_init__(self) -> None:
+        assert self.embed % 10 == 0, "embed must be a multiple of 10"
+
+
+def test_a_configuration_that_asserts_hides_no_refusal() -> None:
+    """Its own word is that a remedy does not mend it."""
+    given = experiment({"heads": 5})
+    tried = replace(given, model=Asserting(**{**vars(given.model), "embed": 30}))
+    assert any(
+        "embed=30 does not split over fsdp=4" in v for v in violations_of(tried, {"fsdp": 4})
+    )

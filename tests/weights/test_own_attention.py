@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ def test_a_kernel_that_does_not_say_so_gets_no_part_of_heads_or_rows(
     ):
         violations = own_attention_violations(experiment, sizes)
         assert len(violations) == (not taken) and all(says in each for each in violations)
+    # Those before the stack have their heads split over the stages.
+    (block,) = experiment.model.period
+    before = replace(experiment, model=replace(experiment.model, layers=3, prefix=(block,)))
+    for tried, taken in (experiment, True), (before, heads):
+        violations = own_attention_violations(tried, {"stage": 2})
+        assert len(violations) == (not taken), violations
+        assert all("stage=2 gives each device some of the heads" in each for each in violations)
     sampled = replace(decoder, evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample("a")))
     problems = own_attention_violations(using(sampled, kernel), {})
     assert bool(problems) == (not rows)
@@ -98,14 +106,17 @@ def test_what_a_run_was_trained_with_is_kept_or_refused(
 
     result = train(halved, "own")
     train(exact, "standard")
-    says = "halved, a kernel of your own.*which is another model.*halved.standard = True"
+    says = "halved, a kernel of your own.*which is another model, unless halved.standard = True"
     assert result.session is not None
     with pytest.raises(ValueError, match=r"continues text by.*halved\.standard = True"):
         generate(result.session, "a")
-    for trusted in (), trust:
-        with pytest.raises(ValueError, match=says):
+    for trusted, reason in (
+        ((), "not looked at: .*trust"),
+        (trust, "does not say that it is"),
+    ):
+        with pytest.raises(ValueError, match=f"{says}.*{reason}"):
             generate_text(tmp_path / "own", "a", trust=trusted)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=f"{says}.*{reason}"):
             export(tmp_path / "own", tmp_path / "folder", trust=trusted)
     assert not (tmp_path / "folder").exists()
     with pytest.raises(
@@ -120,3 +131,14 @@ def test_what_a_run_was_trained_with_is_kept_or_refused(
     with pytest.raises(ValueError, match=r"another experiment.*execution\.attention"):
         train(halved, "standard")
     assert train(halved, "own").steps == 1
+    for kernel, name, taken in (
+        (None, "own", False),
+        (exact, "own", False),
+        (halved, "own", True),
+        (halved, "standard", False),
+        (exact, "standard", True),
+    ):
+        start = jaxtrain.FromRun(str(tmp_path / name))
+        tuned = replace(using(saved, kernel), fine_tuning=jaxtrain.FineTuning(start=start))
+        with nullcontext() if taken else pytest.raises(ValueError, match="use the same"):
+            jaxtrain.check(tuned, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from jaxtrain.experiment import Experiment, completed, config_of, resumable
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
+
+log = logging.getLogger(__name__)
 
 
 def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> Checkpoints | None:
@@ -131,10 +134,12 @@ class Saving:
         self.manager.save(step, state, metadata, slots, durable=durable, spare_bytes=spare)
         if failure := self.manager.copy_failure:
             self._copies_fail = True
-            self.tell(
+            told = (
                 f"NOTE the state could not be copied on its devices ({failure}); step {step} was "
                 "copied to the host first, and so are those that follow: the run waits for it"
             )
+            # What other processes tell nobody reads.
+            self.tell(told) if jax.process_index() == 0 else log.warning(told)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
