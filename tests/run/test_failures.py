@@ -19,9 +19,11 @@ import jaxtrain
 from jaxtrain.checkpoint import CheckpointManager, manager, tiers
 from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.cluster import agreement
+from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
 from jaxtrain.run.directory import RunDirectory, left_in
 from jaxtrain.run.memory import memory_remedies
+from jaxtrain.run.session import Session
 from jaxtrain.telemetry.metrics import read_metrics
 
 
@@ -335,3 +337,60 @@ def test_skipped_steps_with_others_between_end_no_run(
     spoilt = replace(own, data=Spoilt(), steps=33)
     result = jaxtrain.train(spoilt, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
     assert result.history[-1]["skipped"] == 22
+
+
+class Failing(jaxtrain.Callback):
+    """Raises after step 4."""
+
+    def after_step(self, run: jaxtrain.Run, step: int) -> None:
+        if step == 4:
+            raise OSError("of a callback")
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A bigram chain whose rows of step 5 cannot be read."""
+
+    vocab: int = 16
+    seq: int = 8
+    isolate_documents: bool = False
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        dataset = BigramChain(self.vocab, self.seq).open(split, seed=seed, cache_dir=cache_dir)
+        whole = dataset.rows
+
+        def rows(indices: Any) -> Any:
+            if np.max(indices) >= 32:
+                raise OSError("of the data")
+            return whole(indices)
+
+        dataset.rows = rows
+        return dataset
+
+
+@pytest.mark.parametrize("phase", ["callback", "load", "step"])
+def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
+    own: jaxtrain.Experiment, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the run has saved since, which is the phase it leaves in."""
+    phases, dispatch = Phases(), Session._dispatch
+
+    def fails(session: Session, batch: Any) -> Any:
+        if phase == "step" and phases.now.step == 4:
+            raise OSError("of a step")
+        return dispatch(session, batch)
+
+    monkeypatch.setattr(Session, "_dispatch", fails)
+    experiment = replace(own, steps=9, data=Torn() if phase == "load" else own.data)
+    with pytest.raises(OSError, match="of (a|the) "):
+        jaxtrain.train(
+            replace(experiment, checkpoints=jaxtrain.SavePolicy(every=100)),
+            jaxtrain.mesh_from_axes(fsdp=2),
+            run_dir=tmp_path / "run",
+            cache_dir=tmp_path / "cache",
+            stream=io.StringIO(),
+            callbacks=[Failing()] if phase == "callback" else [],
+            phases=phases,
+        )
+    assert phases.now.failed_in == phase and phases.now.phase == "finish"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("4")] == ["4"]
