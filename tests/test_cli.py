@@ -343,7 +343,7 @@ def test_every_violation_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> 
     arguments = train_of(8, {"fsdp": 2, "tensor": 4}, heads=6, kv_heads=6, mlp=18, batch=7)()
     assert cli.main(arguments) == 2
     told = capsys.readouterr().err
-    for part in ("heads=6", "kv_heads=6", "mlp=18", "batch=7"):
+    for part in ("heads=6", "kv_heads=6", "hidden=18", "batch=7"):
         assert part in told
 
 

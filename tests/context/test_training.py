@@ -115,7 +115,8 @@ def test_what_does_not_fit_a_mesh_that_cuts_rows_is_told(decoder):
     assert told(decoder, method=TwoLevel(2)) == told(decoder, method=GatheredKeys()) == []
     assert "is for mode='explicit'" in told(decoder, "gspmd", RingAttention())[0]
     short = replace(decoder, data=replace(decoder.data, seq=6))
-    assert "data.seq=6 is not cut evenly over context=4; use seq=4 or 8" in told(short, "gspmd")
+    (line,) = told(short, "gspmd")
+    assert line.startswith("data.seq=6 is not cut evenly over context=4; use seq=4 or 8")
     with pytest.raises(ValueError, match="context='ring' is a str; use"):
         Execution(context="ring")
 

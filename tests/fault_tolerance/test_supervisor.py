@@ -475,3 +475,14 @@ if start == 0:
 """
     _, told, failures = supervise(script)
     assert [each["process"] for each in failures] == [1], told
+
+
+def test_a_wait_before_the_first_start_is_in_no_ledger(tmp_path: Path, monkeypatch) -> None:
+    """That start may be refused, for the directory is another run's."""
+    monkeypatch.setattr(supervising, "POLL_S", -1.0)
+    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    made = Supervisor([], roster, tell=print, run_dir=tmp_path / "run", folder=tmp_path)
+    assert made._waits(lambda: True) and not (tmp_path / "run").exists()
+    made._recorded = True
+    assert made._waits(lambda: True)
+    assert list(read_ledger(tmp_path / "run").seconds) == ["waiting"]

@@ -382,7 +382,7 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
 
     monkeypatch.setattr(Session, "_dispatch", fails)
     experiment = replace(own, steps=9, data=Torn() if phase == "load" else own.data)
-    with pytest.raises(OSError, match="of (a|the) "):
+    with pytest.raises(OSError, match=r"of (a|the) "):
         jaxtrain.train(
             replace(experiment, checkpoints=jaxtrain.SavePolicy(every=100)),
             jaxtrain.mesh_from_axes(fsdp=2),

@@ -425,7 +425,7 @@ def test_skipped_steps_are_counted_from_where_the_run_is_again() -> None:
     readings = Readings(cast(Any, session), cast(Any, quiet), cast(Any, quiet), lambda *_: None)
 
     def give(step: int, skipped: int) -> None:
-        readings.take(step, {"loss": 1.0, "skipped": skipped})
+        readings.take(step, {"loss": 1.0, "weight": 8.0, "skipped": skipped})
         readings.flush()
 
     for step in range(1, SKIPPED_AT_MOST):
