@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.cli.train import KeepLedger
 from jaxtrain.cluster.phases import LOST as LOST_WITHIN
-from jaxtrain.cluster.phases import PHASES, Now
+from jaxtrain.cluster.phases import PHASES, Now, Phases
 from jaxtrain.fault_tolerance import ledger
 from jaxtrain.fault_tolerance.ledger import (
     KINDS,
@@ -288,3 +289,19 @@ def test_an_entry_that_waits_for_room_is_not_taken_over(tmp_path: Path, monkeypa
     second.keep(now._replace(first=5))
     second.close(now._replace(first=5, step=12))
     assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(0, 9), (5, 12)]
+
+
+def test_a_run_without_a_supervisor_keeps_its_own(tmp_path: Path) -> None:
+    """From its first step on; none of several but the first, and none that is watched."""
+    for mine in (False, True):
+        phases = Phases()
+        kept = KeepLedger(tmp_path, phases, mine=mine)
+        assert not list(tmp_path.iterdir())
+        phases.begin_at(3)
+        if kept._entry is not None:
+            kept._entry.wait()
+        assert (tmp_path / OPEN).exists() is mine
+        phases.advance(4)
+        kept.keep()
+        assert (tmp_path / NAME).exists() is mine and not (tmp_path / OPEN).exists()
+    assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(3, 4)]

@@ -17,7 +17,7 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
-from jaxtrain.fault_tolerance.ledger import read_ledger
+from jaxtrain.fault_tolerance.ledger import OPEN, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import Layout
@@ -486,3 +486,23 @@ def test_a_wait_before_the_first_start_is_in_no_ledger(tmp_path: Path, monkeypat
     made._recorded = True
     assert made._waits(lambda: True)
     assert list(read_ledger(tmp_path / "run").seconds) == ["waiting"]
+
+
+def test_what_is_known_of_a_start_is_kept_while_it_goes_on(supervise, tmp_path: Path) -> None:
+    """So that a launch that is killed leaves it; and no longer once it has ended."""
+
+    def once(made: Supervisor, told: list[str]) -> None:
+        path = made.run_dir / OPEN
+        while not path.exists():
+            time.sleep(0.01)
+        (tmp_path / "kept").write_text(path.read_text())
+
+    script = """
+phases.begin_at(0)
+phases.advance(5)
+while not (folder / "kept").exists():
+    time.sleep(0.05)
+"""
+    code, _, _ = supervise(script, during=once, late=50, step=50)
+    assert code == 0 and json.loads((tmp_path / "kept").read_text())["done"] == 5
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ledger.jsonl"]
