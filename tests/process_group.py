@@ -46,7 +46,7 @@ def run(
     arguments: Arguments,
     *,
     modules: Path | None = None,
-    seconds: float = 240,
+    seconds: float = 900,
 ) -> list[str]:
     """As `start`, until all have ended well; what each has said."""
     started = start(folder, processes, arguments, modules=modules)

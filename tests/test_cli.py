@@ -526,7 +526,7 @@ def test_ctrl_c_while_it_compiles_is_no_crash() -> None:
                 time.sleep(5)
                 process.send_signal(signal.SIGINT)
                 break
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130, said
@@ -547,7 +547,7 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
         if line.startswith("step 3/"):
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 75, err
     assert "stopping after this step" in err and "the same command goes on" in out
     stopped = losses("runs/small")[-1][0]
@@ -575,7 +575,7 @@ def test_a_closed_terminal_costs_the_words_and_not_the_run() -> None:
     while b"step 3/" not in said:
         said += os.read(master, 4096)
     os.close(master)
-    assert process.wait(timeout=120) == 75
+    assert process.wait(timeout=600) == 75
     (saved,) = committed_steps(Path("runs/small/checkpoints"))
     assert 3 <= saved < 400 and losses("runs/small")[-1][0] == saved
 
@@ -592,7 +592,7 @@ def test_a_simulated_run_starts_its_process_again_with_huge_pages() -> None:
     process = subprocess.Popen(
         command, env=clean | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in out
     assert f" {process.pid} " in out, "one process, for those who send it signals"

@@ -134,9 +134,9 @@ def test_functions_stay_functions_whatever_was_imported() -> None:
         "assert all(inspect.isfunction(getattr(jaxtrain, name)) for name in names)\n"
         "assert 'run_dir' in inspect.signature(jaxtrain.train).parameters\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=6000)
 
 
 def test_importing_it_does_not_start_jax() -> None:
     script = "import jaxtrain, sys; assert dir(jaxtrain); assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=600)

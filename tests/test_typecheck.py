@@ -124,5 +124,5 @@ def test_outside_the_tests_nothing_is_checked():
         "assert newton_schulz(jnp.zeros((3, 3), int)).shape == (3, 3)\n"
         "assert not hasattr(newton_schulz, '__wrapped__') and 'beartype' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=6000)
     assert len(PACKAGES) == 7

@@ -80,7 +80,7 @@ def test_waiting_is_measured() -> None:
     times = iter([0.0, 5.0, 10.0, 10.25])
 
     def slow(batch: Any) -> Any:
-        release.wait(10)
+        release.wait(60)
         return batch
 
     with loader(slow, clock=lambda: next(times)) as batches:
@@ -106,7 +106,7 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
     release = threading.Event()
 
     def slow(batch: Any) -> Any:
-        release.wait(10)
+        release.wait(60)
         return batch
 
     with loader(slow) as batches:

@@ -103,7 +103,7 @@ def cluster(folder: Path, nodes: str = ONE) -> Iterator[dict[str, str]]:
         for process in reversed(started):
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -84,7 +84,7 @@ def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(after: byt
         worker._popen = SimpleNamespace(stdout=output)  # type: ignore[assignment]
         worker.read(lines.append)
         assert worker._reader is not None
-        worker._reader.join(10)
+        worker._reader.join(60)
         assert worker.lost_another is lost_another
         assert len(lines) == 2 + len(after.splitlines())
 

@@ -28,6 +28,11 @@ RAY = os.environ.get("JAXTRAIN_RAY_PYTHON")
 """The interpreter of an environment with Ray, which is none of our dependencies."""
 
 
+PATIENCE_S, LOOKS = 900, 1800
+"""A scheduler may take its time: on a busy machine ten times as long as on a quiet one. A look at a
+job is half a second after the one before."""
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Of a short path, for sockets; with a `jaxtrain` to call."""
@@ -66,18 +71,22 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         (number,) = re.findall(r"\d+", ran.stdout)
-        for _ in range(500):
+        failed = 0
+        for _ in range(LOOKS):
             show = ["scontrol", "show", "job", number]
             shown = subprocess.run(show, env=environ, capture_output=True, text=True, check=False)
             if "JobState=PENDING" in shown.stdout and "Restarts=1" in shown.stdout:
                 # SLURM waits two minutes before it takes a job again; a test does not.
                 now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
                 subprocess.run(now, env=environ, check=False)
-            if re.search(r"JobState=(COMPLETED|FAILED|CANCELLED)", shown.stdout):
+            # On its way back into the queue a job may be seen in a state that looks like its end.
+            failed = failed + 1 if re.search(r"JobState=(FAILED|CANCELLED)", shown.stdout) else 0
+            if "JobState=COMPLETED" in shown.stdout or failed > 60:
                 break
             time.sleep(0.5)
     said = (folder / "out").read_text()
-    assert "JobState=COMPLETED" in shown.stdout and "Restarts=1" in shown.stdout, said
+    stands = re.findall(r"(?:JobState|Restarts|Reason|ExitCode)=\S+", shown.stdout)
+    assert {"JobState=COMPLETED", "Restarts=1"} <= {*stands}, f"{stands}\n{said}"
     assert said.count("done: 48 steps") == 1 and re.search(r"resuming at step (8|16)\b", said)
     assert sorted(losses(folder, "run")) == list(range(1, 49))
 
@@ -125,10 +134,10 @@ def test_ray_runs_the_script_which_starts_both_again(folder: Path) -> None:
         ran = subprocess.run(
             ["jaxtrain", "launch", "--ray", "--", *train("run")],
             cwd=folder, env={**environ, "RAY_ADDRESS": f"http://127.0.0.1:{port}"},
-            capture_output=True, text=True, timeout=280, check=False,
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
     finally:
-        nodes.communicate(timeout=60)  # its input ends, and with it the cluster
+        nodes.communicate(timeout=PATIENCE_S)  # its input ends, and with it the cluster
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "attempt 1 ended with exit codes [-9]" in ran.stdout
     assert "attempt 2 ended with exit codes [0, 0]" in ran.stdout
@@ -144,7 +153,7 @@ def test_open_mpi_starts_processes_that_find_each_other(folder: Path) -> None:
     ran = subprocess.run(
         ["mpirun", *root, "-n", "2", "--oversubscribe", "jaxtrain", *train("run")],
         cwd=folder, env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("done: 48 steps") == 1

@@ -203,7 +203,7 @@ def run(*arguments):
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.run(
         [Path(sys.executable).parent / "jaxtrain", "compile", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300,
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_it_trains_and_resumes_without_them(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     lines = (run / "metrics.jsonl").read_text().splitlines()
