@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from jaxtrain.drill.namespaces import MAPPED, Network, network, why_not
 from jaxtrain.fault_tolerance.faults import Fault
+from jaxtrain.fault_tolerance.machine_faults import run_command
 
 SMALL = "64m"
 """Of the disk that is filled: some checkpoints of a drilled experiment."""
@@ -67,14 +67,14 @@ def small_disk(folder: Path, processes: int) -> Iterator[None]:
         raise NotHere(f"a file system of its own wants root; {MAPPED} COMMAND may give it")
     folder.mkdir()
     try:
-        _run("mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(folder))
+        run_command("mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(folder))
     except OSError as error:
         raise NotHere(str(error)) from error
     try:
         yield
     finally:
         while os.path.ismount(folder):  # once more where it was made read-only
-            _run("umount", "--lazy", str(folder))
+            run_command("umount", "--lazy", str(folder))
 
 
 @contextmanager
@@ -88,10 +88,3 @@ def cut_network(folder: Path, processes: int) -> Iterator[Network]:
         except OSError as error:
             raise NotHere(str(error)) from error
         yield made
-
-
-def _run(*command: str) -> None:
-    """Raises OSError with what it says."""
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise OSError(ran.stderr.strip())

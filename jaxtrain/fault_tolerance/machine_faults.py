@@ -61,17 +61,18 @@ def refuse_mounting() -> list[str]:
 def make_readonly(run_dir: Path) -> None:
     """Nothing can be made, opened to be written or removed there: it is mounted over itself. Raises
     OSError with what mount says."""
-    _run("mount", "--bind", str(run_dir), str(run_dir))
-    _run("mount", "-o", "remount,bind,ro", str(run_dir))
+    run_command("mount", "--bind", str(run_dir), str(run_dir))
+    run_command("mount", "-o", "remount,bind,ro", str(run_dir))
 
 
 def make_writable(run_dir: Path) -> None:
     """As before it was made read-only."""
     if run_dir.exists() and os.statvfs(run_dir).f_flag & os.ST_RDONLY:
-        _run("umount", "--lazy", str(run_dir))
+        run_command("umount", "--lazy", str(run_dir))
 
 
-def _run(*command: str) -> None:
+def run_command(*command: str) -> None:
+    """Raises OSError with what it says where it fails."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise OSError(ran.stderr.strip())

@@ -104,8 +104,9 @@ class Evaluator:
         refuse_other_fields(data, e, self._assembly.fields)
         self._size = self._assembly.largest_batch // e.microbatches
         if e.evaluation is not None:
-            for batches in (e.evaluation.batches, e.evaluation.final_batches):
-                self._refuse_without_weight(data, self._pieces(batches, data) * self._size)
+            numbers = (e.evaluation.batches, e.evaluation.final_batches)
+            fewest = min(self._pieces(batches, data) for batches in numbers)
+            self._refuse_without_weight(data, fewest * self._size)
         self._data = Ended(data, self._weights)
         self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))

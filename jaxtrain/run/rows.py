@@ -11,7 +11,7 @@ from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.step.batches import Batch, fields_of
-from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, dataset_violations
+from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, Wrapped, dataset_violations
 from jaxtrain.violations import raise_violations
 
 AHEAD = 64
@@ -50,19 +50,12 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     return Weighted(dataset, described.tokens) if unweighted else dataset
 
 
-class Weighted:
+class Weighted(Wrapped):
     """A dataset in which each element of the field `tokens` weighs one."""
 
     def __init__(self, dataset: Any, tokens: str) -> None:
-        self._dataset, self._tokens = dataset, tokens
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that is not made yet
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+        super().__init__(dataset)
+        self._tokens = tokens
 
     def rows(self, indices: np.ndarray) -> Batch:
         rows = self._dataset.rows(indices)

@@ -26,8 +26,12 @@ def is_standard(kernel: Any) -> bool:
 
 def is_own(kernel: Any) -> bool:
     """Whether a kernel is a user's own; None is the platform's."""
-    owner = kernel if hasattr(kernel, "__qualname__") else type(kernel)
-    return kernel is not None and owner.__module__.split(".")[0] != "jaxtrain"
+    return kernel is not None and kernel_kind(kernel).__module__.split(".")[0] != "jaxtrain"
+
+
+def kernel_kind(kernel: Any) -> Any:
+    """The function, or the class of the value, that a kernel is; config.json has its name."""
+    return kernel if hasattr(kernel, "__qualname__") else type(kernel)
 
 
 def kernel_name(kernel: Any) -> str:

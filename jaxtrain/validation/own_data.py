@@ -58,7 +58,22 @@ def _callable(owner: Any, name: str) -> bool:
     return callable(getattr(owner, name, None))
 
 
-class WithinVocabulary:
+class Wrapped:
+    """A dataset whose rows a subclass gives otherwise; all else is the dataset's own."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset: Any = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that is not made yet
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class WithinVocabulary(Wrapped):
     """A dataset whose token ids are those of a model: others would train on what is not there.
 
     names: of the fields that hold ids. vocab: of the model. weights: of the field that says which
@@ -68,16 +83,9 @@ class WithinVocabulary:
     def __init__(
         self, dataset: Dataset, names: tuple[str, ...], vocab: int, weights: str = "weights"
     ) -> None:
-        self._dataset, self._names, self._vocab, self._weights = dataset, names, vocab, weights
+        super().__init__(dataset)
+        self._names, self._vocab, self._weights = names, vocab, weights
         self.rows(np.arange(min(TRIED, len(dataset))))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that is not made yet
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def rows(self, indices: np.ndarray) -> Batch:
         """The rows. Raises ValueError naming the first that has an id beyond the vocabulary."""

@@ -27,7 +27,7 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import match_patterns
-from jaxtrain.validation.own_attention import is_own, is_standard
+from jaxtrain.validation.own_attention import is_own, is_standard, kernel_kind
 from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
 
 PARAMS, AVERAGES = "params.", "ema."
@@ -106,8 +106,7 @@ def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
     """An attention kernel of a user's own is part of what parameters mean."""
     theirs = own_attention((read_config(Path(start.run_dir)) or {}).get("experiment"))
     kernel = experiment.execution.attention
-    named = kernel if hasattr(kernel, "__qualname__") else type(kernel)
-    ours = stored_name(named) if is_own(kernel) else ""
+    ours = stored_name(kernel_kind(kernel)) if is_own(kernel) else ""
     if theirs == ours or (not theirs and is_standard(kernel)):
         return []
     here, there = (name or "jaxtrain's own" for name in (ours, theirs))

@@ -37,10 +37,11 @@ def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
     if metadata.get("experiment") is None:
         return []
     try:
+        config = config_of(experiment)
         found = config_differences(
             {"experiment": metadata["experiment"]},
-            {"experiment": config_of(experiment)},
-            ignore=resumable(metadata["experiment"], config_of(experiment)),
+            {"experiment": config},
+            ignore=resumable(metadata["experiment"], config),
             completed=partial(completed, experiment=experiment),
         )
     except ValueError as error:
