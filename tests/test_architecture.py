@@ -28,6 +28,7 @@ LAYERS = {
     "data": 2,
     "telemetry": 2,
     "collectives": 2,
+    "overlap": 2,
     "attention": 3,
     "nn": 3,
     "context": 4,

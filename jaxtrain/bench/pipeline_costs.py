@@ -25,8 +25,9 @@ from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import Rows, training
 from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.communicators import explicit_communicator
 from jaxtrain.step.pipeline import executor_of, on_device
-from jaxtrain.step.train_step import explicit_communicator, make_reduction
+from jaxtrain.step.train_step import make_reduction
 
 FILL = 1.0
 """What buffers hold. No zeros: on those arithmetic may be none."""

@@ -19,13 +19,14 @@ class Collectives:
     """Algorithms of the explicit step, by what they move; they change no result beyond rounding.
 
     fsdp: weights gathered for use; and parameters that were updated in parts, gathered to be whole
-      again (ZeRO-1 and 2).
+      again (ZeRO-1 and 2). Permutes of `Ring` and `Recursive` are tied to products of the layer
+      that runs meanwhile (`overlap.alongside`).
     tensor: activations between sequence-split and column-split. Sums
       travel in the compute dtype. A `Ring` here is a collective matmul (`matmul.py`). What the
       embedding and the head of a pipeline do over (tensor, stage) is `Lax`'s always.
     weight_gradients: gradients of gathered weights, scattered back to the shards that rest. None:
-      by `fsdp`, a layer's together once all are made. A `Ring` here is a collective matmul where a
-      product makes the gradient, each hop behind a tile of it; the others go by it together.
+      by `fsdp`, once all of a layer are made. A `Ring` here is a collective matmul where a product
+      makes the gradient, each hop behind a tile of it; the others go by it once they are made.
     experts: rows of tokens to the devices of their experts and back: `Padded()`, or `Ragged()` for
       no more than there are, on GPUs and TPUs.
 

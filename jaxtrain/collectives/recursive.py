@@ -13,37 +13,26 @@ from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.ring import permute, shift
-from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
 
 
 @dataclass(frozen=True)
 class Recursive:
     """Collectives in ceil(log2 n) steps, each to a partner twice as far; an `Algorithm`.
 
-    all_gather, reduce_scatter: Bruck's, any n, bandwidth-optimal too. all_reduce: doubling, whole
+    all_gather, reduce_scatter: doubling and halving, with no copies but of what is sent and what
+    arrives; Bruck's where n is no power of two; bandwidth-optimal both. all_reduce: doubling, whole
     buffers, two steps more where n is no power of two. all_to_all: Bruck's, half the buffer a
     step. broadcast, reduce, scatter, gather: binomial trees.
     """
 
     def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
-        # Bruck et al. 1997: with m tiles held, min(m, n - m) come from the device m further on, so
-        # that m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
         n = lax.axis_size(axes)
-        held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
-        while len(held) < n:
-            held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
-        return join_tiles(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+        return (_bruck_gather if n & (n - 1) else _doubling_gather)(x, axes, dim)
 
     def reduce_scatter(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
-        # all_gather run backwards: what was received is sent back, and added to what it came from.
         n = lax.axis_size(axes)
-        sums = jnp.roll(tiles(x, n, dim), -lax.axis_index(axes), axis=0)
-        for distance in reversed(_powers(n)):
-            back = shift(sums[distance:], axes, distance)
-            # Padded, not added in place: XLA:CPU of jax 0.11 crashes on that.
-            padding = [(0, distance - len(back))] + [(0, 0)] * (back.ndim - 1)
-            sums = sums[:distance] + jnp.pad(back, padding)
-        return jnp.moveaxis(sums[0], 0, dim)
+        return (_bruck_scatter if n & (n - 1) else _halving_scatter)(x, axes, dim)
 
     def all_reduce(self, x: jax.Array, axes: MeshAxes) -> jax.Array:
         # Recursive doubling: after step k device i holds the sum over the 2^(k+1) devices whose
@@ -111,6 +100,55 @@ class Recursive:
             pairs = [(b, a) for a, b in _tree_pairs(n, root, distance)]
             held = jnp.concatenate([held, permute(held, axes, pairs)])
         return only_on(root, join_tiles(jnp.roll(held[:n], root, axis=0), dim), axes)
+
+
+def _doubling_gather(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
+    # After step k device i has the 2^(k+1) tiles whose numbers differ from its own in the lowest
+    # k + 1 bits; they lie side by side, at their place in the result.
+    n, me, size = lax.axis_size(axes), lax.axis_index(axes), x.shape[dim]
+    shape = [*x.shape[:dim], n * size, *x.shape[dim + 1 :]]
+    whole = vary(lax.empty(tuple(shape), x.dtype), varying_axes(x))
+    whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
+    for distance in _powers(n):
+        mine = me // distance * distance
+        sent = lax.dynamic_slice_in_dim(whole, mine * size, distance * size, dim)
+        arrived = permute(sent, axes, [(i, i ^ distance) for i in range(n)])
+        whole = lax.dynamic_update_slice_in_dim(whole, arrived, (mine ^ distance) * size, dim)
+    return whole
+
+
+def _halving_scatter(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
+    # _doubling_gather run backwards.
+    n, me = lax.axis_size(axes), lax.axis_index(axes)
+    for distance in reversed(_powers(n)):
+        half = x.shape[dim] // 2
+        mine = me // distance % 2
+        sent = lax.dynamic_slice_in_dim(x, (1 - mine) * half, half, dim)
+        kept = lax.dynamic_slice_in_dim(x, mine * half, half, dim)
+        x = kept + permute(sent, axes, [(i, i ^ distance) for i in range(n)])
+    return x
+
+
+def _bruck_gather(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
+    # Bruck et al. 1997: with m tiles held, min(m, n - m) come from the device m further on, so
+    # that m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
+    n = lax.axis_size(axes)
+    held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
+    while len(held) < n:
+        held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
+    return join_tiles(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+
+
+def _bruck_scatter(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
+    # _bruck_gather run backwards: what was received is sent back, and added to what it came from.
+    n = lax.axis_size(axes)
+    sums = jnp.roll(tiles(x, n, dim), -lax.axis_index(axes), axis=0)
+    for distance in reversed(_powers(n)):
+        back = shift(sums[distance:], axes, distance)
+        # Padded, not added in place: XLA:CPU of jax 0.11 crashes on that.
+        padding = [(0, distance - len(back))] + [(0, 0)] * (back.ndim - 1)
+        sums = sums[:distance] + jnp.pad(back, padding)
+    return jnp.moveaxis(sums[0], 0, dim)
 
 
 def _powers(n: int) -> list[int]:

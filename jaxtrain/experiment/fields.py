@@ -142,8 +142,8 @@ class Execution:
       `collectives`. `Rounded` sends them in bfloat16. `Compressed` changes what is learned, a
       little, and a resumed run keeps it.
     small_leaf: gradients of leaves up to so many elements (a device's part) are summed, scattered
-      and, updated by ZeRO-1 and 2, gathered together;
-      leaves of up to so many in all are not compressed.
+      and, updated by ZeRO-1 and 2, gathered together; leaves of up to so many in all are not
+      compressed.
     reduce_layers: sum the gradients of each layer within the backward pass, beside the arithmetic
       of the layer below it, and not once a step after it; `small_leaf` then counts in a layer. With
       microbatches the bytes of these sums are sent once each: `microbatches` times as many. What

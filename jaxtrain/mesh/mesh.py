@@ -76,6 +76,11 @@ class MeshSpec:
         return self.path or self.name
 
     @property
+    def platform(self) -> str:
+        """JAX's name of the platform the mesh runs on."""
+        return "cpu" if self.simulated else self.chip.platform
+
+    @property
     def shape(self) -> dict[str, int]:
         """Sizes of all mesh axes: those of the file in its order, then the others with size 1."""
         return dict(self.axes) | {a: 1 for a in MESH_AXES if a not in dict(self.axes)}

@@ -177,6 +177,7 @@ class LayeredModel(nnx.Module):
             loop=loop,
             frozen=comm.frozen_of(stacked, STACK),
             tiled=comm.tiled_products(STACK, lambda other: self.stack(other)[1]),
+            flops_per_byte=comm.tied_flops_per_byte,
         )
         return layers(stacked, x, context)
 

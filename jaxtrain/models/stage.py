@@ -106,6 +106,7 @@ class ModelStage:
                 k.removeprefix(STACK) for k in self.inner.frozen if k.startswith(STACK)
             ),
             tiled=self.inner.tiled_products(STACK, self._body),
+            flops_per_byte=self.inner.tied_flops_per_byte,
         )
 
     def _reduce_chunk(self, grads: Arrays, at: At) -> Arrays:

@@ -1,7 +1,8 @@
 """Leaves that travel together: one collective per dtype and set of mesh axes.
 
 A block has six to nine matrices; one all-gather of them all costs one latency, and the contract
-counts one collective. The price is a copy of the bytes on either side, which fuses with the cast.
+counts one collective. The price is a copy of the bytes on either side, which fuses with the cast;
+where collectives are permutes of ours, large leaves do without (`travelling_together`).
 So travel the parameters of a block, and the small leaves on their way to ZeRO-1/2 owners and back.
 """
 
@@ -15,9 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.collectives.algorithm import Algorithm
+from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
+from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.tiles import stack_tiles
 from jaxtrain.mesh.sharding import Dims
+from jaxtrain.overlap.spans import bundle_count
 
 Arrays = dict[str, jax.Array]
 LeafSplits = dict[str, tuple[int, tuple[str, ...]]]
@@ -55,6 +59,23 @@ def bundles(split: LeafSplits, parts: Mapping[str, int], small_leaf: int) -> lis
     """The leaves of which a device's part has up to `small_leaf` elements; each other one alone."""
     small = {name: way for name, way in split.items() if parts[name] <= small_leaf}
     return [small, *({name: way} for name, way in split.items() if name not in small)]
+
+
+def travelling_together(by: Algorithm, split: LeafSplits, arrays: Arrays) -> list[LeafSplits]:
+    """Which leaves travel in one bundle: by `Lax` all of a dtype and a set of axes; by permutes of
+    ours all but the largest, which need no copies then. Not each alone: products are few, and so
+    are permutes that hide behind one."""
+    if isinstance(by, Lax):
+        return [split]
+    found = []
+    for group, names in _groups(arrays, split).items():
+        others = jax.lax.axis_size(group.axes) - 1
+        steps = others.bit_length() if isinstance(by, Recursive) else others
+        names = sorted(names, key=lambda name: (-arrays[name].size, name))
+        alone, rest = names[: bundle_count(steps) - 1], names[bundle_count(steps) - 1 :]
+        found += [{name: split[name]} for name in alone]
+        found += [{name: split[name] for name in rest}] if rest else []
+    return found
 
 
 def gather_bundle(arrays: Arrays, split: LeafSplits, by: Algorithm) -> Arrays:

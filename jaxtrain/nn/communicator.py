@@ -64,6 +64,12 @@ class Communicator(Protocol):
         """Tokens whose logits exist at one time where the head does not say."""
         ...
 
+    @property
+    def tied_flops_per_byte(self) -> float | None:
+        """What the device computes while its link carries a byte of weights, where permutes of
+        weights are to be tied to products (`overlap.alongside`); None where they are not."""
+        ...
+
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
         """Parameters as they are used: whole over the axes that only split them at rest, in the
         compute dtype or in 8 bits; not before `after` exists, which is returned: where a gather
@@ -200,6 +206,10 @@ class Local:
     """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
     expert_matrices: frozenset[str] = frozenset()
     """Full names of those of experts, which `experts` multiplies by."""
+
+    @property
+    def tied_flops_per_byte(self) -> float | None:
+        return None
 
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.narrow(params, prefix):

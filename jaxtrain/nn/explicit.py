@@ -15,13 +15,20 @@ from jaxtyping import Array, Int
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.exchange import Exchange
+from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import Index, MeshAxes, vary
 from jaxtrain.mesh.axes import STACKING_AXES, TOKEN_AXES, keeps_dtype
 from jaxtrain.mesh.sharding import EXPERT, STAGE, Leaf, ways
-from jaxtrain.nn.bundle import LeafSplits, gather_bundle, rounds, scatter_bundle
+from jaxtrain.nn.bundle import (
+    LeafSplits,
+    gather_bundle,
+    rounds,
+    scatter_bundle,
+    travelling_together,
+)
 from jaxtrain.nn.communicator import (
     Arrays,
     Attend,
@@ -61,6 +68,8 @@ class Explicit(Local):
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
     counted: frozenset[str] = frozenset()
     """Full names of leaves whose gradients count tokens: in their own dtype on the wire."""
+    flops_per_byte: float = 0.0
+    """What a device computes while its link carries a byte of weights; 0 where that is unknown."""
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
     sequence: tuple[str, ...] = ()
@@ -73,6 +82,12 @@ class Explicit(Local):
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sizes)
+
+    @property
+    def tied_flops_per_byte(self) -> float | None:
+        by = self.collectives
+        permutes = any(not isinstance(each, Lax) for each in (by.fsdp, by.scatters))
+        return self.flops_per_byte if permutes and self.gather_weights else None
 
     def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.gather_weights:
@@ -91,8 +106,10 @@ class Explicit(Local):
         if not self.gather_weights:
             return whole
         sent = {k: quantized.as_sent(w) for k, w in whole.items()}
+        by = self.collectives.fsdp
         for split in self._bundles(params, prefix):
-            sent = gather_bundle(sent, split, self.collectives.fsdp)
+            for part in travelling_together(by, split, sent):
+                sent = gather_bundle(sent, part, by)
         return {k: quantized.received(w, sent[k]) for k, w in whole.items()}
 
     def fetch_once(self, params: Arrays) -> Arrays:
@@ -141,8 +158,10 @@ class Explicit(Local):
             k: g if prefix + k in self.counted else g.astype(self.reduce_dtype)
             for k, g in grads.items()
         }
+        by = self.collectives.scatters
         for split in reversed(self._bundles(grads, prefix)):
-            grads = scatter_bundle(grads, split, self.collectives.scatters)
+            for part in travelling_together(by, split, grads):
+                grads = scatter_bundle(grads, part, by)
         return {**grads, **(tiles or {})}
 
     def _bundles(self, params: Weights, prefix: str) -> list[LeafSplits]:

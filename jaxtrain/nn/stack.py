@@ -2,8 +2,9 @@
 
 Why by hand: in an ordinary differentiated scan a prefetched weight is part of the carry, so every
 layer's full weights are kept for the backward pass (12x the memory in a trial). Here the residuals
-are block inputs and what the remat policy names; weights are fetched again, one layer ahead of
-their use, and gradients leave one layer behind, so that both hide behind a layer's arithmetic.
+are block inputs and what the remat policy names; weights but the last layer's are fetched again,
+one layer ahead of their use, and gradients leave one layer behind, so that both hide behind a
+layer's arithmetic.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.quantized.products import differentiated, standing_for
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
+from jaxtrain.overlap.alongside import Call, alongside
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
@@ -45,8 +47,9 @@ class LayerLoop:
       memory, names of `remat.OFFLOAD`: less of the chip's memory, and each goes over the link to
       the host twice.
     prefetch: fetch the next layer's weights during this layer (scanned loops only).
-    reshard_after_forward: fetch weights again in the backward pass (ZeRO-3) or keep them from the
-      forward pass: less communication, the memory of all layers' weights.
+    reshard_after_forward: fetch weights again in the backward pass (ZeRO-3; where a loop prefetches
+      all but the last layer's, with which it begins) or keep them from the forward pass: less
+      communication, the memory of all layers' weights.
     """
 
     unroll: bool = False
@@ -62,7 +65,9 @@ class Layers:
 
     body: what a layer does. fetch turns one layer's parameters into what `body` uses, and scatter
     is its adjoint. frozen: names of parameters that are not differentiated. tiled: how some get
-    gradients that need no scatter; None where there are none.
+    gradients that need no scatter; None where there are none. flops_per_byte: what a device
+    computes while its link carries a byte of weights, by which permutes of weights are tied to
+    products of layers; None: the compiler alone orders them.
 
     Leaves of `params` are stacked on dim 0, as they rest; `extras` (positions, segment ids, keys)
     are not differentiated.
@@ -74,6 +79,7 @@ class Layers:
     loop: LayerLoop
     frozen: frozenset[str] = frozenset()
     tiled: TiledProducts | None = None
+    flops_per_byte: float | None = None
 
     def __call__(self, params: Arrays, x: Stream, extras: PyTree) -> Stream:
         """x after all layers."""
@@ -86,6 +92,14 @@ class Layers:
         arrays."""
         y, (_, _, saved) = _forward(self, params, x, extras)
         return y, saved
+
+    def side_by_side(self, compute: Call, communicate: Call) -> tuple[Any, Any]:
+        """The results of both, of which neither waits for the other."""
+        if self.flops_per_byte is not None:
+            return alongside(compute, communicate, flops_per_byte=self.flops_per_byte)
+        (run, run_args), (move, move_args) = compute, communicate
+        moved = move(*move_args)
+        return run(*run_args), moved
 
     def backward(
         self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
@@ -195,13 +209,21 @@ Residuals = tuple[Arrays, PyTree, PyTree]
 last layer's is by itself."""
 
 
-def _forward(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> tuple[Stream, Residuals]:
+def _forward(
+    stack: Layers, params: Arrays, x: Stream, extras: PyTree, keep_last: bool = False
+) -> tuple[Stream, Residuals]:
     """x after all layers, and what the backward pass needs: with prefetch the loop carries the
-    weights of the layer to come, fetched while this one is computed."""
+    weights of the layer to come, fetched while this one is computed.
+
+    keep_last: a prefetching loop keeps the last layer's weights, with which the backward pass
+    begins. For where that follows at once: with many microbatches under way it would keep as many
+    layers' weights."""
     loop, layers = stack.loop, depth(params)
     keep = not loop.reshard_after_forward
 
-    def layer_step(x: Stream, weights: Weights, layer: Index) -> tuple[Stream, Kept]:
+    def layer_step(
+        x: Stream, weights: Weights, extras: PyTree, layer: Index
+    ) -> tuple[Stream, Kept]:
         y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
@@ -213,28 +235,29 @@ def _forward(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> tuple[
         out = []
         for layer in range(layers):
             weights, x = fetched(layer, x)
-            x, saved = layer_step(x, weights, layer)
+            x, saved = layer_step(x, weights, extras, layer)
             out.append(saved)
         return x, (params, extras, out)
     if not loop.prefetch:
 
         def step(x: Stream, layer: Index) -> tuple[jax.Array, Any]:
             weights, x = fetched(layer, x)
-            return layer_step(x, weights, layer)
+            return layer_step(x, weights, extras, layer)
 
         x, out = lax.scan(step, x, jnp.arange(layers))
         return x, (params, extras, out)
 
     def ahead(carry: tuple[Stream, Weights], layer: Index) -> tuple[tuple[Stream, Weights], Kept]:
         x, weights = carry
-        following, x = fetched(layer + 1, x)
-        x, saved = layer_step(x, weights, layer)
+        shards, x = pinned_slice(params, layer + 1, x)
+        compute = (layer_step, (x, weights, extras, layer))
+        (x, saved), following = stack.side_by_side(compute, (stack.fetch, (shards,)))
         return (x, following), saved
 
     weights, x = fetched(0, x)
     (x, last), out = lax.scan(ahead, (x, weights), jnp.arange(layers - 1))
-    x, saved = layer_step(x, last, layers - 1)
-    return x, (params, extras, (out, saved))
+    x, (saved, _) = layer_step(x, last, extras, layers - 1)
+    return x, (params, extras, (out, (saved, last if keep or keep_last else None)))
 
 
 def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Arrays, Stream, None]:
@@ -279,37 +302,43 @@ def _backward_prefetched(
 ) -> tuple[Arrays, Stream, None]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)) = residuals
-    layers = depth(params)
+    layers, kept = depth(params), out[1] is not None
     if weights is None:
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
-    def fetched(layer: Index, dx: Stream) -> tuple[Weights, Stream]:
-        shards, dx = pinned_slice(params, layer, dx)
-        return stack.fetch(shards), dx
+    def pull_back(
+        saved: Saved, weights: Weights, dx: Stream, *, before: Index | None, pending: Made | None
+    ) -> tuple[tuple[Made, Stream], tuple[Arrays | None, Weights | None]]:
+        """A layer's gradients; meanwhile those that are pending are scattered, and the weights of
+        the layer `before` fetched."""
+        shards = None
+        if before is not None:
+            shards, dx = pinned_slice(params, before, dx)
+
+        def communicate(pending: Made | None, shards: Arrays | None) -> tuple[Any, Any]:
+            done = None if pending is None else scattered(stack, pending, params)
+            return done, None if shards is None else stack.fetch(shards)
+
+        compute = (Saved.pull_back, (saved, weights, extras, dx))
+        return stack.side_by_side(compute, (communicate, (pending, shards)))
 
     def step(
-        carry: tuple[Stream, PyTree, Made], at: tuple[Index, Kept]
-    ) -> tuple[tuple[Stream, PyTree, Made], Arrays]:
-        dx, weights, pending = carry
-        layer, (saved, kept) = at
-        done = scattered(stack, pending, params)
-        if kept is None:
-            following, dx = fetched(jnp.maximum(layer - 1, 0), dx)
-        else:
-            weights, following = kept, ()
-        dw, dx = saved.pull_back(weights, extras, dx)
-        return (dx, following, dw), done
+        carry: tuple[Stream, Any, Made], at: tuple[Index, Any]
+    ) -> tuple[tuple[Stream, Any, Made], Any]:
+        dx, fetched, pending = carry
+        layer, (saved, own) = at
+        before = None if kept else jnp.maximum(layer - 1, 0)
+        weights = own if kept else fetched
+        made, (done, fetched) = pull_back(saved, weights, dx, before=before, pending=pending)
+        return (made[1], fetched, made[0]), done
 
+    before = None if kept or layers == 1 else layers - 2
+    (pending, dx), (_, fetched) = pull_back(saved, weights, dy, before=before, pending=None)
     if layers == 1:
-        dw, dx = saved.pull_back(weights, extras, dy)
-        return jax.tree.map(lambda g: g[None], scattered(stack, dw, params)), dx, None
-    following: PyTree = ()
-    if out[1] is None:
-        following, dy = fetched(layers - 2, dy)
-    pending, dx = saved.pull_back(weights, extras, dy)
-    carry = (dx, following, pending)
-    (dx, _, pending), grads = lax.scan(step, carry, (jnp.arange(layers - 1), out), reverse=True)
+        return jax.tree.map(lambda g: g[None], scattered(stack, pending, params)), dx, None
+    turns = (jnp.arange(layers - 1), out)
+    (dx, _, pending), grads = lax.scan(step, (dx, fetched, pending), turns, reverse=True)
     first = scattered(stack, pending, params)
     grads = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grads)
     return grads, dx, None
@@ -334,4 +363,4 @@ def _run_backward(
     return {k: grads.get(k) for k in residuals[0]}, dx, None
 
 
-_run.defvjp(_forward, _run_backward)
+_run.defvjp(partial(_forward, keep_last=True), _run_backward)

@@ -7,6 +7,7 @@ a program into memory, and says so only in its log, if at all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -75,23 +76,49 @@ def opaque_flops(assembly: Assembly) -> float:
     """FLOPs of one device's step in kernels that no program shows. Of attention: of the (query,
     key) pairs the mask leaves of whole rows two products forward, and once more where remat keeps
     no output; five backward (Dao et al. 2022). Of experts: of all rows that are multiplied."""
-    if assembly.description is None or assembly.description.tokens is None:
-        return 0.0
     remat, total = assembly.loop.remat, 0.0
+    stages, microbatches = assembly.sizes.get(STAGE, 1), assembly.experiment.microbatches
+    for call, forward in _opaque_calls(assembly):
+        if isinstance(call, ExpertCall):
+            times = 3 + (remat != "none")
+        else:
+            times = 1 + (remat in ("full", "dots")) + 2.5
+        total += forward * microbatches * times / stages
+    return total
+
+
+def least_kernel_flops(assembly: Assembly) -> float:
+    """FLOPs that each of those kernels has at the least, each time it runs; 0 where there is none.
+    Of attention a forward pass, on a mesh with `context` none; of experts one product of a chunk of
+    their rows."""
+    found = [math.inf]
+    for call, forward in _opaque_calls(assembly):
+        if isinstance(call, ExpertCall):
+            found.append(forward / len(call.weights) / expert_chunks(assembly, call))
+        else:
+            found.append(0.0 if assembly.context is not None else forward)
+    return 0.0 if min(found) == math.inf else min(found)
+
+
+def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
+    """The calls of kernels that no program shows, with the FLOPs of a forward pass of one device's
+    microbatch in one layer."""
+    if assembly.description is None or assembly.description.tokens is None:
+        return []
     seq = assembly.abstract_batch()[assembly.described.tokens].shape[2]
     tensor, stages = ways(assembly.tensor, assembly.sizes), assembly.sizes.get(STAGE, 1)
+    rows = assembly.largest_batch / assembly.experiment.microbatches
+    found: list[tuple[Operation, float]] = []
     for call in calls(assembly):
         if not isinstance(kernel_of(assembly, call), OPAQUE):
             continue
         if isinstance(call, ExpertCall):
-            made = _expert_flops(assembly, call) * assembly.experiment.microbatches
-            total += made * (3 + (remat != "none")) / (tensor * stages)
+            found.append((call, _expert_flops(assembly, call) / tensor))
         elif isinstance(call, AttentionCall):
-            again = 1 if remat in ("full", "dots") else 0
             computed = replace(call, needed=None).flops
-            whole = computed.flops(computed.pairs(seq)) * assembly.largest_batch
-            total += whole * (1 + again + 2.5) / assembly.spec.devices
-    return total
+            whole = computed.flops(computed.pairs(seq)) * rows
+            found.append((call, whole * stages / assembly.spec.devices))
+    return found
 
 
 def _operation_flops(assembly: Assembly, call: Operation) -> float | None:

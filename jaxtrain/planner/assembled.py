@@ -106,6 +106,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
             loop.remat,
             loop.prefetch and not _splits_backward(assembly),
             loop.reshard_after_forward or _keeps_residuals(assembly) or _splits_backward(assembly),
+            assembly.pipeline is None,
             e.execution.expert_chunk,
         ),
         compute=jnp.dtype(e.precision.compute).name,

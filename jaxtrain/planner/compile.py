@@ -18,15 +18,16 @@ from jaxtrain.attention.kernels import Reference
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.absent import absent_mesh
 from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.links import scope_of
 from jaxtrain.mesh.memory_pool import memory_fraction
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.models.description import AttentionCall, ExpertCall
 from jaxtrain.moe.block_loop import BlockLoop
-from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
+from jaxtrain.planner.arithmetic import asked_flops, least_kernel_flops, opaque_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
 from jaxtrain.planner.overhead import Overhead, overhead
-from jaxtrain.planner.seconds import matmul_seconds, scope_of
+from jaxtrain.planner.seconds import matmul_seconds
 from jaxtrain.run.check import CheckReport, check_anywhere
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.running_kernels import kernels_of
@@ -292,7 +293,8 @@ def _overlap(text: str, assembly: Assembly) -> dict[Key, Tally]:
     """Of each key of `sent`, what mixes dtypes with each; nothing of an unscheduled program."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         return {}
-    parts = (replace(each, parts=(part,)) for each in overlaps(text) for part in each.parts)
+    found = overlaps(text, least_kernel_flops(assembly))
+    parts = (replace(each, parts=(part,)) for each in found for part in each.parts)
     several = [part for part in parts if part.parts[0].group_size > 1]
     links, rate = dict(assembly.spec.links), assembly.product_flops
 

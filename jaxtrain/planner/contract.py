@@ -20,7 +20,6 @@ import numpy as np
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.defaults import platform_of
 from jaxtrain.telemetry.hlo.collectives import SENT, Collective
 from jaxtrain.telemetry.hlo.groups import Groups
 
@@ -120,7 +119,7 @@ def contract(
     predicted = _totals(sent, assembly.sizes)
     found = collective_totals(compiled, assembly.sizes)
     unread = set(collective_totals((each for each in compiled if each.in_branch), assembly.sizes))
-    lines, joins = [], platform_of(assembly.spec) == "gpu"
+    lines, joins = [], assembly.spec.platform == "gpu"
     for key in sorted({**predicted, **found}):
         count, size = predicted.get(key, (0, 0.0))
         compiled_count, compiled_size = found.get(key, (0, 0.0))
@@ -150,7 +149,7 @@ def _handed_collectives(
 def as_compiled(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
     """`sent` as the platform's compiler is known to change it, and those changes in words."""
     wide = [_widen(each) for each in sent]
-    if platform_of(assembly.spec) != "cpu" or wide == sent:
+    if assembly.spec.platform != "cpu" or wide == sent:
         return sent, ()
     return wide, ("XLA:CPU sends bf16 as fp32",)
 

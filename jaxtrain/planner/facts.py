@@ -30,22 +30,24 @@ class LeafFacts:
 @dataclass(frozen=True)
 class LoopFacts:
     """How the loop over layers runs: `nn.stack.LayerLoop`'s fields, and `Execution`'s
-    `expert_chunk`."""
+    `expert_chunk`. keeps_last: with prefetch, the last layer's weights for the backward pass."""
 
     unroll: bool
     remat: str
     prefetch: bool
     reshard: bool
+    keeps_last: bool = False
     expert_chunk: int | None = None
 
     def fetched_again(self, layers: int) -> int:
         """How often the backward pass of a stack of `layers` gathers a layer's weights. A
-        prefetching loop does it once more than there are layers: its last turn fetches for a turn
-        that does not come. (A loop of one turn is no loop to a compiler, which then drops what is
-        not used.)"""
+        prefetching loop does it once more than others: its last turn fetches for a turn that does
+        not come. (A loop of one turn is no loop to a compiler, which then drops what is not
+        used.)"""
         if not self.reshard:
             return 0
-        return layers + (self.prefetch and not self.unroll and layers > 2)
+        ahead = self.prefetch and not self.unroll
+        return layers + (ahead and layers > 2) - (ahead and self.keeps_last)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.mesh.mesh import SCOPES, MeshSpec
+from jaxtrain.mesh.links import scope_of
 from jaxtrain.models.description import ExpertCall, products
 from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
@@ -104,21 +104,3 @@ def matmul_seconds(assembly: Assembly) -> float:
     of_products = train_flops(2 * met * seq * rows)
     seconds = (flops - of_products) / assembly.peak_flops + of_products / assembly.product_flops
     return seconds / assembly.spec.devices
-
-
-def scope_of(axes: MeshAxes, spec: MeshSpec) -> str:
-    """The slowest kind of link that groups along mesh axes cross: devices are numbered by the mesh
-    axes in their order, the last one's side by side."""
-    names = [axis for axis, _ in spec.axes]
-    outermost = min((names.index(axis) for axis in axes), default=len(names))
-    span = math.prod(size for _, size in spec.axes[outermost:])
-    slice_ = math.prod(map(int, spec.topology.split("x"))) if spec.topology else None
-    if slice_ is not None:
-        slice_ *= spec.chip.devices_per_chip
-    reach = {"host": spec.devices_per_host, "slice": slice_, "cluster": None, "wan": None}
-    scopes = [scope for scope in SCOPES if scope in dict(spec.links)]
-    for scope in scopes:
-        within = reach[scope]
-        if within is None or span <= within:
-            return scope
-    return scopes[-1]

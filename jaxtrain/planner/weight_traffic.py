@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtrain.mesh.axes import keeps_dtype
+from jaxtrain.overlap.spans import bundle_count
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
 from jaxtrain.planner.tokens.experts import EXPERT
@@ -66,10 +67,9 @@ def gathers(
         return "uint8" if name in narrow else whole
 
     found = []
-    for axes, name, elements in _group(facts, leaves, dtype):
-        found += collective_traffic(
-            facts, why, "all_gather", facts.by.fsdp, axes, name, elements // layers
-        )
+    by = facts.by.fsdp
+    for axes, name, elements in _group(facts, leaves, dtype, by, layers):
+        found += collective_traffic(facts, why, "all_gather", by, axes, name, elements)
     return found
 
 
@@ -77,11 +77,9 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     """Gradients of those that are trained summed and scattered back, in the dtype of sums."""
     leaves, by, found = _trained_leaves(leaves), facts.by.weight_gradients, []
     tiled = _tiled(facts, leaves)
-    for axes, name, elements in _group(
-        facts, {k: v for k, v in leaves.items() if k not in tiled}, lambda _: facts.reduce
-    ):
-        size = elements // layers
-        found += collective_traffic(facts, why, "reduce_scatter", by, axes, name, size)
+    others = {k: v for k, v in leaves.items() if k not in tiled}
+    for axes, name, elements in _group(facts, others, lambda _: facts.reduce, by, layers):
+        found += collective_traffic(facts, why, "reduce_scatter", by, axes, name, elements)
     for leaf, axes in tiled.items():
         size = local_elements(facts, leaves[leaf], leaves[leaf].in_use) // layers
         line = f"{why}, in tiles"
@@ -127,17 +125,25 @@ def _trained_leaves(leaves: Leaves) -> Leaves:
 
 
 def _group(
-    facts: StepFacts, leaves: Leaves, dtype: Callable[[str], str]
+    facts: StepFacts, leaves: Leaves, dtype: Callable[[str], str], by: str, layers: int
 ) -> Iterator[tuple[MeshAxes, str, int]]:
-    """(mesh axes gathered, dtype, elements then) of leaves that are split at rest only: those that
-    are gathered together. A leaf with several such dims takes a turn for each."""
-    held = {name: local_elements(facts, leaf, leaf.params) for name, leaf in leaves.items()}
+    """(mesh axes gathered, dtype, elements then) of one layer in `layers`, of leaves that are split
+    at rest only: those that are gathered together, by `lax` all, else all but the largest. A leaf
+    with several such dims takes a turn for each."""
+    held = {k: local_elements(facts, leaf, leaf.params) // layers for k, leaf in leaves.items()}
     for turn in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
-        found: dict[tuple[MeshAxes, str], int] = defaultdict(int)
+        found: dict[tuple[MeshAxes, str], list[int]] = defaultdict(list)
         for name, axes in turn.items():
             held[name] *= ways(facts, axes)
-            found[axes, dtype(name)] += held[name]
-        yield from ((*key, elements) for key, elements in found.items())
+            found[axes, dtype(name)].append(held[name])
+        for key, elements in found.items():
+            others = ways(facts, key[0]) - 1
+            steps = others.bit_length() if by == "recursive" else others
+            alone = 0 if by == "lax" else bundle_count(steps) - 1
+            by_size = sorted(elements, reverse=True)
+            yield from ((*key, each) for each in by_size[:alone])
+            if rest := by_size[alone:]:
+                yield *key, sum(rest)
 
 
 def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, MeshAxes]]:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.defaults import default_collectives
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import Rows
@@ -40,7 +41,6 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.optimizer import SHARDED
 from jaxtrain.step.batches import DOCUMENTS, PlacedRows, token_fields
-from jaxtrain.step.defaults import default_collectives, platform_of
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.on_stages import OnStages, on_stages, split_in_slots
 from jaxtrain.step.platform_kernels import Sequences, types_checked, with_kernels
@@ -179,7 +179,7 @@ class Assembly:
     def compiler_options(self) -> dict[str, Any]:
         """The mesh's own. On CPU also KEEP_BARRIERS."""
         options: dict[str, Any] = dict(self.spec.compiler_options)
-        if platform_of(self.spec) == "cpu":
+        if self.spec.platform == "cpu":
             off = (options.get("xla_disable_hlo_passes"), KEEP_BARRIERS)
             options["xla_disable_hlo_passes"] = ",".join(filter(None, off))
         return options
@@ -315,7 +315,7 @@ def try_assemble(
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
     violations = field_violations(experiment)
     if describes(experiment.model):
-        chosen = with_kernels(experiment, platform_of(spec), spec.chip.capability)
+        chosen = with_kernels(experiment, spec.platform, spec.chip.capability)
         experiment, violations = chosen[0], violations + chosen[1]
     mode = chosen_mode(experiment, violations)
     unbuildable = model_violations(experiment)
@@ -387,7 +387,7 @@ def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
     """The platform's default: unrolled on CPU, where a scanned loop costs 1.3x."""
     if execution.loop is not None:
         return execution.loop
-    on_cpu = platform_of(spec) == "cpu"
+    on_cpu = spec.platform == "cpu"
     return LayerLoop(unroll=on_cpu, remat="none" if on_cpu else "dots_and_attention")
 
 

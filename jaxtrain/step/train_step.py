@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,7 @@ from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.routers import with_seed
-from jaxtrain.nn.communicator import Communicator, Local
-from jaxtrain.nn.explicit import Explicit
-from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
@@ -29,6 +26,7 @@ from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.precision import select_if_finite
 from jaxtrain.optim.rate import injected_rate, rate_fn
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.communicators import explicit_communicator, gspmd_communicator
 from jaxtrain.step.gradients import (
     Gradients,
     LocalSums,
@@ -267,62 +265,6 @@ def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -
         reduction, check_vma = make_reduction(assembly), assembly.check_vma
         params = gather_updated_params(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
     return assembly.constrain(params, mesh, "params")
-
-
-@dataclass(frozen=True, eq=False)
-class _SummedByLayer(Explicit):
-    """A layer's gradients are summed where the backward pass hands them back."""
-
-    reduction: Reduction = field(kw_only=True)
-
-    def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
-        return self.reduction.all_reduce_layer(super().scatter(grads, prefix, tiles), prefix)
-
-
-def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
-    """`reduction`: of a backward pass; it may want to sum layer by layer."""
-    fields: dict[str, Any] = _local_fields(assembly) | dict(
-        sizes=assembly.sizes,
-        places=assembly.places,
-        tensor=assembly.tensor,
-        counted=assembly.buffers.of_routers,
-        sequence=assembly.sequence,
-        context=assembly.context,
-        reduce_dtype=assembly.experiment.precision.reduce,
-        collectives=assembly.collectives,
-    )
-    if reduction is not None and reduction.layers:
-        return _SummedByLayer(**fields, reduction=reduction)
-    return Explicit(**fields)
-
-
-def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
-    """`Local` on one device: no constraints, plain code."""
-    e, fields = assembly.experiment, _local_fields(assembly)
-    if not assembly.sizes:
-        return Local(**fields)
-    return Gspmd(
-        **fields,
-        mesh=mesh,
-        rules=e.sharding,
-        places=assembly.places,
-        reduce_dtype=e.precision.reduce,
-    )
-
-
-def _local_fields(assembly: Assembly) -> dict[str, Any]:
-    """What all communicators have."""
-    e, model = assembly.experiment, assembly.description
-    return dict(
-        compute_dtype=e.precision.compute,
-        frozen=assembly.frozen,
-        grouped_matmul=e.execution.grouped_matmul,
-        chunk_tokens=assembly.chunk_tokens,
-        expert_chunk=e.execution.expert_chunk,
-        quantized=e.precision.products,
-        products=frozenset(() if model is None else model.products),
-        expert_matrices=frozenset(() if model is None else model.expert_matrices),
-    )
 
 
 def global_norms(

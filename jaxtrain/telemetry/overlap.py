@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from jaxtrain.telemetry.hlo.collectives import Collective, collectives
+from jaxtrain.telemetry.hlo.collectives import Collective, collectives, is_opaque
 from jaxtrain.telemetry.hlo.loops import trip_count
 from jaxtrain.telemetry.hlo.matmul import matmul_flops
 from jaxtrain.telemetry.hlo.text import Computation, Instruction, Module, calls, parse
@@ -22,10 +22,14 @@ from jaxtrain.telemetry.hlo.totals import fold
 
 _Key = TypeVar("_Key")
 
+Place = tuple[str, int]
+"""Of an instruction: its computation, and its number there in the order of the schedule."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """Matmuls (dots, convolutions, library gemms), loops multiplied, and their FLOPs."""
+    """Matmuls (dots, convolutions, library gemms) and kernels of which FLOPs are known, loops
+    multiplied, and their FLOPs."""
 
     matmuls: int = 0
     flops: float = 0.0
@@ -45,13 +49,18 @@ class Overlap:
     """A collective, and the matmuls between its start and its done, each time it runs.
 
     `parts` are its bytes by dtype. `asynchronous`: it has a start and a done, and they are not one
-    behind the other by the compiler's own word. Kernels that XLA cannot see into (Pallas, cuDNN)
-    are no matmuls here, so `hidden` is a lower bound. What two collectives share counts for both.
+    behind the other by the compiler's own word. between: the work of each instruction between, by
+    its place (computation, number); what two collectives share is in both.
     """
 
     parts: tuple[Collective, ...]
     asynchronous: bool
-    work: Work
+    between: tuple[tuple[Place, Work], ...] = ()
+
+    @property
+    def work(self) -> Work:
+        """Of all between."""
+        return sum((work for _, work in self.between), Work())
 
     @property
     def kind(self) -> str:
@@ -91,17 +100,19 @@ class Tally:
         return self.wire_bytes - self.hidden_bytes
 
 
-def overlaps(text: str) -> list[Overlap]:
+def overlaps(text: str, kernel_flops: float = 0.0) -> list[Overlap]:
     """Every collective of a scheduled program, in printed order.
 
-    Raises ValueError for a program without a schedule, and as `hlo.collectives` does.
+    kernel_flops: what each kernel that XLA cannot see into (Pallas, cuDNN) has at the least; of 0
+    FLOPs it hides nothing. Raises ValueError for a program without a schedule, and as
+    `hlo.collectives` does.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "this HLO has no schedule (is_scheduled=true), so what stands between two instructions "
             "means nothing; pass compiled.as_text(), not lowered.as_text()"
         )
-    windows = _windows(parse(text))
+    windows = _windows(parse(text), kernel_flops)
     named: dict[str, dict[str, Collective]] = defaultdict(dict)
     for each in collectives(text):
         # Called from two places it is still one instruction, and runs as often as both say.
@@ -109,7 +120,7 @@ def overlaps(text: str) -> list[Overlap]:
         again = replace(each, count=each.count + same.count) if same else each
         named[each.name][each.dtype] = again
     return [
-        Overlap(tuple(parts.values()), name in windows, windows.get(name, Work()))
+        Overlap(tuple(parts.values()), name in windows, windows.get(name, ()))
         for name, parts in named.items()
     ]
 
@@ -123,38 +134,59 @@ def tally(
     apart.
 
     bytes_per_flop: what its link sends in the time of one FLOP. Of a collective that is on its way
-    while matmuls run as many bytes are hidden as the link sends in their time; without it all.
+    while matmuls run as many bytes are hidden as the link sends in their time; without it all. A
+    matmul hides one collective at a time: of several first the one that is awaited first.
     """
     rows: dict[_Key, list[Overlap]] = defaultdict(list)
-    for each in found:
+    every = list(found)
+    for each in every:
         rows[key(each)].append(each)
+    sent = _sent_behind(every, bytes_per_flop)
 
     def total(row: list[Overlap]) -> tuple[int, float]:
         return sum(each.count for each in row), sum(each.wire_bytes for each in row)
 
     tallies = {}
     for name, row in rows.items():
-        count, sent = total(row)
+        count, wire = total(row)
         deferred, deferred_bytes = total([each for each in row if each.asynchronous])
         hidden, _ = total([each for each in row if each.hidden])
-        hidden_bytes = math.fsum(_behind(each, bytes_per_flop(each)) for each in row)
-        tallies[name] = Tally(count, deferred, hidden, sent, deferred_bytes, hidden_bytes)
+        hidden_bytes = math.fsum(each.count * sent[id(each)] for each in row)
+        tallies[name] = Tally(count, deferred, hidden, wire, deferred_bytes, hidden_bytes)
     return tallies
 
 
-def _behind(each: Overlap, bytes_per_flop: float) -> float:
-    """Of a collective's bytes those that its link sends while matmuls run."""
-    if not each.hidden or not math.isfinite(bytes_per_flop):
-        return each.wire_bytes if each.hidden else 0.0
-    return min(each.wire_bytes, each.count * each.work.flops * bytes_per_flop)
+def _sent_behind(
+    found: list[Overlap], bytes_per_flop: Callable[[Overlap], float]
+) -> dict[int, float]:
+    """By identity, of each collective the bytes of one run that its link sends while matmuls do:
+    the FLOPs of each matmul dealt to those on their way, the one that is awaited first first."""
+    left = {id(each): each.wire_bytes / max(each.count, 1) for each in found}
+    whole = dict(left)
+    under_way: dict[Place, list[Overlap]] = defaultdict(list)
+    work: dict[Place, Work] = {}
+    for each in found:
+        for place, of in each.between:
+            if of:
+                under_way[place].append(each)
+                work[place] = of
+    for place in sorted(work):
+        flops = work[place].flops
+        for each in sorted(under_way[place], key=lambda each: each.between[-1][0]):
+            pace = bytes_per_flop(each)
+            sent = min(left[id(each)], flops * pace)
+            left[id(each)] -= sent
+            flops -= sent / pace if pace else 0.0
+    return {key: whole[key] - left[key] for key in whole}
 
 
-def _windows(module: Module) -> dict[str, Work]:
-    """Name of every collective that is started and awaited -> the matmuls between, both included.
+def _windows(module: Module, kernel_flops: float) -> dict[str, tuple[tuple[Place, Work], ...]]:
+    """Name of every collective that is started and awaited -> the instructions between, both
+    included, with their work.
 
     Where a program awaits it elsewhere (in the next turn of a loop), the window ends with the body.
     """
-    work = _work_of(module)
+    work = _work_of(module, kernel_flops)
     found = {}
     for body in module.computations.values():
         started: dict[str, tuple[str, int]] = {}
@@ -166,7 +198,8 @@ def _windows(module: Module) -> dict[str, Work]:
             continue
         done = [work(body, each) for each in body.instructions.values()]
         for key, (name, at) in started.items():
-            found[name] = sum(done[at : ended.get(key, len(done)) + 1], Work())
+            window = range(at, ended.get(key, len(done) - 1) + 1)
+            found[name] = tuple(((body.name, i), done[i]) for i in window)
     return found
 
 
@@ -201,11 +234,11 @@ def _chained(module: Module, fusion: Instruction, target: str) -> list[tuple[str
     ]
 
 
-def _work_of(module: Module) -> Callable[[Computation, Instruction], Work]:
+def _work_of(module: Module, kernel_flops: float) -> Callable[[Computation, Instruction], Work]:
     """The matmuls of an instruction and of all it calls; of branches, those of the least."""
 
     def own(body: Computation, each: Instruction) -> Work:
-        flops = matmul_flops(body, each)
+        flops = kernel_flops if is_opaque(each) else matmul_flops(body, each)
         return Work(1, flops) if flops else Work()
 
     def add(parts: list[Work]) -> Work:

@@ -173,6 +173,15 @@ def test_exact_on_small_integers(by, n, check_vma, cases):
     matches(found, twin(n, cases, integers), cases, exactly)
 
 
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_by_doubling_and_halving_where_devices_are_a_power_of_two(n):
+    """Of every dim, in fp32."""
+    cases = tuple(c for c in SHORT if c.dtype == "float32")
+    cases = tuple(c for c in cases if c.name in ("all_gather", "reduce_scatter"))
+    found = results(Recursive(), mesh_of((n,)), ("data",), cases, integers)
+    matches(found, twin(n, cases, integers), cases, exactly)
+
+
 def magnitudes(shape, seed):
     return np.abs(normal(shape, seed))
 

@@ -12,8 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
+from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle, travelling_together
 
 AXES = ("data", "fsdp")
 SIZES = {"data": 2, "fsdp": 4}
@@ -172,3 +174,32 @@ def test_small_leaves_are_bundled_and_large_ones_go_alone():
     split = {"a": (0, ("data",)), "b": (1, ("data",)), "c": (0, ("fsdp",))}
     found = bundles(split, {"a": 4, "b": 5, "c": 3}, 4)
     assert found == [{"a": split["a"], "c": split["c"]}, {"b": split["b"]}]
+
+
+@pytest.mark.parametrize(
+    ("by", "axes", "alone"),
+    [(Recursive(), ("x",), 7), (Ring(1), ("x",), 7), (Ring(1), ("x", "y"), 3)],
+    ids=["recursive", "a short ring", "a long ring"],
+)
+def test_the_largest_leaves_travel_alone_where_collectives_are_permutes_of_ours(by, axes, alone):
+    """Of each dtype and set of axes; of equal ones the first by name."""
+    shapes = dict(zip("ihgfedcba", (4, 9, 4, 7, 4, 4, 4, 4, 4), strict=True))
+    split = {**dict.fromkeys(shapes, (0, axes)), "z": (0, ("y",)), "w": (0, axes)}
+    arrays = {k: jnp.zeros(n) for k, n in {**shapes, "z": 99}.items()}
+    arrays["w"] = jnp.zeros(9, jnp.bfloat16)
+    found = []
+
+    def on_device(x):
+        found.extend(travelling_together(by, split, arrays))
+        assert travelling_together(Lax(), split, arrays) == [split]
+        return x
+
+    mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = P("x")
+    jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs))(jnp.ones(4))
+    by_size = ["h", "f", "a", "b", "c", "d", "e", "g", "i"]
+    rest = [sorted(by_size[alone:])]
+    assert [sorted(part) for part in found] == [
+        *([name] for name in by_size[:alone]), *rest, ["z"], ["w"]
+    ]  # fmt: skip
+    assert {k: v for part in found for k, v in part.items()} == split

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
+from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.remat import REMAT, remat, remat_violations
 from jaxtrain.nn.stack import LayerLoop, Layers
+from tests.permutes import all_equations, bodies, tied_permutes
 
 TOKENS, EMBED, HIDDEN, WAYS = 6, 8, 24, 4
 
@@ -160,9 +162,11 @@ def is_weight(shape):
 
 @pytest.mark.parametrize("loop", ALL_LOOPS, ids=name_of)
 def test_weights_are_kept_only_when_asked(loop):
+    """But for the last layer's, with which the backward pass of a prefetching loop begins."""
     kept = [shape for shape in residuals(loop) if is_weight(shape)]
     if loop.reshard_after_forward:
-        assert kept == []
+        assert len(kept) == (2 if loop.prefetch and not loop.unroll else 0)
+        assert all(len(shape) == 2 for shape in kept)
     else:
         layers = sum(shape[0] if len(shape) == 3 else 1 for shape in kept)
         assert layers == 2 * 5, kept  # two matrices a layer
@@ -340,3 +344,71 @@ def test_memory_grows_by_shards_and_inputs_not_by_gathered_weights(prefetch):
     # The control: keeping weights costs every layer's, and the analysis sees it.
     kept = replace(loop, reshard_after_forward=False)
     assert temp(kept, deep) - temp(kept, shallow) >= (deep - shallow) * gathered
+
+
+def by_permutes(loop, tied, *, check_vma=True):
+    """As `on_mesh`, weights gathered and gradients scattered by permutes of ours."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gathered(p):
+        return {
+            k: all_gather(v, ("fsdp",), 0, Recursive()) if v.ndim > 1 else v for k, v in p.items()
+        }
+
+    def summed(g):
+        return {
+            k: sum_scatter("weight gradients", v, ("fsdp",), 0, Recursive()) if v.ndim > 1 else v
+            for k, v in g.items()
+        }
+
+    def on_device(params, x, dy, extras):
+        params, x, dy, extras = jax.tree.map(lambda a: vary(a, ("fsdp",)), (params, x, dy, extras))
+
+        def loss(params, x):
+            rate = 0.0 if tied else None
+            y = Layers(body, gathered, summed, loop, flops_per_byte=rate)(params, x, extras)
+            return jnp.sum(y * dy), y
+
+        (_, y), (grads, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+        return y, {k: g if g.ndim > 2 else jax.lax.psum(g, "fsdp") for k, g in grads.items()}, dx
+
+    split = {"up": P(None, "fsdp"), "down": P(None, "fsdp"), "scale": P(), "bias": P()}
+    specs = (split, P("fsdp"), P("fsdp"), Extras(P("fsdp"), P("fsdp"), P()))
+    outs = (P("fsdp"), split, P("fsdp"))
+    return jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=check_vma)
+    )
+
+
+def a_batch(layers, tokens=16):
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(tokens, EMBED)), jnp.float32) for _ in range(2))
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    return shards(layers, ways=1), x, dy, Extras(at, jnp.cos(at), jax.random.key(7))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["fetched again", "kept"])
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(k, marks=pytest.mark.slow) for k in REMAT if k != "none")]
+)
+def test_permutes_tied_to_products_change_nothing(remat, keep):
+    """But how a compiler rounds (in whole numbers no bit: `test_alongside.py`). Of one layer, of
+    two, and of three."""
+    loop = LayerLoop(remat=remat, reshard_after_forward=not keep)
+    for layers in (1, 2, 3):
+        tied, untied = (by_permutes(loop, tied)(*a_batch(layers)) for tied in (True, False))
+        found, wanted = (dict(enumerate(jax.tree.leaves(each))) for each in (tied, untied))
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_every_permute_of_a_loop_is_tied_to_a_product(remat):
+    """And outside of loops those of the last layer's pull-back; alone are the first layer's fetch
+    and its gradients' scatter: two hops of two matrices each."""
+    traced = by_permutes(LayerLoop(remat=remat), tied=True, check_vma=False).trace(*a_batch(4))
+    hops = 2 * 2  # of a gather, and of a scatter: two of each of two matrices
+    every = [e for e in all_equations(traced.jaxpr.jaxpr) if e.primitive.name == "ppermute"]
+    alone = hops + hops
+    assert len(every) == alone + hops + hops + (hops + hops)
+    _, outside, forward, backward = map(tied_permutes, bodies(traced.jaxpr.jaxpr))
+    assert [len(outside), len(forward), len(backward)] == [hops, hops, hops + hops]

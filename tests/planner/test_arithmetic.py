@@ -16,10 +16,12 @@ from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.models.description import ExpertCall
 from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.planner.arithmetic import asked_flops, opaque_flops
+from jaxtrain.planner.arithmetic import asked_flops, least_kernel_flops, opaque_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.running_kernels import calls, expert_chunks
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
 from jaxtrain.telemetry.hlo.collectives import dot_flops
@@ -107,6 +109,36 @@ def test_products_of_a_fused_kernel_are_in_no_program() -> None:
         assert nothing == 0 and opaque == times * products
         assert portable - asked >= times * products
     assert found("none", grouped_matmul=TritonBlocks(interpret=True))[1] >= 3 * products
+
+
+def call_of(assembly: Assembly) -> ExpertCall:
+    return next(each for each in calls(assembly) if isinstance(each, ExpertCall))
+
+
+def test_a_kernel_has_at_least_the_flops_of_one_forward_call() -> None:
+    """Of attention two products a head and pair, causal; of experts one of three matrices."""
+    e = assembled({"data": 1}).experiment
+    (block,) = set(e.model.period)
+    heads, width = block.attention.heads, e.model.embed // block.attention.heads
+    rows = e.batch // 2 // e.microbatches  # of two devices that share rows, or heads
+    pairs = 16 * 17 / 2
+    attention = 2 * 2 * rows * pairs * heads * width
+    for axes in ({"data": 2}, {"tensor": 2}):
+        found = least_kernel_flops(assembled(axes, attention=Splash(interpret=True)))
+        assert found == attention
+    experts = assembled({"data": 2}, experts=4, grouped_matmul=Megablox(interpret=True))
+    whole = opaque_flops(experts) / 3 / e.model.layers / e.microbatches
+    assert least_kernel_flops(experts) == pytest.approx(whole / 3)
+    chunked = assembled(
+        {"data": 2}, experts=4, grouped_matmul=Megablox(interpret=True), expert_chunk=8
+    )
+    chunks, made = expert_chunks(chunked, call_of(chunked)), opaque_flops(chunked) / 3
+    assert chunks > 1
+    each = made / e.model.layers / e.microbatches / chunks / 3
+    assert least_kernel_flops(chunked) == pytest.approx(each)
+    cut = assembled({"context": 2}, attention=Splash(interpret=True))
+    assert opaque_flops(cut) > 0 == least_kernel_flops(cut), "a part of a row has fewer pairs"
+    assert least_kernel_flops(assembled({"data": 2})) == 0
 
 
 @pytest.mark.parametrize("seq", [16, 500, 4096])

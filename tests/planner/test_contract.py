@@ -14,9 +14,10 @@ from programs import held, lowered, programs
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout, experiment_on, layouts
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.collectives import Collectives, Recursive, Ring
+from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
-from jaxtrain.planner import contract as contract_of_a_step
 from jaxtrain.planner.assembled import algorithm_name, facts_of
 from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import collective_traffic
@@ -81,6 +82,40 @@ def test_weight_gradients_in_tiles_are_predicted():
     assert sum(each.count for each in tiles) == 3 * steps * len(matrices)
     elements = sum(int(np.prod(facts.leaves[k].shape[1:])) // 2 for k in matrices)
     assert sum(e.count * e.buffer_bytes for e in tiles) == 4 * elements * steps * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("collectives", "hops", "bundles"),
+    [
+        (Collectives(Recursive()), 3, 7),
+        (Collectives(Ring(1)), 7, 4),
+    ],
+    ids=["recursive", "ring"],
+)
+def test_the_largest_leaves_are_predicted_one_by_one(collectives, hops, bundles):
+    """By permutes of ours: seven matrices on eight devices by three hops each; by a ring of seven
+    the three largest, and a bundle of the others."""
+    assembly = assembled(Layout((("fsdp", 8),), loop="scanned, prefetch, remat full"))
+    execution = replace(assembly.experiment.execution, collectives=collectives)
+    assembly = replace(assembly, experiment=replace(assembly.experiment, execution=execution))
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
+    facts = facts_of(assembly)
+    assert sum(any(facts.leaves[k].params) for k in facts.model.stacked_products) == 7
+    sent = [e for e in step_traffic(facts) if e.why.startswith("weights of period")]
+    layers = facts.model.periods
+    fetches = facts.microbatches * (layers + facts.loop.fetched_again(layers))
+    assert sum(each.count for each in sent) == hops * bundles * fetches
+
+
+def test_a_stage_keeps_no_layers_weights_for_its_backward_pass():
+    """Its layers are fetched again, the last one too: many microbatches are under way."""
+    loop = "scanned, prefetch, remat full"
+    whole = facts_of(assembled(Layout((("fsdp", 8),), loop=loop))).loop
+    staged = Layout((("stage", 2), ("fsdp", 4)), loop=loop, pipeline="GPipe, residuals", periods=8)
+    stage = facts_of(assembled(staged)).loop
+    assert [whole.fetched_again(n) for n in (1, 2, 4)] == [0, 1, 4]
+    assert [stage.fetched_again(n) for n in (1, 2, 4)] == [1, 2, 5]
 
 
 MODELS = {
@@ -233,7 +268,7 @@ def test_all_reduces_that_xla_joins_on_gpus_keep_it(monkeypatch):
     both = replace(first, wire_bytes=first.wire_bytes + second.wire_bytes)
     rest = [e for e in found if e is not first and e is not second]
     assert len(contract(assembly, before, [*rest, both]).broken) == 1
-    monkeypatch.setattr(contract_of_a_step, "platform_of", lambda spec: "gpu")
+    monkeypatch.setattr(MeshSpec, "platform", property(lambda spec: "gpu"))
     kept = contract(assembly, before, [*rest, both])
     assert not kept.broken and any("joins all-reduces" in words for words in kept.rewrites)
     assert len(contract(assembly, before, [*rest, first]).broken) == 1

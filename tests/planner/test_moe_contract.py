@@ -117,6 +117,12 @@ CASES = [
     by_hand("adapters, 1F1B", staged("1F1B", 2), given={"fine_tuning": ADAPTERS}, suffix=(1,)),
     pytest.param(Layout(CUBE, loop=DOTS), {}, id="plain"),
     pytest.param(Layout(APART, loop=DOTS), {"mixture": BALANCED}, id="apart, balanced"),
+    slow(
+        "apart, in chunks, by permutes beside products",
+        Layout(APART, "explicit, recursive", loop=FULL),
+        chunk=8,
+        mixture=BALANCED,
+    ),
     slow("apart, nothing saved, balanced", Layout(APART, loop=FULL), mixture=BALANCED),
     slow("apart, in chunks", Layout(APART, loop=DOTS), chunk=8),
     slow(

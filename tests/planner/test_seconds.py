@@ -9,7 +9,7 @@ import pytest
 import jaxtrain
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.planner.seconds import scope_of, step_seconds
+from jaxtrain.planner.seconds import step_seconds
 from jaxtrain.step.assembly import assemble
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=4), jaxtrain.MlpConfig(hidden=64))
@@ -57,33 +57,6 @@ def test_matmuls_take_six_flops_a_weight_and_token_and_half_of_attention():
     flops = 6 * matrices * tokens + 2 * 12 * 32 * pairs
     peak = CHIPS["h100_sxm"].fp32_flops * 16
     assert step_seconds(made).compute_s == pytest.approx(flops / peak)
-
-
-SCOPES = [
-    (dict(data=2, fsdp=8), ("fsdp",), "host"),
-    (dict(data=2, fsdp=8), ("data",), "cluster"),
-    (dict(data=2, fsdp=8), ("data", "fsdp"), "cluster"),
-    (dict(data=2, fsdp=4, tensor=2), ("tensor",), "host"),
-    (dict(data=2, fsdp=4, tensor=2), ("fsdp",), "host"),
-    (dict(fsdp=16), ("fsdp",), "cluster"),
-]
-
-
-@pytest.mark.parametrize(("axes", "along", "expected"), SCOPES, ids=str)
-def test_groups_cross_the_slowest_link_between_their_devices(axes, along, expected):
-    assert scope_of(along, machine(axes)) == expected
-
-
-def test_a_slice_is_one_network_and_several_are_not():
-    two = machine(
-        dict(data=2, fsdp=16),
-        chip=CHIPS["tpu_v5e"],
-        devices=32,
-        devices_per_host=4,
-        topology="4x4",
-        links=(("slice", LINKS["ici_v5e"]), ("cluster", LINKS["dcn"])),
-    )
-    assert [scope_of((axis,), two) for axis in ("fsdp", "data")] == ["slice", "cluster"]
 
 
 def test_what_is_not_known_is_not_told():

@@ -3,9 +3,7 @@ prints, and on programs that a TPU's compiler has really scheduled."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.matmul import Tiled, gather_matmul
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.mesh.absent import ENVIRONMENT, absent_mesh
-from jaxtrain.mesh.mesh import load_mesh
 from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
 from jaxtrain.telemetry.overlap import Tally, Work, overlaps, tally
+from tests.absent_tpu import for_tpu, no_cache, tpu
 
 HEAD = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -192,6 +189,48 @@ def test_hidden_is_what_the_link_sends_in_the_time_of_the_matmuls(pace: float) -
     assert found.hidden_bytes == 5 * min(256, FLOPS * pace)
 
 
+SHARED = {
+    # Lines -> matmuls of time that each of two permutes of four matmuls' time has for itself.
+    "one behind the other": ([start("a"), dot("d"), done("a"), start("b"), dot("e"), done("b")], 1),
+    "both behind both": (
+        [start("a"), start("b"), dot("d"), dot("e"), done("a"), done("b")],
+        1,
+    ),
+    "both behind one": ([start("a"), start("b"), dot("d"), done("a"), done("b"), dot("e")], 0.5),
+    "one within the other": (
+        [start("a"), dot("d"), start("b"), dot("e"), done("b"), dot("f"), done("a")],
+        1.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_matmul_hides_one_collective_at_a_time(case: str) -> None:
+    """However many are on their way: together no more bytes than links send in its time."""
+    lines, matmuls = SHARED[case]
+    pace = 256 / (4 * FLOPS)
+    [found] = tally(overlaps(scheduled(*lines)), bytes_per_flop=lambda each: pace).values()
+    assert found.hidden == 2
+    assert found.hidden_bytes == 2 * matmuls * FLOPS * pace
+
+
+def test_what_is_awaited_first_is_hidden_first() -> None:
+    """So that both of these are, each of which takes the time of one matmul."""
+    lines = [start("a"), start("b"), dot("d"), done("b"), dot("e"), done("a")]
+    [found] = tally(overlaps(scheduled(*lines)), bytes_per_flop=lambda each: 256 / FLOPS).values()
+    assert found.exposed_bytes == 0
+
+
+def test_a_kernel_hides_what_its_flops_say() -> None:
+    kernel = '%k = f32[8,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
+    text = scheduled(start("a"), kernel, done("a"))
+    [unknown], [known] = overlaps(text), overlaps(text, kernel_flops=3 * FLOPS)
+    assert not unknown.hidden and known.work == Work(1, 3 * FLOPS)
+    free = kernel.replace("tpu_custom_call", "AllocateBuffer")
+    [other] = overlaps(scheduled(start("a"), free, done("a")), kernel_flops=3 * FLOPS)
+    assert not other.hidden
+
+
 def test_a_program_without_a_schedule_is_refused() -> None:
     text = scheduled(start("a"), done("a")).replace(", is_scheduled=true", "")
     with pytest.raises(ValueError, match=r"no schedule.*compiled\.as_text"):
@@ -214,30 +253,6 @@ def test_every_collective_of_a_program_is_told_once() -> None:
 
 
 # Programs of a TPU's compiler
-
-tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiles for an absent TPU: pip install '.[tpu]'",
-)
-# A program for an absent chip can be written to JAX's cache of programs, but not read back.
-no_cache = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
-
-
-def for_tpu(monkeypatch, mesh_file: str, topology: str, axis: str, function, *shapes, out: P):
-    """`function` compiled for a slice of four such chips on one mesh axis, its arrays bf16: the
-    program's text."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    spec = replace(load_mesh(mesh_file), devices=4, topology=topology, axes=((axis, 4),))
-    mesh = absent_mesh(spec)
-    run = jax.shard_map(function, mesh=mesh, in_specs=tuple(s for _, s in shapes), out_specs=out)
-    arrays = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, split))
-        for shape, split in shapes
-    ]
-    options = dict(spec.compiler_options) or None
-    return jax.jit(run).lower(*arrays).compile(compiler_options=options).as_text()
-
 
 T, F = "tensor", "fsdp"
 X, W = ((2048, 1024), P(T)), ((1024, 4096), P(None, T))

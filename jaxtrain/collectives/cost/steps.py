@@ -180,9 +180,13 @@ def _recursive(message: Message) -> list[Step]:
             *doubling,
             whole(range(n - inner), inner),
         ]
+    if n == inner:
+        gather = [tiles(d)(everyone, d, exchange=True) for d in up]
+    else:
+        gather = [tiles(min(d, n - d))(everyone, -d) for d in up]
     permutes = {
-        "all_gather": [tiles(min(d, n - d))(everyone, -d) for d in up],
-        "reduce_scatter": [tiles(min(d, n - d))(everyone, d) for d in up[::-1]],
+        "all_gather": gather,
+        "reduce_scatter": [replace(step, distance=abs(step.distance)) for step in gather[::-1]],
         "all_reduce": doubling,
         "all_to_all": [tiles(sum(i & d > 0 for i in everyone))(everyone, d) for d in up],
         "broadcast": [whole(range(min(d, n - d)), d) for d in up],

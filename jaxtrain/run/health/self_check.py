@@ -32,7 +32,6 @@ from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.run.session import Session
 from jaxtrain.step.assembly import Assembly, assemble, try_assemble
-from jaxtrain.step.defaults import platform_of
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.running_kernels import kernels_of
 from jaxtrain.step.state import TrainState
@@ -258,7 +257,7 @@ def bound_of(assembly: Assembly) -> float:
     narrow = min(jnp.dtype(each).itemsize for each in dtypes) < 4
     narrow = narrow or isinstance(assembly.experiment.execution.reducer, Rounded)
     narrow = narrow or precision.products is not None
-    passes = precision.matmul != "highest" and platform_of(assembly.spec) != "cpu"
+    passes = precision.matmul != "highest" and assembly.spec.platform != "cpu"
     return BOUNDS["bfloat16" if narrow or passes else "float32"]
 
 

@@ -46,9 +46,7 @@ def opaque_kernels(text: str) -> dict[str, int]:
     def own(body: Computation, each: Instruction) -> Counter[str]:
         if each.opcode in ("ragged-dot", "scaled-dot"):
             return Counter([each.opcode])
-        target = each.attributes.get("custom_call_target", "").strip('"')
-        opaque = each.opcode == "custom-call" and not is_gemm(each)
-        return Counter([target] if opaque and not _FREE_TARGETS.search(target) else [])
+        return Counter([_target(each)] if is_opaque(each) else [])
 
     def add(counts: list[Counter[str]]) -> Counter[str]:
         return sum(counts, Counter())
@@ -57,6 +55,16 @@ def opaque_kernels(text: str) -> dict[str, int]:
         return Counter({name: count * n for name, count in counts.items()})
 
     return dict(fold(parse(text), own, add, times, choose=add))
+
+
+def is_opaque(each: Instruction) -> bool:
+    """Whether an instruction calls a kernel whose arithmetic XLA cannot see."""
+    called = each.opcode == "custom-call" and not is_gemm(each)
+    return called and not _FREE_TARGETS.search(_target(each))
+
+
+def _target(each: Instruction) -> str:
+    return each.attributes.get("custom_call_target", "").strip('"')
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,30 @@
+"""What a platform does where the experiment leaves it open: collectives, by what was measured."""
+
+from __future__ import annotations
+
+import math
+
+from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.mesh.mesh import MeshSpec
+
+MOST_TILES = 32
+"""Into how many tiles the product of a weight's gradient is cut by default: those of 4,096 rows are
+then 128 or more, below which a TPU's matrix unit is not filled, and all of them are written out in
+the program."""
+
+
+def default_collectives(spec: MeshSpec) -> Collectives:
+    """On TPU permutes of ours, which are tied to products (`overlap.alongside`, `matmul.py`): the
+    compiler leaves its own gathers, and the reduce-scatter as a whole all-reduce, synchronous
+    (experiments/LOG.md). Weights by recursive doubling; their gradients within products, or beyond
+    MOST_TILES by recursive halving; for tensor parallelism collective matmuls. Elsewhere the
+    compiler's own: on simulated devices nothing is hidden, on GPUs nothing is measured yet."""
+    if spec.platform != "tpu":
+        return Collectives()
+    tiles = math.prod(spec.shape[axis] for axis in ("fsdp", "expert"))
+    if tiles == 1:
+        return Collectives(tensor=Ring())
+    by_product = Ring(1) if tiles <= MOST_TILES else None
+    return Collectives(fsdp=Recursive(), tensor=Ring(), weight_gradients=by_product)

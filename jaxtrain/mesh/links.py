@@ -1,0 +1,36 @@
+"""Which links groups of devices communicate over, and how fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jaxtrain.mesh.mesh import SCOPES, MeshSpec
+
+
+def scope_of(axes: Sequence[str], spec: MeshSpec) -> str:
+    """The slowest kind of link that groups along mesh axes cross: devices are numbered by the mesh
+    axes in their order, the last one's side by side."""
+    names = [axis for axis, _ in spec.axes]
+    outermost = min((names.index(axis) for axis in axes), default=len(names))
+    span = math.prod(size for _, size in spec.axes[outermost:])
+    slice_ = math.prod(map(int, spec.topology.split("x"))) if spec.topology else None
+    if slice_ is not None:
+        slice_ *= spec.chip.devices_per_chip
+    reach = {"host": spec.devices_per_host, "slice": slice_, "cluster": None, "wan": None}
+    scopes = [scope for scope in SCOPES if scope in dict(spec.links)]
+    for scope in scopes:
+        within = reach[scope]
+        if within is None or span <= within:
+            return scope
+    return scopes[-1]
+
+
+def flops_per_byte(axes: Sequence[str], spec: MeshSpec, flops: float) -> float:
+    """FLOPs that a device computes while it sends a byte to one neighbour along mesh axes, at
+    `flops` a second: over one port of a torus, or a switch. 0 where the links are not known, and on
+    simulated devices, whose links are this machine's memory."""
+    if spec.simulated or not spec.links or not axes:
+        return 0.0
+    link = spec.link(scope_of(axes, spec))
+    return flops * link.ports / (link.bandwidth_gbytes * 1e9)
