@@ -18,9 +18,11 @@ import pytest
 import jaxtrain
 from jaxtrain.attention.kernels import CPU_BLOCKS
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
 from jaxtrain.planner.compile import compile_experiment
+from jaxtrain.run.check import check_anywhere
 from jaxtrain.step import train_step as stepping
 
 ROOT = Path(__file__).parents[2]
@@ -219,3 +221,27 @@ def test_the_command_prints_both_sides_and_one_json_object():
 def test_a_mesh_that_nothing_here_can_compile_for_is_refused():
     done = run("experiments/stdlib_lm.py", "--mesh", "meshes/v5e_16.toml")
     assert done.returncode == 2 and "pip install '.[tpu]'" in done.stderr
+
+
+def test_what_travels_behind_an_attention_kernel_is_hidden():
+    """As long as one forward call takes: of more bytes than the link sends meanwhile the rest is
+    not. A program of one permute around one kernel."""
+    assembly = check_anywhere(ROOT / "experiments" / "llama2_7b.py", "v5p_16").assembly
+    pairs = ",".join(f"{{{i},{(i + 1) % 16}}}" for i in range(16))
+    size, ring = 2**29, f"channel_id=1, source_target_pairs={{{pairs}}}"
+    text = f"""HloModule m, is_scheduled=true, num_partitions=16
+
+ENTRY %main (x: bf16[{size}]) -> bf16[{size}] {{
+  %x = bf16[{size}]{{0}} parameter(0)
+  %s = (bf16[{size}], bf16[{size}]) collective-permute-start(%x), {ring}
+  %k = bf16[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call"
+  ROOT %d = bf16[{size}]{{0}} collective-permute-done(%s)
+}}
+"""
+    ((key, found),) = compiling._overlap(text, assembly).items()
+    assert (key.kind, key.axes, found.hidden) == ("collective-permute", ("fsdp",), 1)
+    rows, seq, width = 4, 4096, 4096
+    flops = 2 * 2 * rows * seq * (seq + 1) / 2 * width
+    link = LINKS["ici_v5p"].bandwidth_gbytes * 1e9
+    sent = flops / CHIPS["tpu_v5p"].bf16_flops * link
+    assert found.hidden_bytes == pytest.approx(sent) and found.wire_bytes == 2 * size > sent
