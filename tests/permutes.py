@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend.core import jaxprs_in_params
+
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """Of a jaxpr and all that its equations hold."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for each in value if isinstance(value, tuple) else (value,):
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    yield from all_equations(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_equations(inner)
 
 
 def bodies(jaxpr: Any) -> list[list[Any]]:
     """The equations of a jaxpr and of each loop in it, those of calls not among them."""
     loops = [e for e in all_equations(jaxpr) if e.primitive.name in ("scan", "shard_map")]
-    inner = [getattr(e.params["jaxpr"], "jaxpr", e.params["jaxpr"]) for e in loops]
-    return [list(jaxpr.eqns), *(list(each.eqns) for each in inner)]
+    return [list(each.eqns) for each in (jaxpr, *(e.params["jaxpr"] for e in loops))]
 
 
 def tied_permutes(equations: list[Any]) -> list[tuple[int, int]]:

@@ -69,12 +69,12 @@ def travelling_together(by: Algorithm, split: LeafSplits, arrays: Arrays) -> lis
         return [split]
     found = []
     for group, names in _groups(arrays, split).items():
-        others = jax.lax.axis_size(group.axes) - 1
-        steps = others.bit_length() if isinstance(by, Recursive) else others
-        names = sorted(names, key=lambda name: (-arrays[name].size, name))
-        alone, rest = names[: bundle_count(steps) - 1], names[bundle_count(steps) - 1 :]
-        found += [{name: split[name]} for name in alone]
-        found += [{name: split[name] for name in rest}] if rest else []
+        ways = jax.lax.axis_size(group.axes)
+        alone = bundle_count(ways, doubling=isinstance(by, Recursive)) - 1
+        by_size = sorted(names, key=lambda name: (-arrays[name].size, name))
+        found += [{name: split[name]} for name in by_size[:alone]]
+        if rest := by_size[alone:]:
+            found.append({name: split[name] for name in rest})
     return found
 
 

@@ -83,9 +83,10 @@ def _products(operations: list[Operation]) -> list[_Product]:
     return found
 
 
-def _at_most(most: int, permutes: list[Operation]) -> list[list[Operation]]:
-    """Permutes in parts of at most so many, of about as many bytes each."""
-    parts = -(-len(permutes) // most)
+def _hops(permutes: list[Operation]) -> list[list[Operation]]:
+    """Permutes of which none waits for another, in hops of at most MOST_AT_ONCE and of about as
+    many bytes each."""
+    parts = -(-len(permutes) // MOST_AT_ONCE)
     by_size = sorted(permutes, key=lambda each: -each.sent_bytes)
     return [by_size[part::parts] for part in range(parts)]
 
@@ -112,7 +113,7 @@ class _Hops:
         self._hops: list[list[Operation]] = []
         self._between: list[list[Operation]] = [between[0]]
         for at in range(len(permutes)):
-            hops = _at_most(MOST_AT_ONCE, permutes[at])
+            hops = _hops(permutes[at])
             self._hops += hops
             self._between += [[]] * (len(hops) - 1) + [between[at + 1]]
 

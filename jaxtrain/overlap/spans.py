@@ -9,17 +9,18 @@ MOST_AT_ONCE = 4
 """Permutes that travel together. A TPU's compiler has five under way at most, and waits for some
 before it starts more; one may be a product's own."""
 
-
-def bundle_count(steps: int) -> int:
-    """In how many bundles the leaves of a layer travel, in collectives of so many permutes one
-    after another: enough for two hops a step where a layer has about as many products, so that each
-    hop is short; else for one."""
-    return MOST_AT_ONCE * (2 if steps <= 5 else 1)
-
-
 LONGEST = 32
 """Products in a span at the most: so many hide any hop that is worth hiding, and the time to choose
 grows with it."""
+
+
+def bundle_count(devices: int, *, doubling: bool) -> int:
+    """In how many bundles the leaves of a layer travel over so many devices, whose collectives take
+    a permute for each doubling, or for each other device: enough for two hops a permute where a
+    layer has about as many products, so that each hop is short; else for one."""
+    others = devices - 1
+    steps = others.bit_length() if doubling else others
+    return MOST_AT_ONCE * (2 if steps <= 5 else 1)
 
 
 class Span(NamedTuple):

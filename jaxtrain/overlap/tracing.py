@@ -58,15 +58,8 @@ class Operation(NamedTuple):
         return 0 if self.equation is None else _flops(self.equation)
 
 
-def _inner(equation: Any) -> list[core.Jaxpr]:
-    """The jaxprs that an equation runs."""
-    values = (v if isinstance(v, tuple) else (v,) for v in equation.params.values())
-    inner = (each for several in values for each in several if hasattr(each, "eqns"))
-    return [getattr(each, "jaxpr", each) for each in inner]
-
-
 def _names(equation: Any) -> set[str]:
-    within = (each for jaxpr in _inner(equation) for each in jaxpr.eqns)
+    within = (each for jaxpr in core.jaxprs_in_params(equation.params) for each in jaxpr.eqns)
     return {equation.primitive.name}.union(*map(_names, within))
 
 
@@ -76,7 +69,7 @@ def _flops(equation: Any) -> int | None:
         return getattr(params.get("cost_estimate"), "flops", None)
     if name in ("dot_general", "ragged_dot_general"):
         return _product_flops(equation)
-    within = [[_flops(each) for each in jaxpr.eqns] for jaxpr in _inner(equation)]
+    within = [[_flops(each) for each in jaxpr.eqns] for jaxpr in core.jaxprs_in_params(params)]
     if any(each is None for several in within for each in several):
         return None
     totals = [sum(filter(None, several)) for several in within]

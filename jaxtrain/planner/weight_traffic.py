@@ -137,9 +137,8 @@ def _group(
             held[name] *= ways(facts, axes)
             found[axes, dtype(name)].append(held[name])
         for key, elements in found.items():
-            others = ways(facts, key[0]) - 1
-            steps = others.bit_length() if by == "recursive" else others
-            alone = 0 if by == "lax" else bundle_count(steps) - 1
+            count = bundle_count(ways(facts, key[0]), doubling=by == "recursive")
+            alone = 0 if by == "lax" else count - 1
             by_size = sorted(elements, reverse=True)
             yield from ((*key, each) for each in by_size[:alone])
             if rest := by_size[alone:]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jax.extend.core import jaxprs_in_params
+
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 _AXES = ("axes", "axis_name")
 
@@ -30,7 +32,7 @@ def branch_violations(jaxpr: ClosedJaxpr | Jaxpr) -> list[str]:
 def _in(jaxpr: Jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        inner = list(_inner(eqn))
+        inner = list(jaxprs_in_params(eqn.params))
         if name == "cond":
             yield from _crossing("cond", _varying(eqn.invars[0]), inner)
         elif name == "while":
@@ -58,17 +60,8 @@ def _collectives(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
         axes = tuple(a for a in _tuple(named) if isinstance(a, str))
         if axes and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
             yield eqn.primitive.name, axes
-        for each in _inner(eqn):
+        for each in jaxprs_in_params(eqn.params):
             yield from _collectives(each)
-
-
-def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs an equation holds: bodies, branches, called functions."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each
 
 
 def _varying(variable: Var | Literal) -> frozenset[str]:

@@ -8,21 +8,8 @@ import pytest
 
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.links import flops_per_byte, scope_of
-from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-
-
-def machine(axes, **fields):
-    usual = dict(
-        name="m",
-        path="",
-        chip=CHIPS["h100_sxm"],
-        axes=tuple(axes.items()),
-        devices=16,
-        devices_per_host=8,
-        links=(("host", LINKS["nvlink4"]), ("cluster", LINKS["infiniband_ndr"])),
-    )
-    return MeshSpec(**(usual | fields))
-
+from jaxtrain.mesh.mesh import load_mesh
+from tests.two_hosts import two_hosts
 
 SCOPES = [
     (dict(data=2, fsdp=8), ("fsdp",), "host"),
@@ -36,11 +23,11 @@ SCOPES = [
 
 @pytest.mark.parametrize(("axes", "along", "expected"), SCOPES, ids=str)
 def test_groups_cross_the_slowest_link_between_their_devices(axes, along, expected):
-    assert scope_of(along, machine(axes)) == expected
+    assert scope_of(along, two_hosts(axes)) == expected
 
 
 def test_a_slice_is_one_network_and_several_are_not():
-    two = machine(
+    two = two_hosts(
         dict(data=2, fsdp=16),
         chip=CHIPS["tpu_v5e"],
         devices=32,
@@ -53,7 +40,7 @@ def test_a_slice_is_one_network_and_several_are_not():
 
 def test_a_byte_over_one_port_is_as_long_as_so_many_flops():
     """Of a switch all the bandwidth goes to one neighbour; of a torus of three dims a sixth."""
-    hosts = machine(dict(data=2, fsdp=8))
+    hosts = two_hosts(dict(data=2, fsdp=8))
     nvlink, infiniband, torus = (
         LINKS[name].bandwidth_gbytes * 1e9 for name in ("nvlink4", "infiniband_ndr", "ici_v5p")
     )

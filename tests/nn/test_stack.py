@@ -254,26 +254,25 @@ def test_unknown_remat():
 DEVICES = 8
 
 
-def fsdp_fetch(p):
-    return {k: all_gather(v, ("fsdp",), 0, Lax()) if v.ndim > 1 else v for k, v in p.items()}
+def on_mesh(loop, *, devices=DEVICES, by=Lax(), flops_per_byte=None, check_vma=True):  # noqa: B008
+    """Loss and gradients of a batch split over fsdp, weights too; by: what moves those."""
+    mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 
+    def gathered(p):
+        return {k: all_gather(v, ("fsdp",), 0, by) if v.ndim > 1 else v for k, v in p.items()}
 
-def fsdp_scatter(g):
-    return {
-        k: sum_scatter("weight gradients", v, ("fsdp",), 0, Lax()) if v.ndim > 1 else v
-        for k, v in g.items()
-    }
-
-
-def on_mesh(loop, *, check_vma=True):
-    """Loss and gradients of a batch split over fsdp=8, weights too."""
-    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    def summed(g):
+        return {
+            k: sum_scatter("weight gradients", v, ("fsdp",), 0, by) if v.ndim > 1 else v
+            for k, v in g.items()
+        }
 
     def on_device(params, x, dy, extras):
         params, x, dy, extras = jax.tree.map(lambda a: vary(a, ("fsdp",)), (params, x, dy, extras))
+        layers = Layers(body, gathered, summed, loop, flops_per_byte=flops_per_byte)
 
         def loss(params, x):
-            y = Layers(body, fsdp_fetch, fsdp_scatter, loop)(params, x, extras)
+            y = layers(params, x, extras)
             return jnp.sum(y * dy), y
 
         (_, y), (grads, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
@@ -293,6 +292,13 @@ def on_mesh(loop, *, check_vma=True):
     )
 
 
+def a_batch(layers, tokens=16):
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(tokens, EMBED)), jnp.float32) for _ in range(2))
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    return shards(layers, ways=1), x, dy, Extras(at, jnp.cos(at), jax.random.key(7))
+
+
 @pytest.mark.parametrize(
     ("loop", "check_vma"),
     sample(
@@ -302,12 +308,7 @@ def on_mesh(loop, *, check_vma=True):
     ),
 )
 def test_sharded_over_eight_devices(loop, check_vma):
-    layers, tokens = 3, 16
-    params = shards(layers, ways=1)
-    rng = np.random.default_rng(1)
-    x, dy = (jnp.asarray(rng.normal(size=(tokens, EMBED)), jnp.float32) for _ in range(2))
-    at = jnp.arange(tokens, dtype=jnp.int32)
-    given = Extras(at, jnp.cos(at), jax.random.key(7))
+    params, x, dy, given = a_batch(3)
 
     def loss(params, x):
         y = plain(params, x, extras=lambda: given, fetch=lambda p: p)
@@ -346,45 +347,10 @@ def test_memory_grows_by_shards_and_inputs_not_by_gathered_weights(prefetch):
     assert temp(kept, deep) - temp(kept, shallow) >= (deep - shallow) * gathered
 
 
-def by_permutes(loop, tied, *, check_vma=True):
-    """As `on_mesh`, weights gathered and gradients scattered by permutes of ours."""
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def gathered(p):
-        return {
-            k: all_gather(v, ("fsdp",), 0, Recursive()) if v.ndim > 1 else v for k, v in p.items()
-        }
-
-    def summed(g):
-        return {
-            k: sum_scatter("weight gradients", v, ("fsdp",), 0, Recursive()) if v.ndim > 1 else v
-            for k, v in g.items()
-        }
-
-    def on_device(params, x, dy, extras):
-        params, x, dy, extras = jax.tree.map(lambda a: vary(a, ("fsdp",)), (params, x, dy, extras))
-
-        def loss(params, x):
-            rate = 0.0 if tied else None
-            y = Layers(body, gathered, summed, loop, flops_per_byte=rate)(params, x, extras)
-            return jnp.sum(y * dy), y
-
-        (_, y), (grads, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
-        return y, {k: g if g.ndim > 2 else jax.lax.psum(g, "fsdp") for k, g in grads.items()}, dx
-
-    split = {"up": P(None, "fsdp"), "down": P(None, "fsdp"), "scale": P(), "bias": P()}
-    specs = (split, P("fsdp"), P("fsdp"), Extras(P("fsdp"), P("fsdp"), P()))
-    outs = (P("fsdp"), split, P("fsdp"))
-    return jax.jit(
-        jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=check_vma)
-    )
-
-
-def a_batch(layers, tokens=16):
-    rng = np.random.default_rng(1)
-    x, dy = (jnp.asarray(rng.normal(size=(tokens, EMBED)), jnp.float32) for _ in range(2))
-    at = jnp.arange(tokens, dtype=jnp.int32)
-    return shards(layers, ways=1), x, dy, Extras(at, jnp.cos(at), jax.random.key(7))
+def by_permutes(loop, *, tied, check_vma=True):
+    """The same by permutes of ours, on four devices."""
+    pace = 0.0 if tied else None
+    return on_mesh(loop, devices=4, by=Recursive(), flops_per_byte=pace, check_vma=check_vma)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fetched again", "kept"])
@@ -396,7 +362,7 @@ def test_permutes_tied_to_products_change_nothing(remat, keep):
     two, and of three."""
     loop = LayerLoop(remat=remat, reshard_after_forward=not keep)
     for layers in (1, 2, 3):
-        tied, untied = (by_permutes(loop, tied)(*a_batch(layers)) for tied in (True, False))
+        tied, untied = (by_permutes(loop, tied=each)(*a_batch(layers)) for each in (True, False))
         found, wanted = (dict(enumerate(jax.tree.leaves(each))) for each in (tied, untied))
         assert_same(found, wanted)
 

@@ -8,9 +8,10 @@ import pytest
 
 import jaxtrain
 from jaxtrain.mesh.hardware import CHIPS, LINKS
-from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.mesh.mesh import load_mesh
 from jaxtrain.planner.seconds import step_seconds
 from jaxtrain.step.assembly import assemble
+from tests.two_hosts import two_hosts
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=4), jaxtrain.MlpConfig(hidden=64))
 
@@ -27,21 +28,8 @@ def experiment(**fields):
     return jaxtrain.Experiment(**(usual | fields))
 
 
-def machine(axes, **fields):
-    usual = dict(
-        name="m",
-        path="",
-        chip=CHIPS["h100_sxm"],
-        axes=tuple(axes.items()),
-        devices=16,
-        devices_per_host=8,
-        links=(("host", LINKS["nvlink4"]), ("cluster", LINKS["infiniband_ndr"])),
-    )
-    return MeshSpec(**(usual | fields))
-
-
 def test_data_parallelism_takes_one_all_reduce_of_all_gradients():
-    made = assemble(experiment(), machine(dict(data=16)))
+    made = assemble(experiment(), two_hosts(dict(data=16)))
     found = step_seconds(made)
     parameters = sum(place.local_size({}) for place in made.places.values())
     ((axes, link), (sent, seconds)), *others = found.communication.items()
@@ -51,7 +39,7 @@ def test_data_parallelism_takes_one_all_reduce_of_all_gradients():
 
 
 def test_matmuls_take_six_flops_a_weight_and_token_and_half_of_attention():
-    made = assemble(experiment(), machine(dict(data=16)))
+    made = assemble(experiment(), two_hosts(dict(data=16)))
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 512
     tokens, pairs = 16 * 64, 16 * 64 * 65 / 2
     flops = 6 * matrices * tokens + 2 * 12 * 32 * pairs
@@ -61,10 +49,10 @@ def test_matmuls_take_six_flops_a_weight_and_token_and_half_of_attention():
 
 def test_what_is_not_known_is_not_told():
     gspmd = experiment(execution=jaxtrain.Execution(mode="gspmd"))
-    found = step_seconds(assemble(gspmd, machine(dict(data=16))))
+    found = step_seconds(assemble(gspmd, two_hosts(dict(data=16))))
     assert found.communication is None and "`compile` tells" in found.summary()
     simulated = replace(load_mesh("h100_8"), simulated=True)
     assert step_seconds(assemble(experiment(), simulated)) is None
-    assert step_seconds(assemble(experiment(), machine(dict(data=16), links=()))) is None
-    alone = machine(dict(data=1), devices=1, devices_per_host=1, links=())
+    assert step_seconds(assemble(experiment(), two_hosts(dict(data=16), links=()))) is None
+    alone = two_hosts(dict(data=1), devices=1, devices_per_host=1, links=())
     assert step_seconds(assemble(experiment(), alone)).communication_s == 0
