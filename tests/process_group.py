@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,19 @@ Arguments = Callable[[int, int], Sequence[object]]
 """Of the process `index`, to Python; they meet at `port`."""
 
 
+def bare_environment(home: Path, *more_modules: Path) -> dict[str, str]:
+    """An environment with nothing of ours in it but where the package and `more_modules` are, and
+    that programs are compiled cheaply, as in this process."""
+    cheap = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+    modules = ":".join(map(str, (ROOT, *more_modules)))
+    return {
+        "PYTHONPATH": modules,
+        "HOME": str(home),
+        "PATH": os.environ["PATH"],
+        cheap: os.environ[cheap],
+    }
+
+
 def start(
     folder: Path,
     processes: int,
@@ -26,12 +40,12 @@ def start(
     """Begins them in `folder`; they say what they have to say to `out`, a pipe each by default.
     modules: a folder they import from beside the package."""
     port = free_port()
-    path = str(ROOT) if modules is None else f"{ROOT}:{modules}"
+    more = () if modules is None else (modules,)
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments(index, port))],
             cwd=folder,
-            env={"PYTHONPATH": path, "HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            env=bare_environment(folder, *more),
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

@@ -58,9 +58,14 @@ def run_tests(
         (folder / name).write_text(text)
     report = folder / "report.json"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-n", "1",
-         "-p", "no:cacheprovider", *arguments, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "JAXTRAIN_TEST_REPORT": str(report)},
+        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "xdist",
+         "-n", "1", "-p", "no:cacheprovider", *arguments, str(folder)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "JAXTRAIN_TEST_REPORT": str(report),
+        },
         capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout, json.loads(report.read_text())

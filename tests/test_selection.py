@@ -42,10 +42,12 @@ def chosen(folder: Path, *arguments: str) -> tuple[list[str], str]:
     """Names of the tests that pytest would run, and what it said."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
+    alone = {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-q",
          "-p", "no:cacheprovider", "--collect-only", *arguments, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, capture_output=True, text=True,
+        env={**os.environ, **alone},
+        capture_output=True, text=True,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     return [x.partition("::test_")[2] for x in lines if "::" in x], done.stdout + done.stderr

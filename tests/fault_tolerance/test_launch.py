@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_group import bare_environment
 
 from jaxtrain import cli
 from jaxtrain.cluster.exit_codes import PREEMPTED
 from jaxtrain.cluster.join import free_port
-
-ROOT = Path(__file__).parents[2]
 
 EXPERIMENT = '''
 """A run of a few seconds, with code of its own that it calls."""
@@ -68,7 +66,7 @@ def begin(folder: Path, run: str, *flags: str, settings: str = "") -> subprocess
     return subprocess.Popen(
         [*command, *train],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": os.environ["PATH"]},
+        env=bare_environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -212,8 +210,8 @@ def test_ctrl_c_saves_on_all(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed) -> None:
     """Two agents; one is gone for good after step 20."""
-    port, environ = free_port(), {"PATH": os.environ["PATH"], "HOME": str(folder)}
-    environ |= {"PYTHONPATH": str(ROOT), "JAXTRAIN_KEY": "0123456789abcdef"}
+    port = free_port()
+    environ = bare_environment(folder) | {"JAXTRAIN_KEY": "0123456789abcdef"}
     own = [sys.executable, "-m", "jaxtrain.cli"]
     agents = [
         subprocess.Popen([*own, "agent", f"127.0.0.1:{port}", "--name", name], env=environ)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from test_launch import EXPERIMENT, ROOT, losses
+from process_group import ROOT
+from test_launch import EXPERIMENT, losses
 
 from jaxtrain.cluster.join import free_port
 from jaxtrain.fault_tolerance.faults import faults_variable, read_fault

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from encoder import Cloze, Encoder, EncoderConfig, Layer, Rows
+from process_group import bare_environment
 
 import jaxtrain
 from jaxtrain.attention.kernels import Reference
@@ -223,11 +224,10 @@ for name, axes in {"one": {"data": 1}, "all": dict(data=2, fsdp=2, stage=2, tens
     found[name] = [line["loss"] for line in run.history], run.session.assembly.mode
 print(json.dumps(found))
 """
-    path = ":".join(map(str, (TESTS.parent, TESTS, TESTS / "models")))
     ran = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={"PYTHONPATH": path, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        env=bare_environment(tmp_path, TESTS, TESTS / "models"),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])

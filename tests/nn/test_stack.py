@@ -357,6 +357,7 @@ def by_permutes(loop, *, tied, check_vma=True):
 @pytest.mark.parametrize(
     "remat", ["none", *(pytest.param(k, marks=pytest.mark.slow) for k in REMAT if k != "none")]
 )
+@pytest.mark.sampled(3)
 def test_permutes_tied_to_products_change_nothing(remat, keep):
     """But how a compiler rounds (in whole numbers no bit: `test_alongside.py`). Of one layer, of
     two, and of three."""
