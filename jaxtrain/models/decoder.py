@@ -156,6 +156,7 @@ class Decoder(LayeredModel):
         )
         self.norm = Norm(config.norm, embed)
         if not config.tied:
+            self.used_next = "head"
             std = init.matrix_std(embed, layers=config.layers)
             self.head = vocabulary_table(key, "head", shape, std=std, real=config.vocab)
 
@@ -194,7 +195,7 @@ class Decoder(LayeredModel):
         """
         x = self.hidden(x, context, comm, loop)
         name = "embedding" if self.config.tied else "head"
-        head, x = (tables[name], x) if self.config.tied else self.gather_param(comm, "head", x)
+        head, x = (tables[name], x) if name in tables else self.gather_param(comm, name, x)
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
         targets, weights = batch["targets"].reshape(-1), _token_weights(batch)
         rows = len(batch["tokens"])

@@ -110,6 +110,8 @@ class LayeredModel(nnx.Module):
     """The parameter by which tokens enter."""
     tokens: str = "tokens"
     """The field of a batch that has their ids."""
+    used_next: str | None = None
+    """A parameter that `leave` uses: among its tables if gathered while the last layer ran."""
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Any:
         raise NotImplementedError
@@ -155,8 +157,8 @@ class LayeredModel(nnx.Module):
         tables, batch = self.gather_lookups(comm, batch)
         context = self.context(batch, key, comm)
         x = self.enter(tables, batch, context, comm, loop)
-        x = self.run_period(x, context, comm, loop)
-        return self.leave(tables, x, batch, context, comm, loop)
+        x, gathered = self.run_period(x, context, comm, loop)
+        return self.leave({**tables, **gathered}, x, batch, context, comm, loop)
 
     def gather_param(
         self, comm: Communicator, name: str, after: jax.Array
@@ -167,8 +169,11 @@ class LayeredModel(nnx.Module):
 
     def run_period(
         self, x: jax.Array, context: PyTree, comm: Communicator, loop: LayerLoop
-    ) -> jax.Array:
-        """All layers of the stack."""
+    ) -> tuple[jax.Array, Tables]:
+        """x after all layers of the stack, and `used_next`, gathered meanwhile where permutes of
+        weights are tied to products."""
+        name, tied = self.used_next, comm.tied_flops_per_byte is not None
+        tables = {name: getattr(self, name)[...]} if name and tied else {}
         stacked, body = self.stack(comm)
         layers = Layers(
             body,
@@ -178,8 +183,10 @@ class LayeredModel(nnx.Module):
             frozen=comm.frozen_of(stacked, STACK),
             tiled=comm.tiled_products(STACK, lambda other: self.stack(other)[1]),
             flops_per_byte=comm.tied_flops_per_byte,
+            fetch_tables=lambda p: comm.fetch(p, ""),
+            scatter_tables=lambda g: comm.scatter(g, ""),
         )
-        return layers(stacked, x, context)
+        return layers.with_tables(stacked, x, context, tables)
 
     def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:
         """The stack's parameters, named without `period.`, and what one turn of it does."""

@@ -44,8 +44,6 @@ Experts = Callable[..., jax.Array]
 """`moe.layer.ExpertLayer` of (x, leaves, facts of tokens, exchange)."""
 ExpertLeaves, TokenFacts = Any, Any
 """Those of `moe.layer`."""
-
-
 Pair = tuple[jax.Array, jax.Array]
 
 

@@ -29,6 +29,8 @@ from jaxtrain.overlap.alongside import Call, alongside
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
 """Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
+Gradients = dict[str, jax.Array | None]
+"""Gradients of parameters, None of those that are frozen."""
 Stream = Float[Array, "tokens embed"]
 """The residual stream, or its cotangent: this device's share."""
 
@@ -67,7 +69,8 @@ class Layers:
     is its adjoint. frozen: names of parameters that are not differentiated. tiled: how some get
     gradients that need no scatter; None where there are none. flops_per_byte: what a device
     computes while its link carries a byte of weights, by which permutes of weights are tied to
-    products of layers; None: the compiler alone orders them.
+    products of layers; None: the compiler alone orders them. fetch_tables and scatter_tables: as
+    fetch and scatter, for parameters that are used next.
 
     Leaves of `params` are stacked on dim 0, as they rest; `extras` (positions, segment ids, keys)
     are not differentiated.
@@ -80,17 +83,26 @@ class Layers:
     frozen: frozenset[str] = frozenset()
     tiled: TiledProducts | None = None
     flops_per_byte: float | None = None
+    fetch_tables: Callable[[Arrays], Weights] = lambda tables: tables
+    scatter_tables: Callable[[Arrays], Arrays] = lambda grads: grads
 
     def __call__(self, params: Arrays, x: Stream, extras: PyTree) -> Stream:
         """x after all layers."""
-        return _run(self, params, x, extras)
+        return _run(self, params, x, extras, {})[0]
+
+    def with_tables(
+        self, params: Arrays, x: Stream, extras: PyTree, tables: Arrays
+    ) -> tuple[Stream, Weights]:
+        """x after all layers, and `tables` as they are used next: in a prefetching loop fetched
+        while the last layer is computed, their gradients scattered while it is pulled back."""
+        return _run(self, params, x, extras, tables)
 
     def forward_with_residuals(
         self, params: Arrays, x: Stream, extras: PyTree
     ) -> tuple[Stream, PyTree]:
         """x after all layers, and what `backward` needs beside `params` and `extras`, a tree of
         arrays."""
-        y, (_, _, saved) = _forward(self, params, x, extras)
+        (y, _), (_, _, saved, _) = _forward(self, params, x, extras, {})
         return y, saved
 
     def side_by_side(self, compute: Call, communicate: Call) -> tuple[Any, Any]:
@@ -105,7 +117,7 @@ class Layers:
         self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
     ) -> tuple[Arrays, Stream]:
         """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
-        grads, dx, _ = _backward(self, (params, extras, saved), dy)
+        grads, dx, _ = _backward(self, (params, extras, saved, {}), dy, {})
         return grads, dx
 
 
@@ -126,7 +138,9 @@ def pinned_slice(params: Arrays, layer: Index, x: Stream) -> tuple[Arrays, Strea
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> Stream:
+def _run(
+    stack: Layers, params: Arrays, x: Stream, extras: PyTree, tables: Arrays
+) -> tuple[Stream, Weights]:
     """The loop where no derivative is asked for: nothing is saved for a backward pass."""
 
     def step(x: Stream, layer: Index) -> tuple[Stream, None]:
@@ -136,8 +150,15 @@ def _run(stack: Layers, params: Arrays, x: Stream, extras: PyTree) -> Stream:
     if stack.loop.unroll:
         for layer in range(depth(params)):
             x, _ = step(x, layer)
-        return x
-    return lax.scan(step, x, jnp.arange(depth(params)))[0]
+    else:
+        x, _ = lax.scan(step, x, jnp.arange(depth(params)))
+    return _with_tables(stack, tables, x)
+
+
+def _with_tables(stack: Layers, tables: Arrays, x: Stream) -> tuple[Stream, Weights]:
+    """x, and the tables fetched not before it exists."""
+    tables, x = lax.optimization_barrier((tables, x))
+    return x, stack.fetch_tables(tables)
 
 
 def _forward_with_residuals(
@@ -204,26 +225,27 @@ Made = tuple[Arrays, Arrays]
 Kept = tuple[Saved, Weights | None]
 """Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
 
-Residuals = tuple[Arrays, PyTree, PyTree]
-"""Parameters, extras, and what layers keep: `Kept` of each in a list, or stacked; with prefetch the
-last layer's is by itself."""
+Residuals = tuple[Arrays, PyTree, PyTree, Arrays]
+"""Parameters, extras, what layers keep (`Kept` of each in a list, or stacked, with prefetch the
+last layer's by itself), and the tables."""
 
 
 def _forward(
-    stack: Layers, params: Arrays, x: Stream, extras: PyTree, keep_last: bool = False
-) -> tuple[Stream, Residuals]:
-    """x after all layers, and what the backward pass needs: with prefetch the loop carries the
-    weights of the layer to come, fetched while this one is computed.
+    stack: Layers,
+    params: Arrays,
+    x: Stream,
+    extras: PyTree,
+    tables: Arrays,
+    keep_last: bool = False,
+) -> tuple[tuple[Stream, Weights], Residuals]:
+    """x after all layers with the tables as they are used, and what the backward pass needs: with
+    prefetch the loop carries the weights of the layer to come, fetched while this one is computed.
 
-    keep_last: a prefetching loop keeps the last layer's weights, with which the backward pass
-    begins. For where that follows at once: with many microbatches under way it would keep as many
-    layers' weights."""
-    loop, layers = stack.loop, depth(params)
-    keep = not loop.reshard_after_forward
+    keep_last: a prefetching loop keeps the last layer's weights for the backward pass, which
+    follows at once: with many microbatches under way it would keep as many layers' weights."""
+    loop, layers, keep = stack.loop, depth(params), not stack.loop.reshard_after_forward
 
-    def layer_step(
-        x: Stream, weights: Weights, extras: PyTree, layer: Index
-    ) -> tuple[Stream, Kept]:
+    def forward(x: Stream, weights: Weights, extras: PyTree, layer: Index) -> tuple[Stream, Kept]:
         y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
@@ -231,44 +253,44 @@ def _forward(
         shards, x = pinned_slice(params, layer, x)
         return stack.fetch(shards), x
 
-    if loop.unroll:
-        out = []
-        for layer in range(layers):
-            weights, x = fetched(layer, x)
-            x, saved = layer_step(x, weights, extras, layer)
-            out.append(saved)
-        return x, (params, extras, out)
-    if not loop.prefetch:
-
-        def step(x: Stream, layer: Index) -> tuple[jax.Array, Any]:
-            weights, x = fetched(layer, x)
-            return layer_step(x, weights, extras, layer)
-
-        x, out = lax.scan(step, x, jnp.arange(layers))
-        return x, (params, extras, out)
+    def step(x: Stream, layer: Index) -> tuple[Stream, Kept]:
+        weights, x = fetched(layer, x)
+        return forward(x, weights, extras, layer)
 
     def ahead(carry: tuple[Stream, Weights], layer: Index) -> tuple[tuple[Stream, Weights], Kept]:
         x, weights = carry
         shards, x = pinned_slice(params, layer + 1, x)
-        compute = (layer_step, (x, weights, extras, layer))
+        compute = (forward, (x, weights, extras, layer))
         (x, saved), following = stack.side_by_side(compute, (stack.fetch, (shards,)))
         return (x, following), saved
 
+    if loop.unroll:
+        out = []
+        for layer in range(layers):
+            x, saved = step(x, layer)
+            out.append(saved)
+        return _with_tables(stack, tables, x), (params, extras, out, tables)
+    if not loop.prefetch:
+        x, out = lax.scan(step, x, jnp.arange(layers))
+        return _with_tables(stack, tables, x), (params, extras, out, tables)
     weights, x = fetched(0, x)
     (x, last), out = lax.scan(ahead, (x, weights), jnp.arange(layers - 1))
-    x, (saved, _) = layer_step(x, last, extras, layers - 1)
-    return x, (params, extras, (out, (saved, last if keep or keep_last else None)))
+    pinned, x = lax.optimization_barrier((tables, x))
+    compute = (forward, (x, last, extras, layers - 1))
+    (x, (saved, _)), used = stack.side_by_side(compute, (stack.fetch_tables, (pinned,)))
+    kept = (saved, last if keep or keep_last else None)
+    return (x, used), (params, extras, (out, kept), tables)
 
 
-def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Arrays, Stream, None]:
-    """Gradients of the parameters (but of frozen ones), stacked, and of x; None for the extras.
-    Layers from the last to the first: weights fetched again where they were not kept, the layer
-    pulled back, its weights' gradients scattered to where the parameters rest."""
-    if stack.loop.unroll:
-        return _backward_unrolled(stack, residuals, dy)
-    if stack.loop.prefetch:
-        return _backward_prefetched(stack, residuals, dy)
-    params, extras, out = residuals
+def _backward(
+    stack: Layers, residuals: Residuals, dy: Stream, dtables: Weights
+) -> tuple[Arrays, Stream, Arrays]:
+    """Gradients of the parameters (but of frozen ones), stacked, of x, and of the tables. Layers
+    from the last to the first: weights fetched again where they were not kept, the layer pulled
+    back, its weights' gradients scattered to where the parameters rest."""
+    if stack.loop.prefetch and not stack.loop.unroll:
+        return _backward_prefetched(stack, residuals, dy, dtables)
+    params, extras, out, tables = residuals
 
     def step(dx: Stream, at: tuple[Index, Kept]) -> tuple[Stream, Arrays]:
         layer, (saved, weights) = at
@@ -278,50 +300,41 @@ def _backward(stack: Layers, residuals: Residuals, dy: Stream) -> tuple[Arrays, 
         dw, dx = saved.pull_back(weights, extras, dx)
         return dx, scattered(stack, dw, params)
 
-    dx, grads = lax.scan(step, dy, (jnp.arange(depth(params)), out), reverse=True)
-    return grads, dx, None
-
-
-def _backward_unrolled(
-    stack: Layers, residuals: Residuals, dx: Stream
-) -> tuple[Arrays, Stream, None]:
-    params, extras, out = residuals
-    grads = []
+    of_tables = like(stack.scatter_tables(dtables), tables)
+    if not stack.loop.unroll:
+        dx, grads = lax.scan(step, dy, (jnp.arange(depth(params)), out), reverse=True)
+        return grads, dx, of_tables
+    dx, by_layer = dy, []
     for layer in reversed(range(depth(params))):
-        saved, weights = out[layer]
-        if weights is None:
-            shards, dx = pinned_slice(params, layer, dx)
-            weights = stack.fetch(shards)
-        dw, dx = saved.pull_back(weights, extras, dx)
-        grads.append(scattered(stack, dw, params))
-    return jax.tree.map(lambda *g: jnp.stack(g), *reversed(grads)), dx, None
+        dx, grads = step(dx, (layer, out[layer]))
+        by_layer.append(grads)
+    return jax.tree.map(lambda *g: jnp.stack(g), *reversed(by_layer)), dx, of_tables
 
 
 def _backward_prefetched(
-    stack: Layers, residuals: Residuals, dy: Stream
-) -> tuple[Arrays, Stream, None]:
+    stack: Layers, residuals: Residuals, dy: Stream, dtables: Weights
+) -> tuple[Arrays, Stream, Arrays]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
-    params, extras, (out, (saved, weights)) = residuals
+    params, extras, (out, (saved, weights)), tables = residuals
     layers, kept = depth(params), out[1] is not None
     if weights is None:
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
     def pull_back(
-        saved: Saved, weights: Weights, dx: Stream, *, before: Index | None, pending: Made | None
-    ) -> tuple[tuple[Made, Stream], tuple[Arrays | None, Weights | None]]:
-        """A layer's gradients; meanwhile those that are pending are scattered, and the weights of
-        the layer `before` fetched."""
-        shards = None
+        saved: Saved, weights: Weights, dx: Stream, before: Index | None, scatter: Call
+    ) -> tuple[tuple[Made, Stream], tuple[Arrays, Weights | None]]:
+        """A layer's gradients; meanwhile others are scattered, and the weights of the layer
+        `before` fetched."""
+        shards, (run, grads) = None, scatter
         if before is not None:
             shards, dx = pinned_slice(params, before, dx)
 
-        def communicate(pending: Made | None, shards: Arrays | None) -> tuple[Any, Any]:
-            done = None if pending is None else scattered(stack, pending, params)
-            return done, None if shards is None else stack.fetch(shards)
+        def communicate(grads: Any, shards: Arrays | None) -> tuple[Arrays, Weights | None]:
+            return run(*grads), None if shards is None else stack.fetch(shards)
 
         compute = (Saved.pull_back, (saved, weights, extras, dx))
-        return stack.side_by_side(compute, (communicate, (pending, shards)))
+        return stack.side_by_side(compute, (communicate, (grads, shards)))
 
     def step(
         carry: tuple[Stream, Any, Made], at: tuple[Index, Any]
@@ -329,19 +342,25 @@ def _backward_prefetched(
         dx, fetched, pending = carry
         layer, (saved, own) = at
         before = None if kept else jnp.maximum(layer - 1, 0)
-        weights = own if kept else fetched
-        made, (done, fetched) = pull_back(saved, weights, dx, before=before, pending=pending)
+        weights, scatter = own if kept else fetched, partial(scattered, stack, params=params)
+        made, (done, fetched) = pull_back(saved, weights, dx, before, (scatter, (pending,)))
         return (made[1], fetched, made[0]), done
 
     before = None if kept or layers == 1 else layers - 2
-    (pending, dx), (_, fetched) = pull_back(saved, weights, dy, before=before, pending=None)
+    scatter = (stack.scatter_tables, (dtables,))
+    (pending, dx), (of_tables, fetched) = pull_back(saved, weights, dy, before, scatter)
+    of_tables = like(of_tables, tables)
     if layers == 1:
-        return jax.tree.map(lambda g: g[None], scattered(stack, pending, params)), dx, None
+        return (
+            jax.tree.map(lambda g: g[None], scattered(stack, pending, params)),
+            dx,
+            of_tables,
+        )
     turns = (jnp.arange(layers - 1), out)
     (dx, _, pending), grads = lax.scan(step, (dx, fetched, pending), turns, reverse=True)
     first = scattered(stack, pending, params)
     grads = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grads)
-    return grads, dx, None
+    return grads, dx, of_tables
 
 
 def scattered(stack: Layers, made: Made, params: Arrays) -> Arrays:
@@ -357,10 +376,11 @@ def like(grads: Arrays, params: Arrays) -> Arrays:
 
 
 def _run_backward(
-    stack: Layers, residuals: Residuals, dy: Stream
-) -> tuple[dict[str, jax.Array | None], Stream, None]:
-    grads, dx, _ = _backward(stack, residuals, dy)
-    return {k: grads.get(k) for k in residuals[0]}, dx, None
+    stack: Layers, residuals: Residuals, cotangents: tuple[Stream, Weights]
+) -> tuple[Gradients, Stream, None, Gradients]:
+    grads, dx, of_tables = _backward(stack, residuals, *cotangents)
+    params, _, _, tables = residuals
+    return {k: grads.get(k) for k in params}, dx, None, {k: of_tables.get(k) for k in tables}
 
 
 _run.defvjp(partial(_forward, keep_last=True), _run_backward)

@@ -66,7 +66,7 @@ def whole_forward(model: Model, length: int = LENGTH) -> Callable[[list[int]], n
         table, batch, comm = module.embedding[...], {"tokens": tokens}, Local()
         context = module.context(batch, None, comm)
         x = module.enter({"embedding": table}, batch, context, comm, loop)
-        x = module.hidden(module.run_period(x, context, comm, loop), context, comm, loop)
+        x = module.hidden(module.run_period(x, context, comm, loop)[0], context, comm, loop)
         head = module.embedding[...] if module.config.tied else module.head[...]
         return logits(x, head, module.head_config)
 
