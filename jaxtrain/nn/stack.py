@@ -351,11 +351,8 @@ def _backward_prefetched(
     (pending, dx), (of_tables, fetched) = pull_back(saved, weights, dy, before, scatter)
     of_tables = like(of_tables, tables)
     if layers == 1:
-        return (
-            jax.tree.map(lambda g: g[None], scattered(stack, pending, params)),
-            dx,
-            of_tables,
-        )
+        grads = jax.tree.map(lambda g: g[None], scattered(stack, pending, params))
+        return grads, dx, of_tables
     turns = (jnp.arange(layers - 1), out)
     (dx, _, pending), grads = lax.scan(step, (dx, fetched, pending), turns, reverse=True)
     first = scattered(stack, pending, params)

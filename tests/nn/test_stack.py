@@ -254,9 +254,13 @@ def test_unknown_remat():
 DEVICES = 8
 
 
-def on_mesh(loop, *, devices=DEVICES, by=Lax(), flops_per_byte=None, check_vma=True):  # noqa: B008
-    """Loss and gradients of a batch split over fsdp, weights too; by: what moves those."""
-    mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+ROWS = P("fsdp")
+SPLIT = {"up": P(None, "fsdp"), "down": P(None, "fsdp"), "scale": P(), "bias": P()}
+SPLIT_EXTRAS = Extras(ROWS, ROWS, P())
+
+
+def gather_and_scatter(by):
+    """What fetches matrices split over fsdp, and its adjoint; by: what moves them."""
 
     def gathered(p):
         return {k: all_gather(v, ("fsdp",), 0, by) if v.ndim > 1 else v for k, v in p.items()}
@@ -266,6 +270,14 @@ def on_mesh(loop, *, devices=DEVICES, by=Lax(), flops_per_byte=None, check_vma=T
             k: sum_scatter("weight gradients", v, ("fsdp",), 0, by) if v.ndim > 1 else v
             for k, v in g.items()
         }
+
+    return gathered, summed
+
+
+def on_mesh(loop, *, devices=DEVICES, by=Lax(), flops_per_byte=None, check_vma=True):  # noqa: B008
+    """Loss and gradients of a batch split over fsdp, weights too; by: what moves those."""
+    mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    gathered, summed = gather_and_scatter(by)
 
     def on_device(params, x, dy, extras):
         params, x, dy, extras = jax.tree.map(lambda a: vary(a, ("fsdp",)), (params, x, dy, extras))
@@ -279,14 +291,12 @@ def on_mesh(loop, *, devices=DEVICES, by=Lax(), flops_per_byte=None, check_vma=T
         grads = {k: g if g.ndim > 2 else jax.lax.psum(g, "fsdp") for k, g in grads.items()}
         return y, grads, dx
 
-    split = {"up": P(None, "fsdp"), "down": P(None, "fsdp"), "scale": P(), "bias": P()}
-    tokens = Extras(P("fsdp"), P("fsdp"), P())
     return jax.jit(
         jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(split, P("fsdp"), P("fsdp"), tokens),
-            out_specs=(P("fsdp"), split, P("fsdp")),
+            in_specs=(SPLIT, ROWS, ROWS, SPLIT_EXTRAS),
+            out_specs=(ROWS, SPLIT, ROWS),
             check_vma=check_vma,
         )
     )

@@ -7,34 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from test_stack import EMBED, Extras, a_batch, assert_same, body, name_of, plain
+from test_stack import (
+    EMBED,
+    ROWS,
+    SPLIT,
+    SPLIT_EXTRAS,
+    a_batch,
+    assert_same,
+    body,
+    gather_and_scatter,
+    name_of,
+    plain,
+)
 
-from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.stack import LayerLoop, Layers
 from tests.permutes import bodies, tied_permutes
 
 
-def gathered(params):
-    return {
-        k: all_gather(v, ("fsdp",), 0, Recursive()) if v.ndim > 1 else v for k, v in params.items()
-    }
-
-
-def summed(grads):
-    """In fp32, whatever the parameters are."""
-    wide = {k: g.astype(jnp.float32) for k, g in grads.items()}
-    return {
-        k: sum_scatter("weight gradients", g, ("fsdp",), 0, Recursive()) if g.ndim > 1 else g
-        for k, g in wide.items()
-    }
-
-
 def gradients_on_four(loop, flops_per_byte):
     """Those of a loss of layers and a table behind them, split over four devices."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    gathered, summed = gather_and_scatter(Recursive())
+
+    def summed_in_fp32(grads):
+        return summed({k: g.astype(jnp.float32) for k, g in grads.items()})
 
     def on_device(params, table, x, dy, extras):
         params, table, x, dy, extras = jax.tree.map(
@@ -42,7 +40,7 @@ def gradients_on_four(loop, flops_per_byte):
         )
         layers = Layers(
             body, gathered, summed, loop, flops_per_byte=flops_per_byte,
-            fetch_tables=gathered, scatter_tables=summed,
+            fetch_tables=gathered, scatter_tables=summed_in_fp32,
         )  # fmt: skip
 
         def loss(params, table, x):
@@ -53,10 +51,8 @@ def gradients_on_four(loop, flops_per_byte):
         grads = {k: g if g.ndim > 2 else jax.lax.psum(g, "fsdp") for k, g in grads.items()}
         return {**grads, "table": of_table, "x": dx}
 
-    rows = P("fsdp")
-    split = {"up": P(None, "fsdp"), "down": P(None, "fsdp"), "scale": P(), "bias": P()}
-    specs = (split, rows, rows, rows, Extras(rows, rows, P()))
-    outs = {**split, "table": rows, "x": rows}
+    specs = (SPLIT, ROWS, ROWS, ROWS, SPLIT_EXTRAS)
+    outs = {**SPLIT, "table": ROWS, "x": ROWS}
     return jax.jit(
         jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
     )

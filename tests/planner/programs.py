@@ -16,12 +16,17 @@ from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
 from jaxtrain.telemetry.hlo.text import program_text
 
 
-def lowered(assembly: Any, spec: MeshSpec | None = None) -> Any:
-    """The step of a run's last steps, before it is compiled. spec: of devices that are here, where
+def traced(assembly: Any, spec: MeshSpec | None = None) -> Any:
+    """The step of a run's last steps, before it is lowered. spec: of devices that are here, where
     those of the assembly are not."""
     mesh = active_mesh(make_mesh(spec or assembly.spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
-    return trace_step(assembly, mesh, where, choice=steady(assembly)).lower()
+    return trace_step(assembly, mesh, where, choice=steady(assembly))
+
+
+def lowered(assembly: Any, spec: MeshSpec | None = None) -> Any:
+    """The same, before it is compiled."""
+    return traced(assembly, spec).lower()
 
 
 def programs(assembly: Any) -> tuple[list[Collective], list[Collective]]:

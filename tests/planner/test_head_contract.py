@@ -5,42 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from programs import held
+from programs import held, traced
 from test_contract import EXPERIMENT, assembled, told
 
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.collectives import Collectives, Lax, Recursive
-from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.stack import Layers
-from jaxtrain.planner.assembled import steady
-from jaxtrain.step.assembly import active_mesh
-from jaxtrain.step.state import shardings
-from jaxtrain.step.train_step import trace_step
 from tests.permutes import bodies, tied_permutes
 
 
-def on_four(by=Recursive(), **fields):  # noqa: B008 (frozen)
-    """A step on four devices of a small decoder with those fields; by: what moves its weights."""
+def on_four(by=Recursive(), *, tied=False, trainable=None):  # noqa: B008 (frozen)
+    """A step of a small decoder on four devices; by: what moves its weights."""
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    trainable = fields.pop("trainable", None)
     tuning = jaxtrain.FineTuning(trainable=trainable)
-    small = replace(small, model=replace(small.model, **fields), fine_tuning=tuning)
+    small = replace(small, model=replace(small.model, tied=tied), fine_tuning=tuning)
     layout = Layout((("fsdp", 4),), loop="scanned, prefetch, remat full", microbatches=1)
     assembly = assembled(layout, small)
     execution = replace(assembly.experiment.execution, collectives=Collectives(by))
     return replace(assembly, experiment=replace(assembly.experiment, execution=execution))
 
 
-def traced(assembly):
-    mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
-    return trace_step(assembly, mesh, where, choice=steady(assembly)).jaxpr.jaxpr
-
-
 def tied_permutes_of(assembly):
-    return sum(len(tied_permutes(equations)) for equations in bodies(traced(assembly)))
+    jaxpr = traced(assembly).jaxpr.jaxpr
+    return sum(len(tied_permutes(equations)) for equations in bodies(jaxpr))
 
 
 @pytest.mark.parametrize(
@@ -63,5 +52,5 @@ def test_a_compiler_that_orders_gathers_has_it_where_it_is_used(monkeypatch, by,
         return with_tables(self, params, x, extras, tables)
 
     monkeypatch.setattr(Layers, "with_tables", noted)
-    traced(on_four(by, tied=False))
+    traced(on_four(by))
     assert seen == names
