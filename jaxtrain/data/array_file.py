@@ -36,6 +36,10 @@ class DamagedFile(ValueError):
     """The file is not what its header says: cut short, changed, or of another kind."""
 
 
+class UnwritableFile(ValueError):
+    """The file system refuses to write the file."""
+
+
 class ArraySpec(NamedTuple):
     """An array to be written, given in consecutive chunks along its first dim."""
 
@@ -61,8 +65,8 @@ def write_arrays(
     """Write the file, or leave nothing: a reader sees the old content or the new, never a part.
 
     Streams: no more than a chunk is held in memory. Raises ValueError when the chunks of an array
-    do not add up to its shape, or the disk refuses; FileNotFoundError when its folder is removed
-    meanwhile.
+    do not add up to its shape, UnwritableFile when the file system refuses, FileNotFoundError when
+    its folder is removed meanwhile.
     """
     # The name is unique because several processes of one run may build the same cache at once.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -76,7 +80,7 @@ def write_arrays(
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ValueError(
+        raise UnwritableFile(
             f"{path} cannot be written: {error.strerror}; make room, or use another directory"
         ) from error
     finally:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.array_file import DamagedFile
+from jaxtrain.data.array_file import DamagedFile, UnwritableFile
 from jaxtrain.data.source import Document, Piece, Source, fingerprint
 from jaxtrain.data.token_file import (
     TokenDocument,
@@ -76,11 +76,14 @@ def tokenize(
         _claim(parts, source=source, split=split, vocabulary=vocabulary, shard_bytes=shard_bytes)
         _run(shards, processes=processes, progress=progress)
         _merge(shards, out, parts)
-    except OSError as error:
-        # Another process of the same run may have been faster, and removed the shards' folder.
+    except (OSError, UnwritableFile) as error:
+        # Another process of the same run may have been faster, and removed the shards' folder:
+        # also between two looks of `mkdir` at it, which then says that the folder exists.
         if not out.exists():
-            what = f"{out} cannot be made: {error}; check the disk and its rights"
-            raise ValueError(what) from error
+            if isinstance(error, UnwritableFile):
+                raise
+            reason = f"{out} cannot be made: {error}; check the disk and its rights"
+            raise ValueError(reason) from error
     return _open_finished(out, vocabulary)
 
 

@@ -6,11 +6,13 @@ import ast
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxtrain.data as data_package
+from jaxtrain.data import tokenization
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.permutation import shuffle
 from jaxtrain.data.records import JsonLines
@@ -94,6 +96,30 @@ def test_many_openers_at_once_agree(source: TextFiles, tmp_path: Path) -> None:
         for path in (tmp_path / "cache").glob("*.tokens"):
             path.unlink()
         assert attempt or list((tmp_path / "cache").glob("*.index"))
+
+
+def test_an_opener_that_was_overtaken_reads_what_the_other_wrote(
+    source: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other has removed the folder of shards while `mkdir` looked at it."""
+    data, run, others = TextData(source=source, seq=16), tokenization._run, []
+
+    def overtaken(shards: Any, **options: Any) -> None:
+        monkeypatch.setattr(tokenization, "_run", run)
+        others.append(data.open("train", seed=1, cache_dir=tmp_path / "cache"))
+        folder = shards[0].path.parent
+        assert not folder.exists()
+
+        def mkdir(path: Path, *_: Any, **__: Any) -> None:
+            raise FileExistsError(17, "File exists", str(path))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "mkdir", mkdir)
+            run(shards, **options)
+
+    monkeypatch.setattr(tokenization, "_run", overtaken)
+    opened = data.open("train", seed=1, cache_dir=tmp_path / "cache")
+    assert opened.digest == others[0].digest
 
 
 def test_seeds_change_training_rows_but_not_held_out_ones(
