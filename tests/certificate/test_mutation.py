@@ -117,7 +117,7 @@ def test_no_name_is_in_two_tables() -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), cases())
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(15)
 def test_the_certificate_sees_it(
     name: str, how: str, monkeypatch: pytest.MonkeyPatch, remembered: None
 ) -> None:

@@ -396,7 +396,7 @@ def test_residuals_are_saved_and_their_sums_come_to_any_mesh(
     saved = jax.tree.map(np.asarray, part.session.state.residuals)
     sums = {k: e.astype(np.float64).sum(0) for k, e in saved["errors"].items()}
     assert max(np.abs(total).max() for total in sums.values()) > 0
-    meshes = (axes, {"data": 2, "fsdp": 4}, {"data": 4}, {"data": 1}, {"data": 2, "tensor": 2})
+    meshes = (axes, {"data": 4}, {"data": 1}, {"data": 2, "tensor": 2})
     for other in meshes:
         spec = jaxtrain.mesh_from_axes(**other)
         with CheckpointManager(run / "checkpoints", policy) as saves:
