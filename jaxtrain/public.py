@@ -1,4 +1,4 @@
-"""Where the public names are, read from the stubs that hand them out: nothing is imported."""
+"""Import paths of public names, read from the stubs that export them: nothing is imported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent
 
 @cache
 def public_path(name: str) -> str | None:
-    """`jaxtrain.train`, `jaxtrain.optim.Lamb`: what a script writes for a public name; None of
-    another."""
+    """Returns what a script writes for a public name, as `jaxtrain.train` or `jaxtrain.optim.Lamb`;
+    None for another name."""
     top, *rooms = [ROOT, *sorted(ROOT.glob("*/"))]
     for room in (top, *rooms):
         if name in _names(room):
@@ -22,16 +22,17 @@ def public_path(name: str) -> str | None:
 
 
 def hint(name: str) -> str:
-    """Where a name is that is not at the top, or what is near it; "" where nothing is."""
-    if found := public_path(name):
-        return f"; it is {found}"
+    """Returns a hint: the path of a name that is not at the top, or a similar name; "" if
+    neither."""
+    if path := public_path(name):
+        return f"; it is {path}"
     near = difflib.get_close_matches(name, _names(ROOT), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 @cache
 def _names(room: Path) -> frozenset[str]:
-    """Those of a room's stub, or where it has none those of its `__all__`."""
+    """Returns the names in a room's stub, or without a stub those of its `__all__`."""
     stub, module = room / "__init__.pyi", room / "__init__.py"
     if stub.is_file():
         return frozenset(

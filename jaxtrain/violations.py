@@ -1,4 +1,4 @@
-"""Checks of values and fields: each gives its violations, and all of them are raised at once."""
+"""Checks of values and fields: each returns its violations, and all of them are raised at once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from itertools import takewhile
 from typing import TypeGuard
 
 
-def raise_violations(violations: Iterable[str], where: str = "") -> None:
-    """Raise one ValueError with every violation, if there is any; where: what they are of. With it
-    several stand one to a line."""
-    found = list(violations)
-    if len(found) > 1 and where:
-        lines = "".join(f"\n  - {violation}" for violation in found)
-        raise ValueError(f"{where}: {len(found)} problems{lines}")
-    if found:
-        raise ValueError((f"{where}: " if where else "") + "; ".join(found))
+def raise_violations(violations: Iterable[str], subject: str = "") -> None:
+    """Raises one ValueError with every violation, if there is any. subject: what they are about;
+    with it several violations are a line each."""
+    listed = list(violations)
+    if len(listed) > 1 and subject:
+        lines = "".join(f"\n  - {violation}" for violation in listed)
+        raise ValueError(f"{subject}: {len(listed)} problems{lines}")
+    if listed:
+        raise ValueError((f"{subject}: " if subject else "") + "; ".join(listed))
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option most like `word`; among several, the one that begins most like it."""
+    """Returns the option most similar to `word`; among several, the one with the longest common
+    start."""
     lower, word = {option.lower(): option for option in options}, word.lower()
 
     def same_start(option: str) -> int:
@@ -34,7 +35,7 @@ def nearest(word: str, options: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, options: Collection[str]) -> str:
-    """`; did you mean X?` for the nearest option, else `; use one of ...`."""
+    """Returns `; did you mean X?` for the nearest option, else `; use one of ...`."""
     near = nearest(word, options)
     return f"; did you mean {near!r}?" if near else f"; use one of {', '.join(options)}"
 
@@ -87,5 +88,5 @@ def flag(name: str, value: object) -> list[str]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """An int or a float, and no bool."""
+    """True for an int or a float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,7 +3,8 @@
 python tests/house.py [ROOT]
 
 Files and lines of each package, import cycles, annotated parameters that are a bare `Any`, the
-longest function, and fields of public dataclasses that no docstring names.
+longest function, fields of public dataclasses that no docstring names, and by package the share of
+little words among the names and of docstrings that begin with a question or relative word.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from test_architecture import cycle_violations, modules
@@ -79,12 +81,102 @@ def undescribed_fields(root: Path) -> list[str]:
     return found
 
 
+LITTLE_WORDS = frozenset(
+    [
+        "found",
+        "told",
+        "said",
+        "given",
+        "made",
+        "taken",
+        "each",
+        "mine",
+        "at",
+        "by",
+        "which",
+        "there",
+        "here",
+        "known",
+        "of",
+        "beside",
+        "whole",
+        "rest",
+        "after",
+        "before",
+        "how",
+        "what",
+        "where",
+        "who",
+        "met",
+        "asked",
+        "kept",
+        "held",
+        "one",
+        "others",
+    ]
+)
+"""Names that say nothing of what they hold."""
+BEGINNINGS = frozenset(
+    ["What", "Whether", "Those", "Of", "As", "How", "Where", "Which", "So", "That", "All"]
+)
+"""First words of docstrings that put off what is returned or done."""
+
+
+@dataclass
+class Words:
+    """Counts of bound names and docstrings, and the places (`file:line word`) of those to mend."""
+
+    names: int = 0
+    docstrings: int = 0
+    little: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+
+    def add(self, path: str, node: ast.AST) -> None:
+        name = None
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name is not None:
+            self.names += 1
+            if name in LITTLE_WORDS:
+                self.little.append(f"{path}:{node.lineno} {name}")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                self.docstrings += 1
+                if text.split()[0].strip("`.,:;") in BEGINNINGS:
+                    line = getattr(node, "lineno", 1)
+                    self.questions.append(f"{path}:{line} {text.splitlines()[0]}")
+
+
+def words(root: Path) -> dict[str, Words]:
+    """The words of each package, or module, right below `root`."""
+    rooms: dict[str, Words] = {}
+    for path, tree, _ in modules(root):
+        room = rooms.setdefault(path.split("/")[0].removesuffix(".py"), Words())
+        for node in ast.walk(tree):
+            room.add(path, node)
+    return rooms
+
+
+def share(some: list[str], count: int) -> str:
+    return f"{len(some) / max(count, 1):.1%} of {count}"
+
+
 def main(root: Path) -> None:
     rooms: dict[str, list[int]] = {}
     for path, _, text in modules(root):
-        rooms.setdefault(path.split("/")[0], []).append(len(text.splitlines()))
-    for room, lines in sorted(rooms.items(), key=lambda each: -sum(each[1])):
-        print(f"{room:16} {len(lines):3} files {sum(lines):6} lines, the longest {max(lines)}")
+        room = path.split("/")[0].removesuffix(".py")
+        rooms.setdefault(room, []).append(len(text.splitlines()))
+    figures = words(root)
+    for room, lines in sorted(rooms.items(), key=lambda room: -sum(room[1])):
+        spoken = figures[room]
+        print(
+            f"{room:16} {len(lines):3} files {sum(lines):6} lines, the longest {max(lines):3}; "
+            f"little words {share(spoken.little, spoken.names)}, "
+            f"docstrings that begin with a question {share(spoken.questions, spoken.docstrings)}"
+        )
     anys, annotated = bare_any(root)
     print(f"import cycles: {cycle_violations(root) or 0}")
     print(f"bare Any: {anys} of {annotated} annotated parameters ({anys / annotated:.1%})")

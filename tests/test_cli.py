@@ -477,7 +477,7 @@ def test_one_of_several_that_leaves_at_once_keeps_the_ledger(monkeypatch) -> Non
     monkeypatch.setattr(train_command, "settle_streams", lambda: None)
     for name, first, mine in (("kept", 3, True), ("another's", 3, False), ("refused", -1, True)):
         phases = Phases()
-        ledger = train_command.KeepLedger(Path(name), phases, mine=mine)
+        ledger = train_command.KeepLedger(Path(name), phases, writes=mine)
         phases.enter("step")
         if first >= 0:
             phases.begin_at(first)
@@ -492,7 +492,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     try:
         with train_command.Stop().listening() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.asked
+            assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 

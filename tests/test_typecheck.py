@@ -77,7 +77,7 @@ def test_shapes_are_checked_while_a_program_is_traced_and_are_a_device_s_own():
 def test_a_function_can_be_had_without_and_looks_the_same_with_it():
     assert unchecked(rotate) is not rotate
     assert inspect.signature(rotate) == inspect.signature(unchecked(rotate))
-    assert inspect.isfunction(rotate) and inspect.getdoc(rotate).startswith("x turned by")
+    assert inspect.isfunction(rotate) and inspect.getdoc(rotate).startswith("Returns x turned by")
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rat'"):
         AdamW(learning_rat=1e-3)
 

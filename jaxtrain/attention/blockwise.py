@@ -144,7 +144,7 @@ def _over_chunks(
         return chunk(ahead, *written, *read)
 
     def corner(x: jax.Array, i: jax.Array) -> list[Index]:
-        """Where chunk `i` of x begins, in each dim."""
+        """First index of chunk `i` of x, in each dim."""
         head = i % across * (x.shape[2] // across) if x.ndim > 2 else 0
         return [i // across * rows, 0, head, 0][: x.ndim]
 
@@ -179,6 +179,6 @@ def _fold_keys(
 
 
 def _unfold(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The way back from either, to `shape` [rows, seq, heads, ..]."""
-    rows, seq, heads, *rest = shape
-    return x.reshape(rows, heads, seq, *rest).swapaxes(1, 2)
+    """Inverse of either, to `shape` [rows, seq, heads, ..]."""
+    rows, seq, heads, *inner = shape
+    return x.reshape(rows, heads, seq, *inner).swapaxes(1, 2)

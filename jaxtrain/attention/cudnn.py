@@ -33,9 +33,11 @@ token on; of others each row."""
 
 
 class Sequences(NamedTuple):
-    """What cuDNN is told of packed rows, of queries or of keys: how many tokens each sequence has,
-    and with which token of the whole batch it begins; once more at the end, with the number of
-    tokens."""
+    """Packed sequences of queries or of keys, as cuDNN takes them.
+
+    lengths: tokens of each sequence. firsts: number of each sequence's first token in the whole
+    batch, followed by the number of tokens.
+    """
 
     lengths: Int[Array, " sequences"]
     firsts: Int[Array, " sequences+1"]
@@ -65,23 +67,23 @@ class Cudnn:
             raise ValueError(f"Cudnn has documents={self.documents}; use 2 or more, as 64")
 
     def violations(self, head_dim: int, *, softcap: float | None, dtype: Any) -> list[str]:
-        """Why it cannot compute this."""
-        found = []
+        """Returns the reasons why the kernel cannot compute this."""
+        violations = []
         if head_dim % 8 or head_dim > 128:
-            found.append(f"head_dim={head_dim} is not a multiple of 8 up to 128")
+            violations.append(f"head_dim={head_dim} is not a multiple of 8 up to 128")
         if softcap is not None:
-            found.append(f"softcap={softcap} is not supported")
+            violations.append(f"softcap={softcap} is not supported")
         if dtype not in (jnp.bfloat16, jnp.float16):
-            found.append(f"dtype={jnp.dtype(dtype)} is not bfloat16 or float16")
-        return found
+            violations.append(f"dtype={jnp.dtype(dtype)} is not bfloat16 or float16")
+        return violations
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
-        found = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
+        refusals = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
         if q.size >= 2**31:
-            found.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
-        if between and scoring.mask.window is not None:
-            found.append(f"window={scoring.mask.window} between different places is not supported")
-        return found
+            refusals.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
+        if between and (window := scoring.mask.window) is not None:
+            refusals.append(f"window={window} between different places is not supported")
+        return refusals
 
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
@@ -104,8 +106,8 @@ class Cudnn:
 
         def fused() -> Attended:
             o, statistics = _forward(q, k, v, documents, scoring)
-            at = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - starts
-            return o, statistics[packed.number, :, at]
+            position = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - starts
+            return o, statistics[packed.number, :, position]
 
         def portable() -> Attended:
             with jax.named_scope(FALLBACK):
@@ -125,9 +127,9 @@ class Cudnn:
 
         def fused() -> tuple[Heads, Keys, Keys]:
             _, seq, heads = lse.shape
-            at = jnp.arange(seq, dtype=jnp.int32)[None] - starts
+            position = jnp.arange(seq, dtype=jnp.int32)[None] - starts
             empty = jnp.zeros_like(lse, shape=(room, heads, seq))
-            statistics = empty.at[packed.number, :, at].set(lse, mode="drop")
+            statistics = empty.at[packed.number, :, position].set(lse, mode="drop")
             return _backward(q, k, v, documents, statistics, do, o, scoring)
 
         def portable() -> tuple[Heads, Keys, Keys]:
@@ -140,37 +142,40 @@ class Cudnn:
 def _spanning(
     of_queries: Starts, of_keys: Starts
 ) -> tuple[Packed, Bool[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """Of runs of a row's tokens, keys before all queries: the one document that can have some of
-    both, which has the last of the keys and the first of the queries; and which of both are
-    its."""
+    """Returns the document with both queries and keys, and which queries and keys belong to it.
+
+    All keys precede all queries of a row, so only the document of the last key and the first query
+    can have both.
+    """
     batch, seq = of_queries.shape
     spans = of_queries[:, :1] == of_keys[:, -1:]
-    mine = (of_queries == of_queries[:, :1]) & spans
-    theirs = (of_keys == of_keys[:, -1:]) & spans
-    lengths, of_k = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (mine, theirs))
+    in_queries = (of_queries == of_queries[:, :1]) & spans
+    in_keys = (of_keys == of_keys[:, -1:]) & spans
+    lengths, key_lengths = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (in_queries, in_keys))
     rows, end = jnp.arange(batch, dtype=jnp.int32) * seq, jnp.full(1, batch * seq, jnp.int32)
     queries = Sequences(lengths, jnp.concatenate([rows, end]))
-    return (queries, Sequences(of_k, jnp.concatenate([rows + seq - of_k, end]))), mine, theirs
+    keys = Sequences(key_lengths, jnp.concatenate([rows + seq - key_lengths, end]))
+    return (queries, keys), in_queries, in_keys
 
 
 def _forward_between(q: Heads, k: Keys, v: Keys, starts: TwoStarts, scoring: Scoring) -> Attended:
-    packed, mine, _ = _spanning(*starts)
+    packed, in_queries, _ = _spanning(*starts)
     o, statistics = _forward(q, k, v, packed, scoring)
-    # A row's sequence begins with its first query. What lies beyond it was not written.
-    lse = jnp.where(mine[:, :, None], statistics.swapaxes(1, 2), MASKED)
-    return jnp.where(mine[:, :, None, None], o, jnp.zeros((), o.dtype)), lse
+    # A row's sequence begins with its first query. Results beyond the sequence are not written.
+    lse = jnp.where(in_queries[:, :, None], statistics.swapaxes(1, 2), MASKED)
+    return jnp.where(in_queries[:, :, None, None], o, jnp.zeros((), o.dtype)), lse
 
 
 def _backward_between(
     saved: Saved, starts: TwoStarts, do: Heads, scoring: Scoring
 ) -> tuple[Heads, Keys, Keys]:
     q, k, v, _, o, lse = saved
-    packed, mine, theirs = _spanning(*starts)
-    found = _backward(q, k, v, packed, lse.swapaxes(1, 2), do, o, scoring)
-    seen = (mine, theirs, theirs)
+    packed, in_queries, in_keys = _spanning(*starts)
+    gradients = _backward(q, k, v, packed, lse.swapaxes(1, 2), do, o, scoring)
+    written = (in_queries, in_keys, in_keys)
     dq, dk, dv = (
-        jnp.where(at[:, :, None, None], dx, jnp.zeros((), dx.dtype))
-        for at, dx in zip(seen, found, strict=True)
+        jnp.where(mask[:, :, None, None], dx, jnp.zeros((), dx.dtype))
+        for mask, dx in zip(written, gradients, strict=True)
     )
     return dq, dk, dv
 
@@ -197,19 +202,19 @@ def _options(packed: Packed | None, scoring: Scoring) -> dict[str, Any]:
 
 
 def _operands(q: Heads, k: Keys, v: Keys, packed: Packed | None) -> tuple[jax.Array, ...]:
-    """Arrays of both primitives: bias and page tables, which are empty, and of documents the
-    lengths and the first elements in memory, of queries and of keys."""
+    """Returns the operands of both primitives: q, k, v, bias and page tables (empty), and for
+    documents the lengths and the first elements in memory, of queries and of keys."""
     none = jnp.zeros(0, q.dtype)
     if packed is None:
         return (q, k, v, *(none,) * 7)
-    # As if each row had its own share of the table: JAX reads the sizes of cuDNN's from the shape.
-    # What is one too many of the places lies behind them all, and says where the last one ends.
+    # JAX reads the table's size from the shape, so each row gets an equal share of it. The entry
+    # after all first elements is the end of the last sequence.
     batch = len(q)
     ends = jnp.full(batch - 1, q.shape[0] * q.shape[1], jnp.int32)
-    lengths = [of.lengths.reshape(batch, -1) for of in packed]
-    places = [jnp.concatenate([of.firsts, ends]).reshape(batch, -1) for of in packed]
-    of_q, of_k = (at * (x.shape[2] * x.shape[3]) for at, x in zip(places, (q, k), strict=True))
-    return (q, k, v, none, *lengths, of_q, of_k, none, none)
+    lengths = [side.lengths.reshape(batch, -1) for side in packed]
+    tokens = [jnp.concatenate([side.firsts, ends]).reshape(batch, -1) for side in packed]
+    elements = [n * (x.shape[2] * x.shape[3]) for n, x in zip(tokens, (q, k), strict=True)]
+    return (q, k, v, none, *lengths, *elements, none, none)
 
 
 def _forward(

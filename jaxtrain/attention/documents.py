@@ -20,23 +20,23 @@ are of one document, and no place of either."""
 
 
 def document_starts(segments: Int[Array, "batch seq"]) -> Starts:
-    """The first position of each position's document; a document is a run of equal `segments`.
-    Padding, segment 0, is a document too."""
-    at = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    """Returns the first position of each position's document, a run of equal `segments`. Padding,
+    segment 0, is a document too."""
+    positions = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return _running_max(jnp.where(begins, at, 0))
+    return _running_max(jnp.where(begins, positions, 0))
 
 
 def _running_max(x: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """The largest entry so far. Of long rows block by block: the TPUs' compiler takes half a minute
-    over a running maximum of 131,072."""
+    """Returns the running maximum. Long rows are done block by block: the TPUs' compiler needs half
+    a minute for a running maximum of 131,072."""
     batch, seq = x.shape
     if seq <= LONG or seq % BLOCK:
         return lax.cummax(x, axis=1)
     within = lax.cummax(x.reshape(batch, seq // BLOCK, BLOCK), axis=2)
-    before = lax.cummax(within[:, :-1, -1], axis=1)
-    before = jnp.pad(before, ((0, 0), (1, 0)))  # no position is below 0
-    return jnp.maximum(within, before[:, :, None]).reshape(batch, seq)
+    previous = lax.cummax(within[:, :-1, -1], axis=1)
+    previous = jnp.pad(previous, ((0, 0), (1, 0)))  # no position is below 0
+    return jnp.maximum(within, previous[:, :, None]).reshape(batch, seq)
 
 
 LONG, BLOCK = 8192, 512

@@ -1,10 +1,10 @@
-"""What all fused kernels share: a forward and a backward pass, made one differentiable function.
+"""Base of fused kernels: one differentiable function made of a forward and a backward pass.
 
 A fused kernel's backward pass reads q, k, v, its output o and the log-sum-exp of each query's
-logits, from which it makes the weights of a tile again (Dao et al. 2022). Both results are named,
-so that a remat policy that keeps them spares the forward kernel in the backward pass, whichever
-kernel it is. The two passes are open to whoever merges partial attention: softmax over two sets of
-keys is known from o and log-sum-exp of each.
+logits, from which it recomputes the weights of a tile (Dao et al. 2022). Both results are named, so
+that a remat policy can keep them and the backward pass need not run the forward kernel again. Both
+passes can be called alone to merge partial attention: o and log-sum-exp over each of two sets of
+keys determine the softmax over both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Attended = tuple[Heads, LogSumExp]
 
 
 class Saved(NamedTuple):
-    """What a backward pass reads beside the cotangent of o."""
+    """Residuals of a backward pass, which also reads the cotangent of o."""
 
     q: Heads
     k: Keys

@@ -161,25 +161,25 @@ class PlatformKernel:
 
 
 def _kernel_here() -> PlatformKernel:
-    """The choice for the default backend, of whose first device the capability is read."""
-    told = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
-    return PlatformKernel(jax.default_backend(), int(told) if told.isdigit() else None)
+    """Returns the choice for the default backend and the compute capability of its first device."""
+    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return PlatformKernel(jax.default_backend(), int(major) if major.isdigit() else None)
 
 
 def portable(platform: str, q: Heads, scoring: Scoring) -> str:
-    """What it means that `Blockwise` runs on an accelerator."""
+    """Returns a warning that `Blockwise` runs on an accelerator, with the reasons and its cost."""
     dtype, seq, size = q.dtype, q.shape[1], q.shape[3]
     if platform == "tpu":
-        why = Splash().violations(seq, size)
+        reasons = Splash().violations(seq, size)
     else:
-        why = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
-        why += Triton().violations(seq, window=scoring.mask.window, softcap=scoring.softcap)
+        reasons = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
+        reasons += Triton().violations(seq, window=scoring.mask.window, softcap=scoring.softcap)
     if dtype not in (jnp.bfloat16, jnp.float16):
-        why = [f"dtype={dtype} is not bfloat16 or float16"]
+        reasons = [f"dtype={dtype} is not bfloat16 or float16"]
     return (
         f"attention of {dtype} with head_dim={size}, seq={seq} has no fused kernel for {platform} "
-        f"here ({'; '.join(why) or 'check_vma=True, which Pallas refuses'}) and runs as loops of "
-        "XLA's over tiles: several times the time of a fused one, on an H100 8 times"
+        f"here ({'; '.join(reasons) or 'check_vma=True, which Pallas refuses'}) and runs as loops "
+        "of XLA's over tiles: several times the time of a fused one, on an H100 8 times"
     )
 
 
@@ -199,8 +199,8 @@ class Reference:
         logits = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k) * scoring.scale
         if scoring.softcap is not None:
             logits = scoring.softcap * jnp.tanh(logits / scoring.softcap)
-        at = jnp.arange(seq)
-        visible = scoring.mask.visible(at[:, None], at[None])[None]
+        positions = jnp.arange(seq)
+        visible = scoring.mask.visible(positions[:, None], positions[None])[None]
         if starts is not None:
             visible = visible & (starts[:, :, None] == starts[:, None, :])
         logits = jnp.where(visible[:, None, None], logits, MASKED)

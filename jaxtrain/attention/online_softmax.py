@@ -28,10 +28,12 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a query sees by position alone: with `causal` no later key, with `window` w only keys
-    i-w+1 .. i. offset: by how many positions the first query lies behind the first key, where they
-    are of different places of a row. Raises ValueError for a window below 1 or one that is not
-    causal."""
+    """Mask by position alone.
+
+    causal: a query sees no later key. window: query i sees only keys i-window+1 .. i.
+    offset: positions from the first key to the first query, if they are at different places of a
+    row. Raises ValueError for a window below 1 or one that is not causal.
+    """
 
     causal: bool = True
     window: int | None = None
@@ -49,15 +51,15 @@ class AttentionMask:
     def visible(
         self, queries: Int[Array, "queries 1"], keys: Int[Array, "1 keys"]
     ) -> Bool[Array, "queries keys"]:
-        """Whether each query sees each key, from their numbers."""
+        """Returns the mask of queries and keys with these numbers."""
         distance = queries - keys + self.offset if self.offset else queries - keys
         if not self.causal:
             return (distance >= 0) | (distance < 0)
-        seen = distance >= 0
-        return seen if self.window is None else seen & (distance < self.window)
+        visible = distance >= 0
+        return visible if self.window is None else visible & (distance < self.window)
 
     def tile(self, queries: range, keys: range) -> tuple[bool, bool]:
-        """Of a tile of scores: whether any of it is visible, and whether all of it is."""
+        """Returns whether any score of a tile is visible, and whether all are."""
         least, most = (a + self.offset for a in (queries[0] - keys[-1], queries[-1] - keys[0]))
         if not self.causal:
             return True, True
@@ -73,8 +75,8 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class Scoring:
-    """All that is static between q.k and its logit: softcap * tanh(scale * q.k / softcap), or
-    scale * q.k without a softcap, hidden where the mask or the documents say so."""
+    """Static part of a logit: softcap * tanh(scale * q.k / softcap), or scale * q.k without a
+    softcap, where the mask and the documents let a query see a key."""
 
     mask: AttentionMask
     scale: float
@@ -94,8 +96,9 @@ Visible = Bool[Array, "rows block keys"]
 
 
 class Queries(NamedTuple):
-    """What the backward pass knows of each query: the query, the cotangent of its output, its
-    log-sum-exp, and delta = o . do. Of a tile [n, queries, ..], of a chunk [n, group, seq, ..]."""
+    """Inputs of the backward pass for each query: the query, the cotangent of its output, its
+    log-sum-exp, and delta = o . do. Shapes: [n, queries, ..] in a tile, [n, group, seq, ..] in a
+    chunk."""
 
     q: Float[Array, "... head_dim"]
     do: Float[Array, "... head_dim"]
@@ -128,10 +131,10 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def normalise(
-    found: Partial,
+    partial: Partial,
 ) -> tuple[Float32[Array, "n queries head_dim"], Float32[Array, "n queries 1"]]:
-    """The output, and the log-sum-exp of the logits."""
-    return found.o / found.total, found.largest + jnp.log(found.total)
+    """Returns the output, and the log-sum-exp of the logits."""
+    return partial.o / partial.total, partial.largest + jnp.log(partial.total)
 
 
 def backward_tile(

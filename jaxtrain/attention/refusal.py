@@ -1,4 +1,4 @@
-"""How a kernel says that it cannot compute what it is asked for."""
+"""Errors of a kernel that cannot compute a problem."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def refuse(kernel: str, problems: list[str]) -> None:
 
 
 def pallas_violations(q: jax.Array) -> list[str]:
-    """Why a Pallas kernel cannot be called where `q` is."""
-    told = "shard_map has check_vma=True, which Pallas refuses; set it False"
-    return [told] if varying_axes(q) else []
+    """Returns the reason why a Pallas kernel cannot be called on `q` inside this shard_map."""
+    reason = "shard_map has check_vma=True, which Pallas refuses; set it False"
+    return [reason] if varying_axes(q) else []

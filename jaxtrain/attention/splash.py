@@ -44,9 +44,9 @@ class SplashBlocks:
         raise_violations([v for name in sizes for v in count(name, getattr(self, name))])
 
     def sizes(self) -> dict[str, int]:
-        """Each size that is read, by its name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fused_backward"}
-        return {k: n for k, n in found.items() if not (self.fused_backward and k.endswith("_dq"))}
+        """Returns each size that the kernel reads, by name."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fused_backward"}
+        return {k: n for k, n in sizes.items() if not (self.fused_backward and k.endswith("_dq"))}
 
 
 def blocks_for(seq: int, head_dim: int) -> SplashBlocks:
@@ -80,19 +80,19 @@ class Splash:
     interpret: bool = False
 
     def violations(self, seq: int, head_dim: int) -> list[str]:
-        """Why it cannot compute this."""
-        found = []
+        """Returns the reasons why the kernel cannot compute this."""
+        violations = []
         if seq % 128:
-            found.append(f"seq={seq} is not a multiple of 128; pad to {seq + -seq % 128}")
+            violations.append(f"seq={seq} is not a multiple of 128; pad to {seq + -seq % 128}")
         else:
-            found += [
+            violations += [
                 f"blocks.{name}={size} is not a multiple of 128 that divides seq={seq}"
                 for name, size in (self.blocks or blocks_for(seq, head_dim)).sizes().items()
                 if size % 128 or seq % min(size, seq)
             ]
         if head_dim % 64:
-            found.append(f"head_dim={head_dim} is not a multiple of 64")
-        return found
+            violations.append(f"head_dim={head_dim} is not a multiple of 64")
+        return violations
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         return self.violations(q.shape[1], q.shape[3]) + pallas_violations(q)
@@ -129,8 +129,8 @@ class Splash:
         def one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             q, k, v, o, lse, do, *starts = arrays
             residuals = (q, k, v, _ids(starts), None, o, lse, *infos)
-            made = splash_attention_kernel._splash_attention_bwd(**options, res=residuals, do=do)
-            return made[3:6]
+            grads = splash_attention_kernel._splash_attention_bwd(**options, res=residuals, do=do)
+            return grads[3:6]
 
         arrays = _by_heads(_scaled(q, scoring), k, v, o, lse, do)
         dq, dk, dv = jax.vmap(one)(*arrays, *_documents(starts))

@@ -52,19 +52,19 @@ class Tiling(NamedTuple):
 
     @property
     def may_be_blind(self) -> bool:
-        """Whether there are queries that the mask lets see no key."""
+        """True if the mask hides every key from some query."""
         mask = self.scoring.mask
         return mask.window is not None and mask.offset >= mask.window
 
     def trimmed(self) -> list[tuple[range, list[range]]]:
-        """Blocks of queries, each with the runs of keys it sees: tiles cut to the mask, of unequal
-        sizes, for programs that write all of them out."""
-        found, size = [], self.key_block
+        """Returns blocks of queries, each with the runs of keys it sees: tiles of unequal sizes,
+        cut to the mask, for programs that list all of them."""
+        blocks, size = [], self.key_block
         for start in range(0, self.seq, self.query_block):
             queries = range(start, min(start + self.query_block, self.seq))
             keys = self.scoring.mask.keys(queries, self.seq)
-            found.append((queries, [keys[i : i + size] for i in range(0, len(keys), size)]))
-        return found
+            blocks.append((queries, [keys[i : i + size] for i in range(0, len(keys), size)]))
+        return blocks
 
     def unrolled(self) -> bool:
         return sum(len(runs) for _, runs in self.trimmed()) <= UNROLLED_TILES
@@ -102,13 +102,13 @@ class Tiling(NamedTuple):
         at_k: Int[Array, " keys"],
         starts: tuple[Int[Array, "rows _"], ...],
     ) -> Visible:
-        """Which keys each query sees, from their positions and starts."""
+        """Returns the mask of queries and keys, from their positions and document starts."""
         # Padded keys lie behind all real queries; only a causal mask hides them by itself.
-        seen = self.scoring.mask.visible(at_q[:, None], at_k[None]) & (at_k < self.seq)[None]
+        mask = self.scoring.mask.visible(at_q[:, None], at_k[None]) & (at_k < self.seq)[None]
         if not starts:
-            return seen[None]
+            return mask[None]
         of_q, of_k = starts
-        return seen[None] & (of_q[:, :, None] == of_k[:, None, :])
+        return mask[None] & (of_q[:, :, None] == of_k[:, None, :])
 
     def visible_in(self, queries: range, keys: range) -> Visible | None:
         """`visible` of a tile that is written out; None where the mask hides nothing of it."""
@@ -134,7 +134,7 @@ def forward(
     k: Float[Array, "n seq head_dim"],
     v: Float[Array, "n seq head_dim"],
 ) -> tuple[Float32[Array, "n group seq head_dim"], Float32[Array, "n group seq 1"]]:
-    """The attention's output, and the log-sum-exp of each query's logits."""
+    """Returns the attention's output, and the log-sum-exp of each query's logits."""
     if not tiling.unrolled():
         return _forward_scan(tiling, q, k, v)
     outs = []
@@ -144,8 +144,8 @@ def forward(
             tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
             visible = tiling.visible_in(queries, run)
             parts.append(forward_tile(rows, *tile, visible, tiling.scoring))
-        found = normalise(reduce(merge, parts or [_blind(rows)]))
-        outs.append([x.reshape(*q.shape[:2], len(queries), -1) for x in found])
+        output = normalise(reduce(merge, parts or [_blind(rows)]))
+        outs.append([x.reshape(*q.shape[:2], len(queries), -1) for x in output])
     o, lse = (jnp.concatenate(x, axis=2) for x in zip(*outs, strict=True))
     return o, lse
 
@@ -160,21 +160,21 @@ def backward(
     Float32[Array, "n head_dim seq"],
     Float32[Array, "n head_dim seq"],
 ]:
-    """dq, and dk and dv transposed (`backward_tile` says why), of all tiles."""
+    """Returns dq, and dk and dv transposed (`backward_tile` says why), of all tiles."""
     if not tiling.unrolled():
         return _backward_scan(tiling, rows, k, v)
     dqs, dks, dvs = [], [], []
     for queries, runs in tiling.trimmed():
-        mine, found = Queries(*(_rows(x, queries.start, len(queries)) for x in rows)), []
+        block, parts = Queries(*(_rows(x, queries.start, len(queries)) for x in rows)), []
         for run in runs:
             tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
             visible = tiling.visible_in(queries, run)
-            dq, dk, dv = backward_tile(mine, *tile, visible, tiling.scoring)
+            dq, dk, dv = backward_tile(block, *tile, visible, tiling.scoring)
             around = ((0, 0), (0, 0), (run.start, tiling.seq - run.stop))
-            found.append(dq)
+            parts.append(dq)
             dks.append(jnp.pad(dk, around))
             dvs.append(jnp.pad(dv, around))
-        dq = reduce(jnp.add, found or [full(mine.q.shape, 0.0, mine.q)])
+        dq = reduce(jnp.add, parts or [full(block.q.shape, 0.0, block.q)])
         dqs.append(dq.reshape(*rows.q.shape[:2], len(queries), -1))
     return jnp.concatenate(dqs, axis=2), reduce(jnp.add, dks), reduce(jnp.add, dvs)
 
@@ -196,22 +196,22 @@ def _forward_scan(
         full((*rows.shape[:2], 1), 0.0, q),
     )
 
-    def fetch(at: Int32[Array, " 3"]) -> ArrayTuple:
-        return tiling.starts_of(at[0], size_q, at[1], size_k)
+    def fetch(turn: Int32[Array, " 3"]) -> ArrayTuple:
+        return tiling.starts_of(turn[0], size_q, turn[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, jax.Array, Partial], at: Int32[Array, " 3"], starts: ArrayTuple
+        carry: tuple[jax.Array, jax.Array, Partial], turn: Int32[Array, " 3"], starts: ArrayTuple
     ) -> tuple[jax.Array, jax.Array, Partial]:
-        o, lse, found = carry
-        a, b, first = at
-        found = Partial(*(jnp.where(first == 1, x, y) for x, y in zip(empty, found, strict=True)))
+        o, lse, partial = carry
+        a, b, first = turn
+        started = [jnp.where(first == 1, x, y) for x, y in zip(empty, partial, strict=True)]
         visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
         tile = _take(k, b, size_k), _take(v, b, size_k)
         new = forward_tile(_rows(q, a, size_q), *tile, visible, tiling.scoring)
-        found = merge(found, new)
-        # Written in every turn; the last one of a query block is the one that stays.
-        done, total = normalise(found)
-        return _put(o, done, a), _put(lse, total, a), found
+        partial = merge(Partial(*started), new)
+        # Written in every turn; the last turn of a query block writes its result.
+        output, total = normalise(partial)
+        return _put(o, output, a), _put(lse, total, a), partial
 
     o = full(q.shape, 0.0, q) if tiling.may_be_blind else q.astype(jnp.float32)
     carry = o, full((*q.shape[:3], 1), MASKED, q), empty
@@ -232,40 +232,42 @@ def _backward_scan(
     rows = Queries(*(_pad(x, size_q, 2, pad) for x, pad in zip(rows, pads, strict=True)))
     tiling, k, v = tiling.padded(), _pad(k, size_k, 1), _pad(v, size_k, 1)
 
-    def fetch(at: Int32[Array, " 3"]) -> tuple[ArrayTuple, ArrayTuple]:
-        mine = tuple(_rows(x, at[0], size_q) for x in (rows.lse, rows.delta))
-        return mine, tiling.starts_of(at[0], size_q, at[1], size_k)
+    def fetch(turn: Int32[Array, " 3"]) -> tuple[ArrayTuple, ArrayTuple]:
+        statistics = tuple(_rows(x, turn[0], size_q) for x in (rows.lse, rows.delta))
+        return statistics, tiling.starts_of(turn[0], size_q, turn[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, ...], at: Int32[Array, " 3"], ahead: tuple[ArrayTuple, ArrayTuple]
+        carry: tuple[jax.Array, ...],
+        turn: Int32[Array, " 3"],
+        fetched: tuple[ArrayTuple, ArrayTuple],
     ) -> tuple[jax.Array, ...]:
-        dq, dk, dv, found = carry
-        (a, b, first), ((lse, delta), starts) = at, ahead
+        dq, dk, dv, total = carry
+        (a, b, first), ((lse, delta), starts) = turn, fetched
         visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
-        mine = Queries(_rows(rows.q, a, size_q), _rows(rows.do, a, size_q), lse, delta)
+        block = Queries(_rows(rows.q, a, size_q), _rows(rows.do, a, size_q), lse, delta)
         tile = _take(k, b, size_k), _take(v, b, size_k)
-        new, *parts = backward_tile(mine, *tile, visible, tiling.scoring)
-        found = jnp.where(first == 1, 0.0, found) + new
+        new, *parts = backward_tile(block, *tile, visible, tiling.scoring)
+        total = jnp.where(first == 1, 0.0, total) + new
         dk, dv = (_add(x, part, b) for x, part in zip((dk, dv), parts, strict=True))
-        return _put(dq, found, a), dk, dv, found
+        return _put(dq, total, a), dk, dv, total
 
     n, keys, d = k.shape
-    like, found = rows.q, _rows(rows.q, 0, size_q)
+    like, block = rows.q, _rows(rows.q, 0, size_q)
     sums = [full((n, d, keys), 0.0, like) for _ in range(2)]
     dq = full(like.shape, 0.0, like) if tiling.may_be_blind else like.astype(jnp.float32)
-    carry = dq, *sums, full(found.shape, 0.0, like)
+    carry = dq, *sums, full(block.shape, 0.0, like)
     dq, dk, dv, _ = fetching_scan(body, carry, fetch, _turns(tiling))
     return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq]
 
 
 def _blind(rows: Float[Array, "n queries head_dim"]) -> Partial:
-    """What queries find that see no key."""
-    one = (*rows.shape[:2], 1)
-    return Partial(full(rows.shape, 0.0, rows), full(one, MASKED, rows), full(one, 1.0, rows))
+    """Returns the result of queries that see no key."""
+    shape = (*rows.shape[:2], 1)
+    return Partial(full(rows.shape, 0.0, rows), full(shape, MASKED, rows), full(shape, 1.0, rows))
 
 
 def _turns(tiling: Tiling) -> Int32[Array, "tiles 3"]:
-    """Of each tile: query start, key start, and 1 at the first tile of a query block."""
+    """Query start, key start, and 1 for the first tile of a query block, of each tile."""
     starts = np.array(tiling.equal(), np.int32)
     first = np.diff(starts[:, 0], prepend=-1) != 0
     return jnp.asarray(np.column_stack([starts, first]))

@@ -42,24 +42,26 @@ class Triton:
         raise_violations([v for name in names for v in power_of_two(name, getattr(self, name))])
 
     def violations(self, seq: int, *, window: int | None, softcap: float | None) -> list[str]:
-        """Why it cannot compute this."""
-        found = []
+        """Returns the reasons why the kernel cannot compute this."""
+        violations = []
         tiles = [min(block, seq) for block in (self.block, self.backward_block)]
         if any(seq % tile or tile & (tile - 1) for tile in tiles):
             sizes = f"block={self.block} and backward_block={self.backward_block}"
-            found.append(f"{sizes} do not both divide seq={seq}, which is no smaller power of two")
+            violations.append(
+                f"{sizes} do not both divide seq={seq}, which is no smaller power of two"
+            )
         if window is not None:
-            found.append(f"window={window} is not supported")
+            violations.append(f"window={window} is not supported")
         if softcap is not None:
-            found.append(f"softcap={softcap} is not supported")
-        return found
+            violations.append(f"softcap={softcap} is not supported")
+        return violations
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         window = scoring.mask.window
-        found = self.violations(q.shape[1], window=window, softcap=scoring.softcap)
+        refusals = self.violations(q.shape[1], window=window, softcap=scoring.softcap)
         if between and documents:
-            found.append("documents between different places are not supported")
-        return found + pallas_violations(q)
+            refusals.append("documents between different places are not supported")
+        return refusals + pallas_violations(q)
 
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring

@@ -1,7 +1,7 @@
-"""The plain loop a step is measured against, given an experiment's sizes.
+"""The plain loop that a step is compared with, at an experiment's sizes.
 
-`plain_loop.py` knows one model. An experiment is compared with what that model would be at the
-experiment's sizes, field by field, so that a field added later is refused until the loop has it.
+`plain_loop.py` has one model. An experiment is compared, field by field, with that model at the
+experiment's sizes, so that a new field is refused until the loop has it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FREE = ("steps", "seed", "precision", "execution", "evaluation", "checkpoints", 
 
 
 def find_baseline(experiment: str | Path) -> Path:
-    """baselines/plain_loop.py beside the experiment file, or in this checkout's experiments/."""
+    """Returns baselines/plain_loop.py next to the experiment file, or in this checkout's
+    experiments/. Raises ValueError if neither exists."""
     checkout = Path(__file__).parents[2] / "experiments"
     places = [Path(experiment).parent / BASELINE, checkout / BASELINE]
     for place in places:
@@ -42,7 +43,7 @@ def find_baseline(experiment: str | Path) -> Path:
 
 
 def plain_arguments(experiment: Experiment, spec: MeshSpec) -> list[str]:
-    """The loop's command line for this model on this mesh, without --dtype.
+    """Returns the loop's command line for this model on this mesh, without --dtype.
 
     Raises ValueError with every feature that the loop lacks.
     """
@@ -70,18 +71,18 @@ def plain_arguments(experiment: Experiment, spec: MeshSpec) -> list[str]:
         "seq": experiment.data.seq,
         "batch": experiment.batch,
     }
-    given = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    return ["--case", _case(spec), *given]
+    arguments = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    return ["--case", _case(spec), *arguments]
 
 
 def _plain(experiment: Experiment) -> Experiment:
-    """What the loop runs at the sizes of `experiment`, in our words."""
+    """Returns the experiment that the loop runs at the sizes of `experiment`."""
     model, norm = experiment.model, RMSNorm(eps=1e-5)
     first = model.blocks[0]
-    # Spelled out or left to the default, as many kv_heads as heads are the same model.
-    told = {name: getattr(first.attention, name, None) for name in ("kv_heads", "head_dim")}
-    kv_heads = told["kv_heads"] and first.attention.heads
-    head_dim = told["head_dim"] and model.embed // first.attention.heads
+    # The default and an explicit kv_heads equal to heads are the same model.
+    explicit = {name: getattr(first.attention, name, None) for name in ("kv_heads", "head_dim")}
+    kv_heads = explicit["kv_heads"] and first.attention.heads
+    head_dim = explicit["head_dim"] and model.embed // first.attention.heads
     attention = AttentionConfig(first.attention.heads, kv_heads, head_dim, rope=Rope(1e4))
     block = BlockConfig(attention, MlpConfig(first.mlp.hidden), norm)
     plain = DecoderConfig(
@@ -107,18 +108,20 @@ def _plain(experiment: Experiment) -> Experiment:
     )
 
 
-def _differences(found: object, plain: object, path: str) -> Iterator[str]:
-    """`path=value` of each field in which `found` is not what the loop has."""
-    if is_dataclass(found) and type(found) is type(plain):
-        for each in fields(found):
-            if path or each.name not in FREE:
-                below = f"{path}.{each.name}".lstrip(".")
-                yield from _differences(getattr(found, each.name), getattr(plain, each.name), below)
-    elif isinstance(found, tuple) and isinstance(plain, tuple) and len(found) == len(plain):
-        for at, pair in enumerate(zip(found, plain, strict=True)):
-            yield from _differences(*pair, f"{path}[{at}]")
-    elif found != plain:
-        yield f"{path}={_shown(found)}; the loop has {_shown(plain)}"
+def _differences(value: object, plain: object, path: str) -> Iterator[str]:
+    """Yields `path=value` for each field in which `value` differs from the loop's."""
+    if is_dataclass(value) and type(value) is type(plain):
+        for field in fields(value):
+            if path or field.name not in FREE:
+                below = f"{path}.{field.name}".lstrip(".")
+                yield from _differences(
+                    getattr(value, field.name), getattr(plain, field.name), below
+                )
+    elif isinstance(value, tuple) and isinstance(plain, tuple) and len(value) == len(plain):
+        for index, pair in enumerate(zip(value, plain, strict=True)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    elif value != plain:
+        yield f"{path}={_shown(value)}; the loop has {_shown(plain)}"
 
 
 def _shown(value: object) -> str:
@@ -126,8 +129,9 @@ def _shown(value: object) -> str:
 
 
 def _mesh_violations(experiment: Experiment, spec: MeshSpec) -> list[str]:
-    """Mesh axes the loop does not know, and sizes it would have to pad."""
-    found = [
+    """Returns a line for each mesh axis that the loop lacks, and for each size it would have to
+    pad."""
+    violations = [
         f"{spec.where}: mesh axis {axis}={size}; the loop splits over fsdp and tensor only"
         for axis, size in spec.shape.items()
         if size > 1 and axis not in ("fsdp", "tensor")
@@ -143,15 +147,15 @@ def _mesh_violations(experiment: Experiment, spec: MeshSpec) -> list[str]:
     }
     for axis, dims in sizes.items():
         n = spec.size(axis)
-        found += [
+        violations += [
             f"{name}={size} does not split over {axis}={n}; use {-(-size // n) * n}"
             for name, size in dims.items()
             if isinstance(size, int) and size % n
         ]
-    return found
+    return violations
 
 
 def _case(spec: MeshSpec) -> str:
-    """`one`, `fsdp8`, `tp2fsdp4`, as the loop names the cuts."""
+    """Returns the loop's name of the split: `one`, `fsdp8`, `tp2fsdp4`."""
     names = {"tp": spec.size("tensor"), "fsdp": spec.size("fsdp")}
     return "".join(f"{name}{size}" for name, size in names.items() if size > 1) or "one"

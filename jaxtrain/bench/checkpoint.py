@@ -1,4 +1,5 @@
-"""Saves and restores beside plain Orbax and a plain `numpy.save` of the same bytes, in one run."""
+"""Saves and restores compared with plain Orbax and a plain `numpy.save` of the same bytes, in one
+run."""
 
 from __future__ import annotations
 
@@ -38,9 +39,12 @@ Template = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds. blocked_s: until the call of a save returned; first_blocked_s: of
-    the first, which imports the library. next_step_s: the step after a save, whose arrays are still
-    held; step_s: any other, a pass over the state, donated."""
+    """Medians over the rounds.
+
+    blocked_s: until the call of a save returned; first_blocked_s: of the first, which imports the
+    library. next_step_s: the step after a save, whose arrays are still referenced; step_s: any
+    other, a pass over the state, donated.
+    """
 
     bytes: int
     way: str
@@ -61,9 +65,12 @@ class Row:
 
 @dataclass(frozen=True)
 class DigestCost:
-    """Seconds to write all chunks, to read them from the disk, and from the system's memory of
-    files, with their digests and without: of the quickest round, since what else a machine does
-    only adds to it, and more than a digest takes. Shares are of the throughput."""
+    """Seconds to write all chunks, to read them from the disk, and to read them from the file
+    cache, with digests and without.
+
+    They are of the quickest round, since other work of the machine only adds to them. Shares are of
+    the throughput.
+    """
 
     bytes: int
     write_s: float
@@ -124,25 +131,25 @@ def bench_checkpoint(
     rounds: int = ROUNDS,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure on all devices here, a state split over them, in a directory made and removed below
-    `directory` (None: the system's for temporary files). Ways take turns within each round. What is
-    restored is read from the disk, as a start on another day does, where the system can be told to
-    forget files (Linux).
+    """Measures on all local devices, with a state split over them, in a directory made and removed
+    below `directory` (None: the system's for temporary files). Ways take turns within each round. A
+    restore reads from the disk, as a later start does, if the system can drop its file cache
+    (Linux).
 
-    Raises ValueError where the directory has too little room.
+    Raises ValueError where the directory has too little free space.
     """
     rows, digests = [], []
     for size in sizes:
         with _place(directory, size) as place:
             ways = {name: make(place / name) for name, make in WAYS.items()}
-            taken: dict[str, list[Times]] = {name: [] for name in ways}
+            times_of: dict[str, list[Times]] = {name: [] for name in ways}
             state = state_of(size)
             for number in range(rounds + 1):  # the first of each imports its library
                 for name, way in ways.items():
                     state, times = one_round(way, number + 1, state, place)
-                    taken[name].append(times)
+                    times_of[name].append(times)
                 progress(f"{size / 1e6:.0f} MB: round {number} of {rounds}")
-            rows += [_row(size, name, times) for name, times in taken.items()]
+            rows += [_row(size, name, times) for name, times in times_of.items()]
             for way in ways.values():
                 way.close()
             digests.append(_digest_cost(place / "digests", state, rounds))
@@ -157,7 +164,8 @@ class Times:
 
 
 class Way(Protocol):
-    """To save a state and read it back; `wait` until what was saved is on the disk."""
+    """A library that saves a state and reads it back; `wait` returns when the save is on the
+    disk."""
 
     def save(self, step: int, state: State) -> None: ...
 
@@ -169,23 +177,23 @@ class Way(Protocol):
 
 
 def one_round(way: Way, step: int, state: State, place: Path) -> tuple[State, Times]:
-    """A step, a save, the step behind it, and the save read back. The state is donated."""
+    """Does a step, a save, the next step, and a restore. The state is donated."""
     times = Times()
     state, times.step = _time(lambda: _update(state))
     began = time.perf_counter()
     way.save(step, state)
     times.blocked = time.perf_counter() - began
     state, times.next_step = _time(lambda: _update(state))
-    began += times.next_step  # the step is not the save's, though it runs beside it
+    began += times.next_step  # the step runs during the save, but is not part of it
     way.wait()
     times.save = time.perf_counter() - began
     template = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
     )
     _forget(place)
-    found, times.restore = _time(lambda: way.restore(step, template))
-    last = next(iter(found))
-    assert np.array_equal(np.asarray(found[last]) + 1, np.asarray(state[last]))
+    restored, times.restore = _time(lambda: way.restore(step, template))
+    last = next(iter(restored))
+    assert np.array_equal(np.asarray(restored[last]) + 1, np.asarray(state[last]))
     return state, times
 
 
@@ -279,35 +287,38 @@ WAYS: dict[str, Callable[[Path], Way]] = {"jaxtrain": _Ours, "orbax": _Orbax, "n
 
 
 def _digest_cost(directory: Path, state: State, rounds: int) -> DigestCost:
-    """All chunks written and read, in turn with digests and without."""
+    """Times writes and reads of all chunks, in turn with digests and without."""
     parts = owned_parts(state).take()
-    taken: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
 
     def timed(name: str, act: Callable[[], Any]) -> None:
-        taken.setdefault(name, []).append(_time(act)[1])
+        seconds.setdefault(name, []).append(_time(act)[1])
 
     directory.mkdir()
     with CheckpointManager(directory / "run", SavePolicy(every=1)) as manager:
         manager.save(1, state, {})
     manifest = read_manifest(directory / "run" / "1")
-    wanted = {
+    specs = {
         k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding) for k, v in state.items()
     }
     without = partial(_unverified, manifest.directory)
     for _ in range(rounds):
         timed("write", lambda: write_chunks(directory, "a", parts))
         timed("bare write", lambda: write_chunks(directory, "b", parts, digest_of=lambda *_: ""))
-        for read, again, way in (("read", "reread", None), ("bare read", "bare reread", without)):
+        for read, again, reader in (
+            ("read", "reread", None),
+            ("bare read", "bare reread", without),
+        ):
             _forget(directory)
-            timed(read, lambda way=way: read_arrays(manifest, wanted, way))
-            timed(again, lambda way=way: read_arrays(manifest, wanted, way))
-    best = {name: min(times) for name, times in taken.items()}
+            timed(read, lambda reader=reader: read_arrays(manifest, specs, reader))
+            timed(again, lambda reader=reader: read_arrays(manifest, specs, reader))
+    best = {name: min(times) for name, times in seconds.items()}
     names = ("write", "bare write", "read", "bare read", "reread", "bare reread")
     return DigestCost(sum(part.data.nbytes for part in parts), *(best[name] for name in names))
 
 
 def _forget(directory: Path) -> None:
-    """Drop what the system holds in memory of the files there."""
+    """Drops the system's cache of the files there."""
     if not hasattr(os, "posix_fadvise"):
         return
     os.sync()  # what is not on the disk yet cannot be dropped
@@ -327,21 +338,21 @@ def _unverified(directory: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
 
 def _time(act: Callable[[], Any]) -> tuple[Any, float]:
     began = time.perf_counter()
-    found = jax.block_until_ready(act())
-    return found, time.perf_counter() - began
+    result = jax.block_until_ready(act())
+    return result, time.perf_counter() - began
 
 
 _update = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
 
 
 def state_of(size: int) -> State:
-    """fp32 leaves of `size` bytes together, split over all devices."""
+    """Returns fp32 leaves of `size` bytes together, split over all devices."""
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
     rows = named_sharding(mesh, (("fsdp",), ()))
     columns = max(1, size // 4 // LEAVES // (8 * len(devices)))
     shape = (8 * len(devices), columns)
-    # Random, as weights are: what compresses well would flatter who compresses.
+    # Random like weights: data that compresses well would favour a library that compresses.
     make = jax.jit(lambda key: jax.random.normal(key, shape), out_shardings=rows)
     return {f"leaf{i}": make(jax.random.key(i)) for i in range(LEAVES)}
 

@@ -1,7 +1,7 @@
 """`bench collectives`: each algorithm against its `lax` twin, in turn, in the same processes.
 
-On fake CPU devices also across processes of this machine, between which gloo carries the bytes.
-The processes are started here and measure (`collectives_worker`); this one only waits.
+On simulated CPU devices also across processes of this machine, connected by gloo. The processes are
+started here and measure (`collectives_worker`); this one only waits.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ MEASURED = (*COLLECTIVES, *MATMULS)
 OURS = tuple(name for name in ALGORITHMS if name != "lax")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 PROCESSES = (1, 2, 4)
-"""Those of them that divide the devices are measured."""
+"""Numbers of processes; those that divide the devices are measured."""
 
 UNROOTED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", *MATMULS)
-"""What a training step moves, and all that is measured across processes unless more is asked."""
+"""Collectives of a training step; the default across processes."""
 
 LARGE = 16 << 20
-"""Beyond this only unrolled rings are measured unless more is asked: it would double the time."""
+"""Bytes beyond which only unrolled rings are measured by default: the others double the time."""
 
 SILENT_S = 300.0
-"""Seconds without a result after which processes are given up: the slowest result takes tens."""
+"""Seconds without a result after which processes are ended: the slowest result takes tens."""
 
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _TWIN = {"gather_matmul": "all_gather", "matmul_scatter": "reduce_scatter"}
-"""What a collective matmul sends is what this one does."""
+"""Collective matmul -> the collective that sends the same."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm of a collective, beside `lax`.
+    """One algorithm of a collective, compared with `lax`.
 
-    bytes: of the whole buffer on one device. seconds, lax_seconds: median of the calls, of each
-    that of the process that took longest; a call's dispatch is in it. sent_bytes: by the device
-    that sends most. predicted_ratio: `cost`'s for the mesh file's outermost link; None without
-    a link, across processes (gloo is no link of the file), and for matmuls, which also multiply.
+    bytes: of the whole buffer on one device. seconds, lax_seconds: median of the calls, each the
+    time of the slowest process, dispatch included. sent_bytes: by the device that sends most.
+    predicted_ratio: `cost`'s for the mesh file's outermost link; None without a link, across
+    processes (gloo is no link of the file), and for matmuls, which also multiply.
     """
 
     collective: str
@@ -87,24 +87,25 @@ class CollectivesReport:
         return {"mesh": self.mesh, "devices": self.devices, "dtype": "float32", "rows": rows}
 
     def table(self) -> str:
-        """`HEAD`, a line for each collective, size and number of processes, and `summary`."""
+        """Returns `HEAD`, a line for each collective, size and number of processes, and
+        `summary`."""
         groups: dict[tuple[int, str, int], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row.processes, row.collective, row.bytes), []).append(row)
         return "\n".join([HEAD, *map(line, groups.values()), self.summary()])
 
     def summary(self) -> str:
-        """For each number of processes, how often something of ours was faster than lax."""
-        said = []
+        """Returns, for each number of processes, how often each algorithm was faster than lax."""
+        lines = []
         for processes in dict.fromkeys(row.processes for row in self.rows):
-            mine = [row for row in self.rows if row.processes == processes]
-            wins = Counter(row.algorithm for row in mine if row.ratio < 1)
+            rows = [row for row in self.rows if row.processes == processes]
+            wins = Counter(row.algorithm for row in rows if row.ratio < 1)
             shares = ", ".join(
                 f"{name} {wins[name]} of {total}"
-                for name, total in Counter(row.algorithm for row in mine).items()
+                for name, total in Counter(row.algorithm for row in rows).items()
             )
-            said.append(f"{_in_processes(processes)}, faster than lax: {shares}")
-        return "\n".join(said)
+            lines.append(f"{_in_processes(processes)}, faster than lax: {shares}")
+        return "\n".join(lines)
 
 
 HEAD = (
@@ -115,7 +116,7 @@ HEAD = (
 
 
 def line(rows: Sequence[Row]) -> str:
-    """The rows of one collective, size and number of processes, as a line under `HEAD`."""
+    """Returns the rows of one collective, size and number of processes as a line under `HEAD`."""
     first, by_name = rows[0], {row.algorithm: row for row in rows}
     cells = " ".join(f"{_cell(by_name.get(name)):>15}" for name in OURS)
     return (
@@ -143,15 +144,15 @@ def _in_processes(processes: int) -> str:
 
 
 def read_size(text: str) -> int:
-    """Bytes of `65536`, `64KiB` or `1MiB`; ValueError for anything else."""
-    found = re.fullmatch(r"(\d+) *([a-z]*)", text.strip().lower())
-    if not found or found[2] not in UNITS:
+    """Returns the bytes of `65536`, `64KiB` or `1MiB`; raises ValueError for other texts."""
+    match = re.fullmatch(r"(\d+) *([a-z]*)", text.strip().lower())
+    if not match or match[2] not in UNITS:
         raise ValueError(f"size {text!r} is no number of bytes; write 65536, 64KiB or 1MiB")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def read_count(text: str) -> int:
-    """A number of processes; ValueError for what is no whole number."""
+    """Returns a number of processes; raises ValueError for a text that is no whole number."""
     if not text.strip().isdecimal():
         raise ValueError(f"processes {text!r} is no whole number; write 1,2,4")
     return int(text)
@@ -166,19 +167,19 @@ def bench_collectives(
     processes: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CollectivesReport:
-    """Time every algorithm of the package over all devices of a mesh, in float32.
+    """Times every algorithm of the package over all devices of a mesh, in float32.
 
     collectives: of `MEASURED`; None: all, across processes the `UNROOTED`. algorithms: of `OURS`;
     None: all, across processes no looped rings, and beyond `LARGE` unrolled rings alone. sizes:
-    bytes of the whole buffer on one device, as `cost` counts; for `gather_matmul` of the
-    gathered x, for `matmul_scatter` of the product that is scattered; None: `SIZES`, or the next
-    that split over the devices. processes: how many share the devices, each number in turn; None:
-    `PROCESSES` where they divide the devices and these are simulated, else one. progress: told
+    bytes of the whole buffer on one device, as `cost` counts; for `gather_matmul` of the gathered
+    x, for `matmul_scatter` of the product that is scattered; None: `SIZES`, or the next that split
+    over the devices. processes: numbers of processes that share the devices, in turn; None:
+    `PROCESSES` that divide the devices if these are simulated, else one. progress: called with
     `HEAD`, and each line as it is measured.
 
-    Every result is held against lax's, to the bit, before it is timed. Raises ValueError with all
-    violations; RuntimeError, with its last words, when a process fails (a wrong result is told so)
-    or nothing is heard for `SILENT_S`.
+    Every result is compared with lax's, to the bit, before it is timed. Raises ValueError with all
+    violations; RuntimeError, with its last output, when a process fails (also for a wrong result)
+    or gives no result for `SILENT_S`.
     """
     if processes is None:
         processes = [p for p in PROCESSES if spec.simulated and spec.devices % p == 0] or [1]
@@ -194,10 +195,10 @@ def bench_collectives(
             (arguments_of(spec, cases, processes=number, index=index, port=port), env)
             for index in range(number)
         ]
-        for told in answers(commands, silent_s=SILENT_S):
-            found = _rows(spec, number, told)
-            progress(line(found))
-            rows += found
+        for answer in answers(commands, silent_s=SILENT_S):
+            measured = _rows(spec, number, answer)
+            progress(line(measured))
+            rows += measured
     return CollectivesReport(Path(spec.where).stem, spec.devices, tuple(rows))
 
 
@@ -207,19 +208,19 @@ def cases_of(
     algorithms: Sequence[str] | None,
     sizes: Sequence[int],
 ) -> list[Case]:
-    """What is measured, as `bench_collectives` describes it. Recursive doubling has no collective
-    matmul; a case without algorithms is left out."""
+    """Returns the cases to measure, with the defaults of `bench_collectives`. Recursive doubling
+    has no collective matmul; a case without algorithms is left out."""
     names = collectives or (MEASURED if processes == 1 else UNROOTED)
     unrolled = tuple(name for name in OURS if not name.endswith("_looped"))
-    found = []
+    cases = []
     for name in names:
         for nbytes in sizes:
             chosen = algorithms or (OURS if processes == 1 else unrolled)
             if algorithms is None and nbytes > LARGE:
                 chosen = [a for a in unrolled if a in RINGS]
-            if can := tuple(a for a in chosen if a in RINGS or name not in MATMULS):
-                found.append((name, nbytes, can))
-    return found
+            if supported := tuple(a for a in chosen if a in RINGS or name not in MATMULS):
+                cases.append((name, nbytes, supported))
+    return cases
 
 
 def _violations(
@@ -231,20 +232,20 @@ def _violations(
 ) -> list[str]:
     n = spec.devices
     named = {"collectives": (collectives, MEASURED), "algorithms": (algorithms, OURS)}
-    given = {"collectives": collectives, "algorithms": algorithms}
-    given |= {"sizes": sizes, "processes": processes}
+    options = {"collectives": collectives, "algorithms": algorithms}
+    options |= {"sizes": sizes, "processes": processes}
     problems = [
         f"no {name} are given; give at least one"
-        for name, of in given.items()
-        if of is not None and not of
+        for name, values in options.items()
+        if values is not None and not values
     ]
     if n == 1:
         problems.append("a collective needs 2 devices or more, and this mesh has one")
     problems += [
-        f"{what}: {word!r} is not known{did_you_mean(word, known)}"
-        for what, (words, known) in named.items()
+        f"{option}: {word!r} is not known{did_you_mean(word, allowed)}"
+        for option, (words, allowed) in named.items()
         for word in words or ()
-        if word not in known
+        if word not in allowed
     ]
     if collectives and algorithms and not cases_of(1, collectives, algorithms, SIZES):
         problems.append("there is no collective matmul by recursive; add a ring to algorithms")
@@ -268,15 +269,15 @@ def _violations(
 
 
 def _splits(size: int, n: int) -> int:
-    """The bytes, `size` or the next, of elements that split over n devices."""
+    """Returns the bytes, `size` or the next larger, of elements that split over n devices."""
     return -(-size // (ITEMSIZE * n)) * ITEMSIZE * n
 
 
 def worker_environment(
     spec: MeshSpec, processes: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """A process's environment: as in `bench step`, with just its share of the simulated devices,
-    whatever the user's own XLA_FLAGS say of their number."""
+    """Returns a process's environment: that of `bench step`, with its share of the simulated
+    devices; the device count in the user's own XLA_FLAGS is replaced."""
     if not spec.simulated:
         return environment(spec, environ)
     flags = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", environ.get("XLA_FLAGS", "")).strip()
@@ -284,33 +285,35 @@ def worker_environment(
     return environment(share, {**environ, "XLA_FLAGS": flags})
 
 
-def _rows(spec: MeshSpec, processes: int, told: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of one line of every process."""
-    name, nbytes = told[0]["collective"], told[0]["bytes"]
+def _rows(spec: MeshSpec, processes: int, timings: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Returns the rows of one answer of all processes."""
+    name, nbytes = timings[0]["collective"], timings[0]["bytes"]
     seconds = {
-        each: statistics.median(map(max, zip(*(t["seconds"][each] for t in told), strict=True)))
-        for each in told[0]["seconds"]
+        algorithm: statistics.median(
+            map(max, zip(*(t["seconds"][algorithm] for t in timings), strict=True))
+        )
+        for algorithm in timings[0]["seconds"]
     }
     twin = _TWIN.get(name, name)
     return [
         Row(
             collective=name,
-            algorithm=each,
+            algorithm=algorithm,
             processes=processes,
             bytes=nbytes,
-            seconds=seconds[each],
+            seconds=seconds[algorithm],
             lax_seconds=seconds["lax"],
-            sent_bytes=traffic(twin, each, spec.devices, nbytes).device_bytes,
-            predicted_ratio=_predict(spec, name, each, nbytes) if processes == 1 else None,
+            sent_bytes=traffic(twin, algorithm, spec.devices, nbytes).device_bytes,
+            predicted_ratio=_predict(spec, name, algorithm, nbytes) if processes == 1 else None,
         )
-        for each in seconds
-        if each != "lax"
+        for algorithm in seconds
+        if algorithm != "lax"
     ]
 
 
 def _predict(spec: MeshSpec, name: str, algorithm: str, nbytes: int) -> float | None:
     if not spec.links or name in MATMULS:
         return None
-    link = spec.links[-1][1]  # outermost: what is between all devices passes it
-    ours, lax = (cost(name, each, spec.devices, nbytes, link) for each in (algorithm, "lax"))
+    link = spec.links[-1][1]  # outermost: traffic between all devices passes it
+    ours, lax = (cost(name, entry, spec.devices, nbytes, link) for entry in (algorithm, "lax"))
     return ours.time_us / lax.time_us

@@ -1,6 +1,6 @@
 """One process of `bench collectives`: checks each algorithm against `lax`, then times both in turn.
 
-With others it forms one machine (`jax.distributed`). For each collective and size every process
+Several processes form one machine (`jax.distributed`). For each collective and size every process
 prints a JSON line `collective bytes seconds`: the seconds of each call, by algorithm, on its own
 clock. On a machine that lacks the mesh's devices it prints only `refused`, with the reason.
 """
@@ -30,7 +30,7 @@ from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 
 Case = tuple[str, int, tuple[str, ...]]
-"""Collective, bytes of the buffer, and the algorithms held against lax."""
+"""Collective, bytes of the buffer, and the algorithms compared with lax."""
 
 RINGS = {
     "ring_1": Ring(1),
@@ -42,11 +42,11 @@ ALGORITHMS: dict[str, Algorithm] = {"lax": Lax(), **RINGS, "recursive": Recursiv
 """By the names of `steps.SCHEDULES`."""
 
 MATMULS = ("gather_matmul", "matmul_scatter")
-"""Collective matmuls; as `lax`: x gathered, then multiplied; the product, then scattered."""
+"""Collective matmuls. `lax` gathers x, then multiplies; or multiplies, then scatters."""
 
 WIDTH, COLUMNS = 256, 128
-"""Of matmuls: the least width of the gathered or scattered buffer where it is large enough for
-one, and how much of the other dim of the weight a device has."""
+"""Sizes of matmuls: least width of the gathered or scattered buffer if it is large enough, and the
+other dim of the weight on a device."""
 
 ITEMSIZE = 4
 """Everything is float32."""
@@ -66,14 +66,15 @@ _ARGUMENTS: dict[str, tuple[int, ...]] = {
 
 
 def calls(nbytes: int) -> int:
-    """Timed calls of each algorithm: the same in every process, fewer where one takes long."""
+    """Returns the number of timed calls of each algorithm: the same in every process, fewer for
+    large buffers."""
     return min(7, max(3, 2**25 // nbytes))
 
 
 def local_shapes(name: str, n: int, nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the operands on one of n devices. `nbytes` is the whole buffer on one device, as
-    `cost` counts: the operand, or what is gathered; of matmuls the gathered x [tokens, width],
-    or the product before it is scattered."""
+    """Returns the shapes of the operands on one of n devices. nbytes: of the whole buffer on one
+    device, as `cost` counts: the operand, or the gathered result; for matmuls the gathered x
+    [tokens, width], or the product before it is scattered."""
     elements = nbytes // ITEMSIZE
     if name not in MATMULS:
         return ((elements // n if name in ("all_gather", "gather") else elements,),)
@@ -86,17 +87,17 @@ def local_shapes(name: str, n: int, nbytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def on_device(name: str, algorithm: str, axes: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """The function of local operands that is timed, inside `jax.shard_map`."""
-    by, ring = ALGORITHMS[algorithm], RINGS.get(algorithm)
+    """Returns the function of local operands that is timed, inside `jax.shard_map`."""
+    impl, ring = ALGORITHMS[algorithm], RINGS.get(algorithm)
     if name == "gather_matmul":
         if ring is None:
-            return lambda x, w: collective.all_gather(x, axes, 0, by) @ w
+            return lambda x, w: collective.all_gather(x, axes, 0, impl) @ w
         return lambda x, w: gather_matmul(x, (w,), axes, ring)[0]
     if name == "matmul_scatter":
         if ring is None:
-            return lambda x, w: collective.reduce_scatter(x @ w, axes, 0, by)
+            return lambda x, w: collective.reduce_scatter(x @ w, axes, 0, impl)
         return lambda x, w: matmul_scatter((x,), (w,), axes, ring)
-    return lambda x: getattr(collective, name)(x, axes, *_ARGUMENTS[name], by)
+    return lambda x: getattr(collective, name)(x, axes, *_ARGUMENTS[name], impl)
 
 
 @dataclass(frozen=True)
@@ -111,36 +112,40 @@ class Bench:
         return self.mesh.devices.size
 
     def program(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Compiled when it is first called. Operands and result are split along dim 0."""
+        """Returns a program that is compiled at its first call. Operands and result are split along
+        dim 0."""
         split = partition_spec((self.axes,))
         return jax.jit(
             jax.shard_map(function, mesh=self.mesh, in_specs=split, out_specs=split, check_vma=True)
         )
 
     def operand(self, shape: tuple[int, ...]) -> jax.Array:
-        """Small integers, others on each device: sums of them are exact in any order."""
+        """Returns small integers, different on each device, whose sums are exact in any order."""
 
         def local(index: tuple[slice, ...] | None) -> np.ndarray:
             seed = index[0].start or 0 if index else 0
             draw = np.random.default_rng(seed).integers(-2, 3, 10007)
             return np.resize(draw.astype(np.float32), shape)
 
-        whole = (self.n * shape[0], *shape[1:])
-        return jax.make_array_from_callback(whole, named_sharding(self.mesh, (self.axes,)), local)
+        global_shape = (self.n * shape[0], *shape[1:])
+        return jax.make_array_from_callback(
+            global_shape, named_sharding(self.mesh, (self.axes,)), local
+        )
 
     def measure(self, name: str, nbytes: int, algorithms: Sequence[str]) -> dict[str, list[float]]:
-        """Seconds of each call, by algorithm, `lax` among them. Raises RuntimeError for a result
-        that is not `lax`'s to the bit: what is wrong is not timed."""
+        """Returns the seconds of each call, by algorithm, `lax` included. Raises RuntimeError for a
+        result that is not `lax`'s to the bit, which is not timed."""
         operands = [self.operand(shape) for shape in local_shapes(name, self.n, nbytes)]
         programs = {
-            each: self.program(on_device(name, each, self.axes)) for each in ("lax", *algorithms)
+            algorithm: self.program(on_device(name, algorithm, self.axes))
+            for algorithm in ("lax", *algorithms)
         }
-        wanted = programs["lax"](*operands).block_until_ready()
+        expected = programs["lax"](*operands).block_until_ready()
         for algorithm in algorithms:
-            found = programs[algorithm](*operands).block_until_ready()
-            check(found, wanted, f"{algorithm} {name} of {nbytes} B")
-            del found
-        del wanted
+            result = programs[algorithm](*operands).block_until_ready()
+            check(result, expected, f"{algorithm} {name} of {nbytes} B")
+            del result
+        del expected
         return self.take_turns(programs, operands, calls(nbytes))
 
     def take_turns(
@@ -149,33 +154,34 @@ class Bench:
         operands: Sequence[jax.Array],
         times: int,
     ) -> dict[str, list[float]]:
-        """Every program once a round; another begins each round. The processes meet before each
-        call, since one may leave a collective long before the rest.
-        """
-        together = self.program(on_device("all_reduce", "lax", self.axes))
-        one = self.operand((1,))
+        """Runs every program once a round; another is first in each round. The processes
+        synchronise before each call, since one may leave a collective long before the others."""
+        barrier = self.program(on_device("all_reduce", "lax", self.axes))
+        operand = self.operand((1,))
         names, seconds = list(programs), {name: [] for name in programs}
         for turn in range(times):
             first = turn % len(names)
             for name in [*names[first:], *names[:first]]:
-                together(one).block_until_ready()
+                barrier(operand).block_until_ready()
                 began = time.perf_counter()
                 programs[name](*operands).block_until_ready()
                 seconds[name].append(time.perf_counter() - began)
         return seconds
 
 
-def check(found: jax.Array, wanted: jax.Array, what: str) -> None:
-    """This process's shards are the same to the bit, or RuntimeError."""
-    for mine, other in zip(found.addressable_shards, wanted.addressable_shards, strict=True):
-        if not np.array_equal(mine.data, other.data):
-            raise RuntimeError(f"{what} is not what lax gives on device {mine.device.id}")
+def check(result: jax.Array, expected: jax.Array, label: str) -> None:
+    """Raises RuntimeError unless this process's shards are equal to the bit."""
+    for shard, expected_shard in zip(
+        result.addressable_shards, expected.addressable_shards, strict=True
+    ):
+        if not np.array_equal(shard.data, expected_shard.data):
+            raise RuntimeError(f"{label} is not what lax gives on device {shard.device.id}")
 
 
 def arguments_of(
     spec: MeshSpec, cases: Sequence[Case], *, processes: int, index: int, port: int
 ) -> list[str]:
-    """What worker `index` is started with, after `python`."""
+    """Returns the arguments of worker `index`, after `python`."""
     packed = base64.b64encode(pickle.dumps((spec, tuple(cases), processes, index, port))).decode()
     return ["-m", "jaxtrain.bench.collectives_worker", packed]
 

@@ -1,11 +1,11 @@
-"""`bench pipeline`: seconds a step of every schedule, beside what their tables predict.
+"""`bench pipeline`: seconds a step of every schedule, compared with the prediction from its table.
 
-In lock-step a masked tick works too, so a step lasts as long as its table costs
+In lock-step a masked tick also computes, so a step lasts as long as its table costs
 (`pipeline.analysis.cost`) and what each schedule does once: buffers between ticks, the sum of
-gradients, the optimizer's update. Each of these is measured by itself (`pipeline_costs`), and no
-prediction uses a step's time. In neither is what a first tick pays for the memory it works in.
-Costs and steps take turns in one process, one program at a time, so that whatever else the machine
-does hits all alike. On simulated devices, which share the machine's cores.
+gradients, the optimizer's update. Each of these is measured alone (`pipeline_costs`), and no
+prediction uses a step's time. Neither includes the first tick's memory allocation. Costs and steps
+take turns in one process, one program at a time, so that other work of the machine affects all
+alike. On simulated devices, which share the machine's cores.
 """
 
 from __future__ import annotations
@@ -50,23 +50,22 @@ PIPELINES = (
     Pipeline("zero_bubble"),
 )
 MEASURED_AT = 8
-"""Microbatches at which costs are measured, and what is done once."""
+"""Microbatches at which costs, and the time of what is done once, are measured."""
 PREDICTED = (2, 32)
 ROUNDS = 5
 WINDOW = 2.0
-"""Seconds for which a program runs, again and again, in its turn. Of single runs the quickest is a
-short program's luckiest moment but a long one's mean of many: sums of the former fall short of the
-latter."""
+"""Seconds for which a program is repeated in its turn. The quickest single run favours short
+programs: the sum of their minima is less than the minimum of one long program."""
 BOUND = 0.15
-"""An error of a prediction that is larger is marked."""
+"""Larger errors of predictions are marked."""
 LEGEND = f"""\
 M: microbatches. Cost: of the table's ticks and M heads, in units of F; bubble: its share that is
 idle. Once: buffers, the sum of gradients, the update. Predicted: cost and once. Spread: by how much
 the slowest round exceeds the quickest; schedules that are no further apart are not told apart.
 Error: below 0 a step is slower than predicted; !: off by more than {BOUND:.0%}."""
 PASSES = (1, 4)
-"""How often a program of costs follows its tables: what the longer takes beyond the shorter is
-ticks alone, and nothing that is done once."""
+"""Passes of a program of costs over its tables. The difference of both times is ticks alone,
+without what is done once."""
 
 Arrays = dict[str, Any]
 Program = Callable[[], Any]
@@ -76,8 +75,8 @@ ONCE = "once"
 
 
 def benchmark(stages: int) -> Experiment:
-    """Four layers a stage, so wide that their arithmetic outweighs what a tick does beside it.
-    `batch` is one microbatch."""
+    """Returns four layers a stage, so wide that their arithmetic outweighs the other work of a
+    tick. `batch` is one microbatch."""
     block = BlockConfig(AttentionConfig(heads=4, rope=Rope(1e4)), MlpConfig(hidden=768))
     return Experiment(
         model=DecoderConfig(vocab=2048, embed=256, layers=4 * stages, period=(block,)),
@@ -95,8 +94,11 @@ def benchmark(stages: int) -> Experiment:
 
 @dataclass(eq=False)
 class _Machine:
-    """Where programs run. experiment: with a microbatch for its batch. states: the train state of
-    each number of chunks, which its programs hand on to one another."""
+    """Runs programs on a mesh of stages.
+
+    experiment: with a microbatch as its batch. states: by number of chunks, the train state that
+    its programs pass to one another.
+    """
 
     experiment: Experiment
     stages: int
@@ -117,12 +119,12 @@ class _Machine:
         return assemble(e, self.spec, self.fields)
 
     def step(self, assembly: Assembly) -> Program:
-        """The train step as `train` runs it."""
-        where = shardings(assembly.abstract, assembly.splits, self.mesh)
-        program = compile_step(assembly, self.mesh, where)
+        """Returns the train step as `train` runs it."""
+        state_shardings = shardings(assembly.abstract, assembly.splits, self.mesh)
+        program = compile_step(assembly, self.mesh, state_shardings)
         chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
         if chunks not in self.states:
-            self.states[chunks] = jax.block_until_ready(initialise(assembly, where))
+            self.states[chunks] = jax.block_until_ready(initialise(assembly, state_shardings))
 
         def run() -> Any:
             self.states[chunks], metrics = program(self.states[chunks], batch)
@@ -131,8 +133,8 @@ class _Machine:
         return run
 
     def ticks(self, assembly: Assembly, kind: str) -> dict[int, Program]:
-        """`ticks_of` by its passes, with parameters of a step of as many chunks, which comes
-        first."""
+        """Returns `ticks_of` by its passes, with the parameters of a step with as many chunks,
+        which must run first."""
         chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
         program = jax.jit(ticks_of(assembly, self.mesh, kind))
         lowered = program.lower(self.states[chunks].params, batch, jnp.int32(1))
@@ -152,9 +154,12 @@ class _Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule at a number of microbatches. cost: in forward passes of a stage, head included.
-    once_s: what is done once, as measured with `PipelineReport.measured_at`. measured_s: the
-    quickest round's mean; spread: between the rounds' fastest and slowest, over it."""
+    """A schedule at a number of microbatches.
+
+    cost: in forward passes of a stage, head included. once_s: what is done once, as measured with
+    `PipelineReport.measured_at`. measured_s: the quickest round's mean; spread: between the rounds'
+    fastest and slowest, over it.
+    """
 
     schedule: str
     chunks: int
@@ -169,7 +174,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Below 0: the step takes longer than predicted."""
+        """predicted / measured - 1. Below 0: the step takes longer than predicted."""
         return self.predicted_s / self.measured_s - 1
 
     def line(self) -> str:
@@ -184,8 +189,8 @@ class Row:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """costs: seconds of a stage's work on one microbatch, `whole` the B of schedules without W, as
-    measured in programs of `measured_at` microbatches."""
+    """Predicted and measured step times of schedules. costs: seconds of a stage's work on one
+    microbatch, as measured in programs of `measured_at` microbatches."""
 
     what: str
     stages: int
@@ -238,40 +243,43 @@ def bench_pipeline(
     window: float = WINDOW,
     progress: Callable[[str], None] = lambda text: None,
 ) -> PipelineReport:
-    """Predict and time the step of all of PIPELINES on `stages` simulated devices.
+    """Predicts and times the step of all of PIPELINES on `stages` simulated devices.
 
-    experiment: with one microbatch for its batch; None: `benchmark`. measured_at: microbatches at
-    which costs are measured; microbatches: those of the steps. rounds: in each of them every
-    program has its turn: one run, and as many as fill `window` seconds, which are timed. progress:
-    told what is being done, in lines.
+    experiment: with one microbatch as its batch; None: `benchmark`. measured_at: microbatches at
+    which costs are measured; microbatches: those of the steps. rounds: in each, every program runs
+    once, then for `window` seconds, which are timed. progress: called with a line for each action.
 
     Raises ValueError before anything is compiled: for fewer than 2 stages or rounds (a spread is
-    between two), nothing to predict, numbers that cannot be, an experiment that does not fit, or a
-    process with fewer devices.
+    between two), nothing to predict, invalid numbers, an experiment that does not fit, or a process
+    with fewer devices.
     """
-    found = count("stages", stages, 2) + count("measured_at", measured_at, 1)
-    found += count("rounds", rounds, 2) + at_least("window", window, 0)
-    found += [
-        wrong for i, m in enumerate(microbatches) for wrong in count(f"microbatches[{i}]", m, 1)
+    violations = count("stages", stages, 2) + count("measured_at", measured_at, 1)
+    violations += count("rounds", rounds, 2) + at_least("window", window, 0)
+    violations += [
+        violation
+        for i, m in enumerate(microbatches)
+        for violation in count(f"microbatches[{i}]", m, 1)
     ]
-    found += [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
-    found += _experiment_violations(experiment) if experiment is not None else []
-    raise_violations(found, "bench pipeline")
+    violations += (
+        [] if microbatches else ["microbatches is empty; name at least one number, such as 2"]
+    )
+    violations += _experiment_violations(experiment) if experiment is not None else []
+    raise_violations(violations, "bench pipeline")
     e = experiment or benchmark(stages)
     machine, started = _Machine(e, stages), time.perf_counter()
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         progress(f"{time.perf_counter() - started:>5.0f} s  {text}")
 
     steps = {(p, m): machine.assemble(p, m) for m in microbatches for p in PIPELINES}
-    at = {p: machine.assemble(p, measured_at) for p in PIPELINES}
-    of_one, of_split = at[PIPELINES[0]], at[PIPELINES[-1]]
+    measured = {p: machine.assemble(p, measured_at) for p in PIPELINES}
+    fused, split = measured[PIPELINES[0]], measured[PIPELINES[-1]]
     works = {
-        **{"forward": (of_one, "F"), "whole": (of_one, "B"), "head": (of_one, "head")},
-        **{"backward": (of_split, "B"), "weight": (of_split, "W")},
+        **{"forward": (fused, "F"), "whole": (fused, "B"), "head": (fused, "head")},
+        **{"backward": (split, "B"), "weight": (split, "W")},
     }
-    programs = _compile_programs(machine, steps, at, works, told)
-    seconds = take_turns(programs, rounds, window, told)
+    programs = _compile_programs(machine, steps, measured, works, report)
+    seconds = take_turns(programs, rounds, window, report)
     return report_of(
         _describe(e, rounds, window),
         {
@@ -285,33 +293,37 @@ def bench_pipeline(
 
 
 def _experiment_violations(e: Experiment) -> list[str]:
-    found = []
+    violations = []
     if not isinstance(e.batch, int):
-        found.append(f"experiment.batch={e.batch!r} must be a number, the rows of a microbatch")
+        violations.append(
+            f"experiment.batch={e.batch!r} must be a number, the rows of a microbatch"
+        )
     if e.microbatches != 1:
-        found.append(f"experiment.microbatches={e.microbatches} must be 1; steps have more of them")
-    return found
+        violations.append(
+            f"experiment.microbatches={e.microbatches} must be 1; steps have more of them"
+        )
+    return violations
 
 
 def _compile_programs(
     machine: _Machine,
     steps: Mapping[Key, Assembly],
-    at: Mapping[Pipeline, Assembly],
+    measured: Mapping[Pipeline, Assembly],
     works: Mapping[str, tuple[Assembly, str]],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[Any, Program]:
-    """Programs by the keys of `report_of`'s seconds."""
+    """Returns programs by the keys of `report_of`'s seconds."""
     programs: dict[Any, Program] = {}
     for (pipeline, microbatches), assembly in steps.items():
-        told(f"compiling the step of {pipeline.schedule}, M={microbatches}")
+        report(f"compiling the step of {pipeline.schedule}, M={microbatches}")
         programs[pipeline, microbatches] = machine.step(assembly)
-    for pipeline, assembly in at.items():
-        told(f"compiling what a step of {pipeline.schedule} does once")
+    for pipeline, assembly in measured.items():
+        report(f"compiling what a step of {pipeline.schedule} does once")
         programs[pipeline, ONCE] = machine.step(without_ticks(assembly))
     for name, (assembly, kind) in works.items():
-        told(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
-        found = machine.ticks(assembly, kind)
-        programs |= {(name, passes): program for passes, program in found.items()}
+        report(f"compiling {kind} of {assembly.on_stages.schedule.kind}")
+        ticks = machine.ticks(assembly, kind)
+        programs |= {(name, passes): program for passes, program in ticks.items()}
     return programs
 
 
@@ -325,14 +337,14 @@ def _describe(e: Experiment, rounds: int, window: float) -> str:
 
 
 def take_turns(
-    programs: Mapping[Any, Program], rounds: int, window: float, told: Callable[[str], None]
+    programs: Mapping[Any, Program], rounds: int, window: float, report: Callable[[str], None]
 ) -> dict[Any, list[float]]:
-    """Seconds of each program in each round: the mean of as many runs as fill `window` seconds. One
-    program at a time: side by side they wait for each other's collectives forever. Who begins
-    changes."""
+    """Returns the seconds of each program in each round: the mean of as many runs as fill `window`
+    seconds. One program runs at a time: two would wait for each other's collectives forever.
+    Another is first in each round."""
     names, seconds = list(programs), {name: list[float]() for name in programs}
     for turn in range(rounds):
-        told(f"round {turn + 1} of {rounds}: {len(names)} programs")
+        report(f"round {turn + 1} of {rounds}: {len(names)} programs")
         first = turn * len(names) // rounds
         for name in [*names[first:], *names[:first]]:
             seconds[name].append(_mean_seconds(programs[name], window))
@@ -340,7 +352,7 @@ def take_turns(
 
 
 def _mean_seconds(program: Program, window: float) -> float:
-    """Of the runs that fill a window, after one that finds what memory another program has left."""
+    """Returns the mean of the runs that fill a window, after one run that allocates memory."""
 
     def seconds(runs: int) -> float:
         began = time.perf_counter()
@@ -353,31 +365,34 @@ def _mean_seconds(program: Program, window: float) -> float:
 
 
 def report_of(
-    what: str,
+    description: str,
     counts: Mapping[str, int],
     schedules: Mapping[Key, Schedule],
     measured_at: int,
     seconds: Mapping[Any, list[float]],
 ) -> PipelineReport:
-    """The report of times: of steps by `schedules`' keys, of costs by (field of `Costs`, passes),
-    `counts` of each in a pass, and of steps without ticks."""
-    took = {name: min(rounds) for name, rounds in seconds.items()}
+    """Returns the report of times.
+
+    seconds: of steps by `schedules`' keys, of costs by (field of `Costs`, passes), and of steps
+    without ticks. counts: how often one pass does each work.
+    """
+    best = {name: min(rounds) for name, rounds in seconds.items()}
     few, many = PASSES
     measured = {}
     for name, times in counts.items():
-        longer = took[name, many] - took[name, few]
-        # What is next to nothing may come out below it, beside other people's work.
+        longer = best[name, many] - best[name, few]
+        # A tiny difference can be below 0 when the machine has other work.
         measured[name] = max(1e-9, longer / (many - few) / times)
     costs = Costs(**measured)
 
     def row(key: Key) -> Row:
         (pipeline, microbatches), schedule = key, schedules[key]
-        table, once = cost(schedule, costs), took[pipeline, ONCE]
+        table, once = cost(schedule, costs), best[pipeline, ONCE]
         return Row(
             pipeline.schedule, pipeline.chunks, microbatches, schedule.ticks,
             table / costs.forward, bubble(schedule, costs), once,
-            table + once, took[key], (max(seconds[key]) - min(seconds[key])) / took[key],
+            table + once, best[key], (max(seconds[key]) - min(seconds[key])) / best[key],
         )  # fmt: skip
 
     stages = next(iter(schedules.values())).stages
-    return PipelineReport(what, stages, measured_at, costs, tuple(map(row, schedules)))
+    return PipelineReport(description, stages, measured_at, costs, tuple(map(row, schedules)))

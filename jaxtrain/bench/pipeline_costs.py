@@ -1,8 +1,8 @@
 """Programs that do one kind of a pipeline's work and nothing else, for `bench pipeline` to time.
 
-The step's own executor follows the step's own tables, from which everything else is taken: in a
-tick of F there is no B, no embedding and no head. The head is what a step does on stages without
-layers; what is done once, the step with ticks that do not run.
+The step's own executor follows the step's own tables, without all other work: a tick of F has no B,
+no embedding and no head. The head is a step on stages without layers; work done once is the step
+with ticks that do not run.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from jaxtrain.step.pipeline import executor_of, on_device
 from jaxtrain.step.train_step import make_reduction
 
 FILL = 1.0
-"""What buffers hold. No zeros: on those arithmetic may be none."""
+"""Value of buffers, not zero: arithmetic on zeros may be skipped."""
 
 Arrays = dict[str, Any]
 WORK = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 class _Empty(ModelStage):
-    """A stage without layers: of a step it leaves what stands before and behind the pipeline."""
+    """A stage without layers: only the work before and behind the pipeline remains of a step."""
 
-    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
+    def forward(self, chunk: Arrays, x: jax.Array, work: At) -> jax.Array:
         return x
 
     def forward_with_residuals(
-        self, chunk: Arrays, x: jax.Array, at: At
+        self, chunk: Arrays, x: jax.Array, work: At
     ) -> tuple[jax.Array, PyTree]:
         return x, ()
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
+        self, saved: PyTree, chunk: Arrays, dy: jax.Array, work: At
     ) -> tuple[Arrays, jax.Array, PyTree]:
         return {}, dy, ()
 
 
 def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable[..., jax.Array]:
-    """(params, batch, passes) -> an element of everything that was made, [stages, leaves].
+    """Returns (params, batch, passes) -> an element of every result, [stages, leaves].
 
-    kind: F, B or W of the assembly's schedule: its ticks with that work alone, followed `passes`
+    kind: F, B or W of the assembly's schedule: its ticks with that work alone, repeated `passes`
     times; or `head`: the whole schedule, on stages without layers that send nothing.
     """
     rows, buffers = training(assembly.on_stages.schedule, keep_residuals=False)
@@ -73,20 +73,20 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
         params, batch, scale = jax.tree.map(
             lambda x: vary(x, axes), (params, batch, jnp.float32(1.0))
         )
-        given = on_device(assembly, comm, params, batch, None, scale, reduction)
+        inputs = on_device(assembly, comm, params, batch, None, scale, reduction)
         if kind == "head":
-            assert isinstance(given.stage, ModelStage)
-            parts = (getattr(given.stage, f.name) for f in fields(given.stage))
-            given = given._replace(stage=_Empty(*parts), blocks={})
-        carry, trees = run.start(given)
-        # XLA knows what a product with ones is, and would not make it.
+            assert isinstance(inputs.stage, ModelStage)
+            parts = (getattr(inputs.stage, f.name) for f in fields(inputs.stage))
+            inputs = inputs._replace(stage=_Empty(*parts), blocks={})
+        carry, trees = run.start(inputs)
+        # XLA would simplify a product with ones.
         carry = lax.optimization_barrier(carry)
 
         def again(_: Index, carry: Carry) -> Carry:
-            return run.follow(carry, trees, given)
+            return run.follow(carry, trees, inputs)
 
         leaves = jax.tree.leaves(lax.fori_loop(0, passes, again, carry))
-        # What nobody reads XLA would not make.
+        # XLA would remove results that nobody reads.
         return jnp.stack([leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in leaves])[None]
 
     specs = {name: partition_spec(place.params) for name, place in assembly.places.items()}
@@ -102,31 +102,31 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
 
 @dataclass(frozen=True, kw_only=True)
 class _Still(Executor):
-    """Has ticks and runs none, which a compiler cannot know: it makes every buffer that goes from
-    tick to tick."""
+    """Has ticks in the program and runs none, which the compiler cannot know: it makes every buffer
+    that goes from tick to tick."""
 
-    def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
+    def follow(self, carry: Carry, trees: Trees, device: OnDevice) -> Carry:
         def ticks(carry: Carry) -> Carry:
-            return super(_Still, self).follow(carry, trees, given)
+            return super(_Still, self).follow(carry, trees, device)
 
-        weight = jax.tree.leaves(given.blocks)[0]
+        weight = jax.tree.leaves(device.blocks)[0]
         nan = jnp.isnan(weight[(0,) * weight.ndim]).astype(jnp.int32)
-        # All devices would run them or none: there are collectives in them.
+        # All devices run them or none, since they contain collectives.
         return lax.cond(lax.pmin(nan, self.axes) > 0, ticks, lambda carry: carry, carry)
 
 
 def without_ticks(assembly: Assembly) -> Assembly:
-    """An assembly whose step has its ticks in the program and does not run them: it makes what goes
-    from tick to tick, reduces gradients (zeros) and updates the state."""
+    """Returns an assembly whose step has its ticks in the program and does not run them: it makes
+    the buffers between ticks, reduces gradients (zeros) and updates the state."""
     return replace(assembly, pipeline=assembly.on_stages._replace(executor=_Still))
 
 
 def only(rows: Rows, kind: str) -> Rows:
-    """The ticks that have a work of the kind F, B or W, and of them nothing else."""
-    mine = WORK[kind]
-    ticks = np.any(getattr(rows, mine) >= 0, axis=1)
-    found = Rows(*(table[ticks] for table in rows))
-    return without(found, *({*WORK.values(), "enter", "leave", "exit"} - {mine}))
+    """Returns the ticks with a work of kind F, B or W, and nothing else of them."""
+    field = WORK[kind]
+    ticks = np.any(getattr(rows, field) >= 0, axis=1)
+    selected = Rows(*(table[ticks] for table in rows))
+    return without(selected, *({*WORK.values(), "enter", "leave", "exit"} - {field}))
 
 
 def without(rows: Rows, *names: str) -> Rows:
@@ -134,7 +134,7 @@ def without(rows: Rows, *names: str) -> Rows:
 
 
 def runs_of(schedule: Schedule, kind: str) -> int:
-    """How often one pass of `ticks_of` does its work."""
+    """Returns how often one pass of `ticks_of` does its work."""
     if kind == "head":
         return schedule.microbatches
     return int((schedule.tables[kind] >= 0).any(1).sum())

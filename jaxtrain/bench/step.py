@@ -1,7 +1,8 @@
-"""`bench step`: seconds a step, beside a plain jax + optax loop of the same model in the same run.
+"""`bench step`: seconds a step, compared with a plain jax + optax loop of the same model in the
+same run.
 
-Each variant and the loop is a process of its own. All are alive at once and take turns, one step
-at a time with nothing else running, so that whatever else the machine does hits all alike.
+Each variant and the loop is a process of its own. All are alive at once and take turns, one step at
+a time with nothing else running, so that other work of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way to run the experiment, beside the plain loop in the same precision.
+    """One way to run the experiment, compared with the plain loop in the same precision.
 
     baseline: the loop as its user starts it. same_environment: the loop in our process environment,
-    huge pages for the heap of a simulated mesh included; `baseline` where the two are one.
+    huge pages for the heap of a simulated mesh included; the same as `baseline` where the
+    environments are equal.
     """
 
     mode: str
@@ -70,7 +72,7 @@ class Comparison:
 
     @property
     def ratio_same_environment(self) -> float:
-        """The same, the loop in our environment."""
+        """Our seconds a step over those of the loop in our environment."""
         return self.ours.step_s / self.same_environment.step_s
 
     def as_json(self) -> dict[str, Any]:
@@ -92,9 +94,9 @@ class BenchReport:
     comparisons: tuple[Comparison, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """step_s baseline_step_s ratio compile_s first_step_s peak_bytes loss (and a few more) of
-        the experiment's own variant; the same of all under `variants`, the loop's in `baselines`.
-        """
+        """Returns step_s baseline_step_s ratio compile_s first_step_s peak_bytes loss (and a few
+        more) of the experiment's own variant; the same of all under `variants`, the loop's in
+        `baselines`."""
         own = next(c for c in self.comparisons if (c.mode, c.precision) == self.own)
         return {
             **own.as_json(),
@@ -107,22 +109,21 @@ class BenchReport:
         }
 
     def table(self) -> str:
-        """A line for each variant and loop; * marks the experiment's own. ratio: to the loop as its
-        user starts it; same env: to the loop in our environment.
-        """
+        """Returns a line for each variant and loop; * marks the experiment's own. ratio: to the
+        loop as its user starts it; same env: to the loop in our environment."""
         head = (
             f"{self.mesh:<20} {'step s':>9} {'ratio':>6} {'same env':>8} {'compile s':>9} "
             f"{'first s':>8} {'peak MiB':>9} {'program MiB':>11} {'loss':>7}"
         )
         lines = [head]
         for precision in dict.fromkeys(c.precision for c in self.comparisons):
-            mine = [c for c in self.comparisons if c.precision == precision]
-            loop, same = mine[0].baseline, mine[0].same_environment
-            against = (loop, same)
+            comparisons = [c for c in self.comparisons if c.precision == precision]
+            loop, same_environment = comparisons[0].baseline, comparisons[0].same_environment
+            against = (loop, same_environment)
             lines.append(_line(f"plain loop {precision}", loop, against))
-            if same is not loop:
-                lines.append(_line(" in our environment", same, against))
-            for c in mine:
+            if same_environment is not loop:
+                lines.append(_line(" in our environment", same_environment, against))
+            for c in comparisons:
                 mark = " *" if (c.mode, c.precision) == self.own else ""
                 lines.append(_line(f"{c.mode} {precision}{mark}", c.ours, against))
         return "\n".join(lines)
@@ -146,18 +147,18 @@ def bench_step(
     baseline: str | Path | None = None,
     settings: Sequence[str] = (),
 ) -> BenchReport:
-    """Measure an experiment file on a mesh: each execution mode in each precision.
+    """Measures an experiment file on a mesh: each execution mode in each precision.
 
     steps: timed steps of each, after `WARMUP` others, every one after an untimed step. baseline:
-    the loop's script, None for `baselines/plain_loop.py` beside the experiment. The loop gets the
-    experiment's sizes and mesh, not the mesh's compiler options nor huge pages: those are a
-    part of what is measured. On a simulated mesh the loop also runs in our environment. settings:
+    the loop's script, None for `baselines/plain_loop.py` next to the experiment. The loop gets the
+    experiment's sizes and mesh, but neither the mesh's compiler options nor huge pages, which are
+    part of the comparison. On a simulated mesh the loop also runs in our environment. settings:
     other values of the experiment's fields, such as "model.layers=2", for ours and the loop.
 
-    Raises ValueError for an experiment that does not fit the mesh, or that asks for what the plain
-    loop lacks, each with all violations; RuntimeError, with its last words, when a process fails.
-    Costs three or four processes for each precision, alive at once: one accelerator must hold
-    them together.
+    Raises ValueError for an experiment that does not fit the mesh, or that has features which the
+    plain loop lacks, each with all violations; RuntimeError, with its last output, when a process
+    fails. Runs three or four processes for each precision, alive at once: one accelerator must have
+    memory for all of them.
     """
     loaded = with_fields(load_experiment(experiment), settings)
     own = _own(loaded, steps, precisions)
@@ -175,14 +176,15 @@ def bench_step(
         commands[LOOP] = [*loop, "--dtype", precision], plain
         if plain != ours:
             commands[SAME_ENVIRONMENT] = [*loop, "--dtype", precision], ours
-        found = take_turns(commands, steps=steps)
-        loops = found[LOOP], found.get(SAME_ENVIRONMENT, found[LOOP])
-        comparisons += [Comparison(mode, precision, found[mode], *loops) for mode in MODES]
+        measured = take_turns(commands, steps=steps)
+        loops = measured[LOOP], measured.get(SAME_ENVIRONMENT, measured[LOOP])
+        comparisons += [Comparison(mode, precision, measured[mode], *loops) for mode in MODES]
     return BenchReport(Path(spec.where).stem, own, tuple(comparisons))
 
 
 def _own(experiment: Experiment, steps: int, precisions: Sequence[str]) -> tuple[str, str]:
-    """The experiment's own mode and precision."""
+    """Returns the experiment's own mode and precision. Raises ValueError where they are not
+    measured."""
     violations = [] if steps >= 1 else [f"steps={steps}; time at least 1"]
     mode = experiment.execution.mode or "explicit"
     names = [name for name, value in PRECISIONS.items() if value == experiment.precision]
@@ -199,31 +201,32 @@ def _own(experiment: Experiment, steps: int, precisions: Sequence[str]) -> tuple
 
 
 def environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the processes: the mesh's devices, nothing cached, memory shared."""
+    """Returns the environment of the processes: the mesh's devices, no compilation cache, memory
+    shared."""
     env = {k: v for k, v in environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     if spec.simulated:
         env |= simulation_flags(spec, environ)
     else:
         # Else the first process takes three quarters of an accelerator's memory from the others.
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    here = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (here, environ.get("PYTHONPATH")) if p)
+    root = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (root, environ.get("PYTHONPATH")) if p)
     return env
 
 
 def plain_environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what `jaxtrain` alone gives its processes: the malloc of the user."""
+    """Returns `environment` without the malloc settings of `jaxtrain`, but with the user's."""
     env = environment(spec, environ)
     env.pop("GLIBC_TUNABLES", None)
-    given = environ.get("GLIBC_TUNABLES")
-    return env if given is None else env | {"GLIBC_TUNABLES": given}
+    tunables = environ.get("GLIBC_TUNABLES")
+    return env if tunables is None else env | {"GLIBC_TUNABLES": tunables}
 
 
 def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Measurement]:
-    """Run Python processes that obey `step_worker`'s protocol, step by step in turn.
+    """Runs Python processes with `step_worker`'s protocol, step by step in turn.
 
-    Each is started when those before it have ended their first step and wait: it has the machine
-    for itself. Who begins changes from round to round. A timed step follows an untimed one.
+    Each is started when the earlier ones have ended their first step and wait, so it has the
+    machine for itself. Another is first in each round. A timed step follows an untimed one.
     """
     with ExitStack() as stack:
         runners = []
@@ -234,7 +237,7 @@ def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Meas
         for turn in range(WARMUP + steps):
             first = turn % len(runners)
             for runner in [*runners[first:], *runners[:first]]:
-                if turn >= WARMUP:  # as in training: what the others did is out of the caches
+                if turn >= WARMUP:  # as in training: fills the caches after the others' steps
                     runner.step(timed=False)
                 runner.step(timed=turn >= WARMUP)
         return {runner.name: runner.finish() for runner in runners}
@@ -242,7 +245,7 @@ def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Meas
 
 @dataclass
 class Runner:
-    """A process that runs one step when told to, and what it has measured."""
+    """A process that runs one step on request, and its measurements."""
 
     name: str
     command: Sequence[str]
@@ -250,7 +253,7 @@ class Runner:
     seconds: list[float] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start, and wait for the end of the first step."""
+        """Starts the process, and waits for the end of the first step."""
         began = time.perf_counter()
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (close() closes it)
         self._process: Any = subprocess.Popen(
@@ -275,7 +278,7 @@ class Runner:
             self.seconds.append(answer["step_s"])
 
     def finish(self) -> Measurement:
-        """Ask for the last word, and sum up."""
+        """Asks for the final numbers, and returns the measurement."""
         self._process.stdin.close()
         last = self._answer()
         self._process.wait()
@@ -289,7 +292,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Ends the process, whatever it is doing."""
         if not hasattr(self, "_process"):
             return
         self._process.kill()
@@ -299,7 +302,7 @@ class Runner:
                 stream.close()
 
     def _answer(self) -> dict[str, Any]:
-        """The next JSON line; other lines are libraries talking."""
+        """Returns the next JSON line; other lines are messages of libraries."""
         for line in self._process.stdout:
             if line.startswith("{"):
                 answer = json.loads(line)

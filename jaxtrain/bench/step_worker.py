@@ -1,9 +1,9 @@
-"""One variant of `bench step` in a process of its own: it trains a step whenever it is told to.
+"""One variant of `bench step` in a process of its own: it trains a step on each request.
 
-The processes of a benchmark speak in lines, a JSON object each. After the first step the worker
-says `compile_s step_s loss`, or only `refused` with the reason. Each line `step` on stdin is then
-answered by `step_s loss`; the end of stdin by `peak_bytes program_bytes`. The plain loop speaks the
-same.
+The processes of a benchmark print lines, a JSON object each. After the first step the worker prints
+`compile_s step_s loss`, or only `refused` with the reason. Each line `step` on stdin is then
+answered by `step_s loss`; the end of stdin by `peak_bytes program_bytes`. The plain loop has the
+same protocol.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def arguments_of(
     precision: str,
     settings: Sequence[str] = (),
 ) -> list[str]:
-    """What a worker is started with, after `python`. settings: as `with_fields` takes them."""
+    """Returns the arguments of a worker, after `python`. settings: as for `with_fields`."""
     packed = base64.b64encode(pickle.dumps(spec)).decode()
     module = ["-m", "jaxtrain.bench.step_worker"]
     return [*module, str(experiment), packed, mode, precision, *settings]
 
 
 def variant(experiment: Experiment, *, mode: str, precision: str) -> Experiment:
-    """The same mathematics in another execution mode and precision."""
+    """Returns the experiment with another execution mode and precision, and the same
+    mathematics."""
     execution = replace(experiment.execution, mode=mode)
     return replace(experiment, execution=execution, precision=PRECISIONS[precision])
 
@@ -58,7 +59,7 @@ def _main() -> int:
         parser.add_argument(name)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
-    # What `jaxtrain train` imports, as its own first step would have to.
+    # The imports of `jaxtrain train`, which belong to the first step's time.
     from jaxtrain.files.cache import cache_directory
     from jaxtrain.run.session import open_session
 
@@ -103,7 +104,8 @@ def _timed_step(session: Session) -> Callable[[], dict[str, float]]:
 
 
 def peak_bytes() -> int:
-    """The most bytes the first device has held, or, where none are counted (CPU), this process."""
+    """Returns the peak bytes of the first device, or, where none are counted (CPU), of this
+    process."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
@@ -112,9 +114,9 @@ def peak_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # Linux starts ru_maxrss at the peak of the process that forked; VmHWM is this program's.
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
+        match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if match:
+            return int(match[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

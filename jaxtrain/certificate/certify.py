@@ -1,23 +1,23 @@
 """The certificate: the same experiment gives the same run on every mesh.
 
-Each layout is held against one device. Initial parameters are equal to the bit. In fp32:
+Each layout is compared with one device. Initial parameters are equal to the bit. In fp32:
 
 - loss and gradient norm of each of five steps, and one evaluation, within 1e-5: |a-b| / |b|;
 - the gradient of each leaf, within 1e-5: max|a-b| / max|b|. With SGD in each step, else in the
-  first;
-- each leaf after five steps, within 1e-4: of parameters and their averages sum|a-b| / sum|b-first|,
-  of the optimizer's state sum|a-b| / sum|b|.
+first;
+- each leaf after five steps, within 1e-4: sum|a-b| / sum|b-first| for parameters and their
+averages, sum|a-b| / sum|b| for the optimizer's state.
 
-The last two are wider and of sums because Adam and its like divide a gradient by its own size: what
-is rounding in an element near zero becomes a whole step, and moves the gradients that come after.
-In bf16 all bounds are wider, and gradients are those of the first step.
+The last two are wider and use sums because Adam and similar optimizers divide a gradient by its own
+size: rounding of an element near zero becomes a full step, and changes later gradients. In bf16 all
+bounds are wider, and gradients are those of the first step.
 
-Before all that, of a mixture, which experts each token goes through (`routing.py`): flips with
-margins under the bound of its precision are counted, and the layout is run again with the
-reference's routing; another one fails.
+For a mixture, the experts of each token are compared first (`routing.py`). Flips with margins below
+the bound of its precision are counted, and the layout runs again with the reference's routing; a
+flip with a larger margin fails.
 
-The experiment's own sharding, precision, loop, reducer, pipeline and dropout give way to those of
-the layout, in half of the layouts its optimizer too; fp16 is in none.
+The layout replaces the experiment's own sharding, precision, loop, reducer, pipeline and dropout,
+and in half of the layouts its optimizer; no layout uses fp16.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.violations import count, raise_violations
 
 STATE_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
-"""Of parameters, averages and optimizer state after the last step."""
+"""Bounds of parameters, averages and optimizer state after the last step."""
 MOST_DEVICES = 64
 """More fake devices than cores take minutes a step."""
 SMALLEST_SCALE = 1e-4
-"""Of the largest gradient. A gradient that is zero in exact arithmetic (a key bias without RoPE:
-softmax ignores it) has only rounding to compare: no leaf's is measured on a finer scale, and what
-an optimizer makes of one that is smaller is not compared."""
+"""Share of the largest gradient: the finest scale on which a leaf's gradient is measured. A
+gradient that is zero in exact arithmetic (a key bias without RoPE: softmax ignores it) contains
+rounding alone. Optimizer results of smaller gradients are not compared."""
 ROUNDING = STEPS * 2.0**-24
-"""Each step rounds a parameter once: a difference of that share of its value is none."""
+"""Each step rounds a parameter once: a difference up to this share of its value is ignored."""
 
 Leaves = Mapping[str, np.ndarray]
 
 
 class Difference(NamedTuple):
-    """How far a layout is from its one-device run; `error` is set when it did not run. grad_rel is
-    that of `worst_leaf`, state_rel (parameters, averages, optimizer state) of `worst_state`."""
+    """Distance of a layout from its one-device run. `error` is set if it did not run. grad_rel
+    belongs to `worst_leaf`, state_rel (parameters, averages, optimizer state) to `worst_state`."""
 
     layout: Layout
     loss_rel: float
@@ -82,7 +82,7 @@ class Difference(NamedTuple):
         init = "equal" if self.init_equal else "DIFFERS"
         if not self.explained:
             margin = f"a margin of {self.flips.margin:.1e} (bound {BOUNDS[self.dtype]:.0e})"
-            return f"{verdict} {self.flips.where}, {margin}  {self.layout}"
+            return f"{verdict} {self.flips.location}, {margin}  {self.layout}"
         flips = f"flips {self.flips.count} ({self.flips.margin:.1e}) " if self.flips.count else ""
         return (
             f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
@@ -100,7 +100,7 @@ class Difference(NamedTuple):
 
     @property
     def explained(self) -> bool:
-        """Whether rounding explains what experts were chosen."""
+        """True if rounding explains the choice of experts."""
         return self.flips.margin < BOUNDS[self.dtype]
 
     @property
@@ -112,7 +112,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Certificate:
-    """differences in the order run; `closed_count` layouts were due."""
+    """differences: in the order run. closed_count: number of layouts to run."""
 
     closed_count: int
     differences: list[Difference] = field(default_factory=list)
@@ -121,10 +121,10 @@ class Certificate:
     def failed(self) -> list[Difference]:
         return [d for d in self.differences if not d.passed]
 
-    def worst(self, what: str, dtype: str = "fp32") -> float:
-        """The largest `loss_rel`, `grad_rel`, .. among layouts of that precision."""
-        found = [getattr(d, what) for d in self.differences if d.layout.precision == dtype]
-        return max(found, default=0.0)
+    def worst(self, field_name: str, dtype: str = "fp32") -> float:
+        """Returns the largest `loss_rel`, `grad_rel`, .. among layouts of that precision."""
+        values = [getattr(d, field_name) for d in self.differences if d.layout.precision == dtype]
+        return max(values, default=0.0)
 
     def summary(self) -> str:
         return (
@@ -137,14 +137,14 @@ class Certificate:
         )
 
     def _flips(self) -> str:
-        """Those of each precision, in words."""
-        said = ""
+        """Describes in words the flips of each precision."""
+        text = ""
         for name in PRECISIONS:
-            there = [d.flips for d in self.differences if d.layout.precision == name]
-            if count := sum(each.count for each in there):
-                worst = max(each.margin for each in there)
-                said += f"; {count} {name} flips of experts, margins up to {worst:.1e}"
-        return said
+            of_precision = [d.flips for d in self.differences if d.layout.precision == name]
+            if count := sum(flip.count for flip in of_precision):
+                worst = max(flip.margin for flip in of_precision)
+                text += f"; {count} {name} flips of experts, margins up to {worst:.1e}"
+        return text
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -167,11 +167,11 @@ def certify(
     full: bool = False,
     stop_at_failure: bool = False,
 ) -> Generator[tuple[Difference, Certificate], None, None]:
-    """Each layout's difference as it is found, and the certificate so far.
+    """Yields each layout's difference as it is computed, and the certificate so far.
 
-    Needs `devices` (fake) devices. `full` keeps the model's own size. Raises ValueError for no
-    devices, and for a model that does not describe itself: layouts of others are GSPMD's, whose
-    arithmetic is XLA's to keep.
+    Needs `devices` (fake) devices. full: keep the model's own size. Raises ValueError for no
+    devices, and for a model without a description: layouts of others are GSPMD's, and XLA chooses
+    their arithmetic.
     """
     raise_violations(count("devices", devices, 1))
     if devices > MOST_DEVICES:
@@ -192,22 +192,22 @@ def certify(
         experiment = shrink(experiment, devices=devices)
     axes = dict(experts=bool(described.expert_calls), context="context" in described.can)
     due, closed_count = layouts(devices, which, **axes)
-    of = partial(Layout.reference, balanced=described.balances_microbatches)
+    reference_of = partial(Layout.reference, balanced=described.balances_microbatches)
     if not hasattr(experiment.model, "varied"):
-        # Said of a layout is what is run of it.
-        due = [each._replace(dropout=0.0, activation="own", periods=None) for each in due]
-    # What is compiled ahead is lost when a failure ends the certificate.
+        # A layout lists only options that its model can vary.
+        due = [layout._replace(dropout=0.0, activation="own", periods=None) for layout in due]
+    # Programs compiled ahead are lost if a failure ends the certificate.
     ahead = 0 if stop_at_failure else os.cpu_count() or 1
     certificate, references = Certificate(closed_count), {}
-    left = Counter(map(of, due))
-    with closing(_programs(experiment, due, of, ahead)) as programs:
+    remaining = Counter(map(reference_of, due))
+    with closing(_programs(experiment, due, reference_of, ahead)) as programs:
         for layout in due:
-            reference = of(layout)
+            reference = reference_of(layout)
             if reference not in references:
                 references[reference] = next(programs).result()()
             difference = _compare(layout, next(programs), references[reference])
-            left[reference] -= 1
-            if not left[reference]:
+            remaining[reference] -= 1
+            if not remaining[reference]:
                 del references[reference]
             certificate.differences.append(difference)
             yield difference, certificate
@@ -217,26 +217,28 @@ def certify(
 
 
 def _programs(
-    experiment: Experiment, due: list[Layout], of: Callable[[Layout], Layout], ahead: int
+    experiment: Experiment, due: list[Layout], reference_of: Callable[[Layout], Layout], ahead: int
 ) -> Generator[Future[Program], None, None]:
-    """The program of each layout, that of the reference `of` it before the first that needs it. XLA
-    compiles outside Python's lock: so many more are compiled while one runs. One runs at a time:
-    the collectives of two hang simulated devices."""
-    references = {of(layout): at for at, layout in reversed([*enumerate(due)])}
-    wanted: deque[Layout] = deque()
-    for at, layout in enumerate(due):
-        reference = of(layout)
-        wanted.extend([reference, layout] if references[reference] == at else [layout])
+    """Yields the program of each layout; a reference's comes before the first layout that needs it.
+
+    XLA compiles outside Python's lock, so `ahead` programs are compiled while one runs. Only one
+    runs at a time: the collectives of two hang simulated devices.
+    """
+    references = {reference_of(layout): number for number, layout in reversed([*enumerate(due)])}
+    pending: deque[Layout] = deque()
+    for number, layout in enumerate(due):
+        reference = reference_of(layout)
+        pending.extend([reference, layout] if references[reference] == number else [layout])
     compiling: deque[Future[Program]] = deque()
     with ThreadPoolExecutor(max(ahead, 1)) as pool:
         try:
-            while wanted or compiling:
-                while wanted and len(compiling) <= ahead:
-                    compiling.append(pool.submit(program, experiment, wanted.popleft()))
+            while pending or compiling:
+                while pending and len(compiling) <= ahead:
+                    compiling.append(pool.submit(program, experiment, pending.popleft()))
                 yield compiling.popleft()
         finally:
-            for each in compiling:
-                each.cancel()
+            for future in compiling:
+                future.cancel()
 
 
 def _compare(
@@ -246,57 +248,57 @@ def _compare(
 ) -> Difference:
     try:
         run = compiled.result()
-        # Where products are rounded to 16 bits some token always goes elsewhere.
-        found = run(None if layout.precision == "fp32" else reference.routing)
-        if layout.precision == "fp32" and flips(found.routing, reference.routing).count:
-            found = run(reference.routing)
+        # If products are rounded to 16 bits, some token always goes to another expert.
+        outcome = run(None if layout.precision == "fp32" else reference.routing)
+        if layout.precision == "fp32" and flips(outcome.routing, reference.routing).count:
+            outcome = run(reference.routing)
     except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
-    return difference(layout, found, reference)
+    return difference(layout, outcome, reference)
 
 
-def difference(layout: Layout, found: Outcome, reference: Outcome) -> Difference:
-    """How far `found` is from the run that it must equal."""
-    grads, state = _gradients(found, reference), _state(found, reference)
+def difference(layout: Layout, outcome: Outcome, reference: Outcome) -> Difference:
+    """Returns the distance of `outcome` from the run that it must equal."""
+    grads, state = _gradients(outcome, reference), _state(outcome, reference)
     leaf, part = (max(errors, key=errors.__getitem__) for errors in (grads, state))
     return Difference(
         layout,
-        _relative(found.losses, reference.losses, each=True),
+        _relative(outcome.losses, reference.losses, elementwise=True),
         grads[leaf],
-        _relative(found.norms, reference.norms, each=True),
-        all(np.array_equal(reference.init[k], v) for k, v in found.init.items()),
+        _relative(outcome.norms, reference.norms, elementwise=True),
+        all(np.array_equal(reference.init[k], v) for k, v in outcome.init.items()),
         leaf,
-        _relative(found.eval_loss, reference.eval_loss, each=True),
+        _relative(outcome.eval_loss, reference.eval_loss, elementwise=True),
         state[part],
         part,
-        flips=flips(found.routing, reference.routing),
+        flips=flips(outcome.routing, reference.routing),
     )
 
 
-def _gradients(found: Outcome, reference: Outcome) -> dict[str, float]:
-    """The error of each leaf, the worst of all steps that are compared."""
+def _gradients(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+    """Returns the error of each leaf, the largest of all compared steps."""
     errors: dict[str, float] = {}
-    for grads, expected in zip(found.grads, reference.grads, strict=True):
+    for grads, expected in zip(outcome.grads, reference.grads, strict=True):
         floor = SMALLEST_SCALE * _largest(expected)
         for k, g in grads.items():
             errors[k] = max(errors.get(k, 0.0), _relative(g, expected[k], floor=floor))
     return errors
 
 
-def _state(found: Outcome, reference: Outcome) -> dict[str, float]:
-    """Of parameters, averages and an optimizer's leaves by their names, what was not rounding in
-    the first gradient."""
+def _state(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+    """Returns the errors of parameters, averages and an optimizer's leaves, by name. Leaves whose
+    first gradient was rounding alone are left out."""
     first, zero = reference.grads[0], np.zeros(())
     floor = SMALLEST_SCALE * _largest(first)
     rounding = {k for k, g in first.items() if np.max(np.abs(g)) < floor}
     errors = {}
-    for what in ("params", "averages", "optimizer"):
-        expected = getattr(reference, what)
-        for k, leaf in getattr(found, what).items():
+    for kind in ("params", "averages", "optimizer"):
+        expected = getattr(reference, kind)
+        for k, leaf in getattr(outcome, kind).items():
             if not any(k == name or k.endswith(f"['{name}']") for name in rounding):
-                before = zero if what == "optimizer" else reference.init[k]
-                errors[f"{what} {k}"] = _moved_apart(leaf, expected[k], before)
+                start = zero if kind == "optimizer" else reference.init[k]
+                errors[f"{kind} {k}"] = _moved_apart(leaf, expected[k], start)
     return errors
 
 
@@ -304,18 +306,19 @@ def _largest(leaves: Leaves) -> float:
     return max(float(np.max(np.abs(leaf))) for leaf in leaves.values())
 
 
-def _relative(a: Any, b: Any, *, each: bool = False, floor: float = 1e-30) -> float:
-    """max|a-b| / max|b|, or max(|a-b| / |b|) where `each`. nan counts as a difference."""
+def _relative(a: Any, b: Any, *, elementwise: bool = False, floor: float = 1e-30) -> float:
+    """Returns max|a-b| / max|b|, or max(|a-b| / |b|) if `elementwise`. nan counts as a
+    difference."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    scale = np.abs(b) if each else np.max(np.abs(b))
+    scale = np.abs(b) if elementwise else np.max(np.abs(b))
     worst = float(np.max(np.abs(a - b) / np.maximum(scale, floor)))
     return np.inf if np.isnan(worst) else worst
 
 
-def _moved_apart(a: Any, b: Any, before: Any) -> float:
-    """sum|a-b| / sum|b-before|, without differences of one rounding a step."""
+def _moved_apart(a: Any, b: Any, start: Any) -> float:
+    """Returns sum|a-b| / sum|b-start|, without differences of one rounding a step."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     apart = np.abs(a - b)
     apart = np.where(apart <= ROUNDING * np.abs(b), 0.0, apart)
-    share = float(np.sum(apart) / np.maximum(np.sum(np.abs(b - before)), 1e-30))
+    share = float(np.sum(apart) / np.maximum(np.sum(np.abs(b - start)), 1e-30))
     return np.inf if np.isnan(share) else share

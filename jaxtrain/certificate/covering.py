@@ -1,4 +1,4 @@
-"""All factorisations of a mesh, and pairwise covering arrays."""
+"""Builds all factorisations of a mesh, and pairwise covering arrays."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from itertools import combinations, product
 from typing import Any
 
 AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
-"""Mesh axes that cut a run; `replica` joins several."""
+"""Mesh axes that split a run; `replica` joins several runs."""
 
 
 def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
-    """Every way to write `devices` as an ordered product over the axes, each factor >= 1."""
+    """Returns every way to write `devices` as an ordered product over the axes, each factor >=
+    1."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = [
+    meshes = [
         dict(zip(axes, sizes, strict=True))
         for sizes in product(divisors, repeat=len(axes))
         if math.prod(sizes) == devices
     ]
-    assert len(found) == factorisation_count(devices, len(axes)), "a factorisation was lost"
-    return found
+    assert len(meshes) == factorisation_count(devices, len(axes)), "a factorisation was lost"
+    return meshes
 
 
 def factorisation_count(devices: int, axes: int) -> int:
@@ -38,7 +39,7 @@ def factorisation_count(devices: int, axes: int) -> int:
 
 Row = dict[str, Any]
 TURNS = 16
-"""Ways to break ties that are tried."""
+"""Number of ways to break ties that are tried."""
 
 
 def covering_array(
@@ -46,26 +47,27 @@ def covering_array(
     cost: Callable[[list[Row]], Any] = len,
     usual: Sequence[str] = (),
 ) -> list[Row]:
-    """Rows in which every pair of values of every two options stands together at least once.
+    """Returns rows that contain every pair of values of every two options at least once.
 
-    Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: start from the first
-    uncovered pair and give each further option the value that covers most. Of values that cover as
-    much the first one counts from another value in each row; of several ways to do that the one
-    whose rows have the lowest `cost` is taken. usual: options of which a row has the first value
-    where no pair needs another.
+    Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: a row starts from the
+    first uncovered pair and gives each further option the value that covers most. In a tie the
+    first value wins, counted from another value in each row. Several ways to count are tried, and
+    the rows with the lowest `cost` are returned. usual: options whose first value is used where no
+    pair needs another.
     """
     arrays = (_rows(options, turn) for turn in range(TURNS))
     return min((_with_usual(rows, options, usual) for rows in arrays), key=cost)
 
 
 def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
-    """Ties go to the value that is first when each row begins `turn` values later than the last."""
+    """Returns rows with every pair of values, by one way to break ties: each row prefers values
+    `turn` places later than the previous row."""
     names = list(options)
     index = {name: range(len(options[name])) for name in names}
     uncovered = {
         ((a, i), (b, j)) for a, b in combinations(names, 2) for i in index[a] for j in index[b]
     }
-    order = {name: at for at, name in enumerate(names)}
+    order = {name: number for number, name in enumerate(names)}
     rows: list[Row] = []
     while uncovered:
         begin = turn * len(rows)
@@ -89,30 +91,31 @@ def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
 def _with_usual(
     rows: list[Row], options: Mapping[str, Sequence[Any]], usual: Sequence[str]
 ) -> list[Row]:
-    """The first values of `usual` where every pair of the row's own value is met elsewhere too."""
+    """Sets options of `usual` to their first value where other rows have every pair of the present
+    value."""
 
     def pairs(row: Row, name: str) -> list[tuple[str, int, str, int]]:
-        others = [(n, options[n].index(v)) for n, v in row.items() if n != name]
-        return [(name, options[name].index(row[name]), *other) for other in others]
+        other_cells = [(n, options[n].index(v)) for n, v in row.items() if n != name]
+        return [(name, options[name].index(row[name]), *other) for other in other_cells]
 
     for name in usual:
-        met = Counter(pair for row in rows for pair in pairs(row, name))
+        occurrences = Counter(pair for row in rows for pair in pairs(row, name))
         for row in rows:
-            mine = pairs(row, name)
-            if min(met[pair] for pair in mine) > 1:
-                met.subtract(mine)
+            row_pairs = pairs(row, name)
+            if min(occurrences[pair] for pair in row_pairs) > 1:
+                occurrences.subtract(row_pairs)
                 row[name] = options[name][0]
-                met.update(pairs(row, name))
+                occurrences.update(pairs(row, name))
     return rows
 
 
 def _covers(
     row: dict[str, int], name: str, order: dict[str, int], uncovered: set[tuple[Any, Any]]
 ) -> int:
-    """How many uncovered pairs `name` makes with the rest of the row."""
-    mine = (name, row[name])
+    """Returns the number of uncovered pairs that `name` makes with the other cells of the row."""
+    cell = (name, row[name])
     pairs = (
-        (mine, other) if order[name] < order[other[0]] else (other, mine)
+        (cell, other) if order[name] < order[other[0]] else (other, cell)
         for other in row.items()
         if other[0] != name
     )

@@ -1,4 +1,4 @@
-"""Which layouts a certificate runs, and an experiment as each of them runs it."""
+"""Lists the layouts that a certificate runs, and converts an experiment to each of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxtrain.validation.batch import batch_sizes
 
 
 class Layout(NamedTuple):
-    """A mesh and every other choice that must not change the run."""
+    """A mesh and every other option that must not change the run."""
 
     axes: tuple[tuple[str, int], ...]
     mode: str = "explicit"
@@ -47,27 +47,28 @@ class Layout(NamedTuple):
     optimizer: str = "own"
     pipeline: str = "none"
     periods: int | None = None
-    """Of layers; None: as many as a small model has."""
+    """Periods of layers; None: as many as a small model has."""
     activation: str = "own"
     context: str = "own"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{a}={n}" for a, n in self.axes if n > 1) or "one device"
-        unsaid = {"axes": self.axes, "pipeline": "none", "periods": None}
-        unsaid |= {"activation": "own", "context": "own"}
-        rest = (f"{k}={v}" for k, v in self._asdict().items() if v != unsaid.get(k, ...))
-        return f"{sizes}: {' '.join(rest)}"
+        defaults = {"axes": self.axes, "pipeline": "none", "periods": None}
+        defaults |= {"activation": "own", "context": "own"}
+        options = (f"{k}={v}" for k, v in self._asdict().items() if v != defaults.get(k, ...))
+        return f"{sizes}: {' '.join(options)}"
 
     def reference(self, *, balanced: bool = False) -> Layout:
-        """The one-device run it must equal: in one microbatch, but with dropout, whose masks are
-        those of a microbatch, and where experts are `balanced` by the loads of one."""
-        alike = bool(self.dropout) or balanced
-        plain = Layout((("data", 1),), microbatches=self.microbatches if alike else 1)
+        """Returns the one-device run that it must equal, in one microbatch. With dropout, whose
+        masks differ by microbatch, and if experts are `balanced` by the loads of one, it keeps its
+        microbatches."""
+        by_microbatch = bool(self.dropout) or balanced
+        plain = Layout((("data", 1),), microbatches=self.microbatches if by_microbatch else 1)
         return plain._replace(**{name: getattr(self, name) for name in SEMANTIC})
 
 
 SEMANTIC = ("packing", "dropout", "precision", "optimizer", "periods", "activation")
-"""Fields that change what is computed; the others may not."""
+"""Fields that change the result; the other fields must not."""
 
 SHARDING: dict[str, ShardingRules] = {
     "fsdp": fsdp() | tensor(),
@@ -89,7 +90,7 @@ LOOPS: dict[str, LayerLoop] = {
 
 
 class Mode(NamedTuple):
-    """Who communicates, and by what; gspmd chooses itself."""
+    """Execution mode, collectives and reducer; with gspmd XLA chooses its own collectives."""
 
     name: str
     collectives: Collectives | None
@@ -97,13 +98,13 @@ class Mode(NamedTuple):
     reduce_layers: bool = False
 
 
-def _explicit(by: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
-    return Mode("explicit", Collectives(by, by), reducer)
+def _explicit(algorithm: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
+    return Mode("explicit", Collectives(algorithm, algorithm), reducer)
 
 
 MODES: dict[str, Mode] = {
     "explicit": _explicit(Lax(), Lax()),
-    # Weights' gradients, too, are scattered by the products that make them.
+    # Weights' gradients are scattered within the products that compute them, too.
     "explicit, ring": Mode("explicit", Collectives(Ring(), Ring(), Ring()), Ring()),
     "explicit, ring looped, layer by layer": _explicit(
         Ring(1, unroll=False), Ring(1, unroll=False)
@@ -125,15 +126,15 @@ PIPELINES: dict[str, Pipeline] = {
 IN_PIPELINES = ("explicit", "explicit, ring", "explicit, recursive")
 """Modes of the pipelines' pairwise array."""
 SGD_AND_AVERAGES = SGD(0.5, momentum=0.9, weight_decay=0.1), 0.9
-"""An optimizer and a decay of averaged weights. What a step makes of a gradient is linear in it, so
-that gradients can be compared in every step; those of Adam's kind make a whole step of rounding
-where a gradient is near zero."""
+"""An optimizer and a decay of averaged weights. Its step is linear in the gradient, so gradients
+can be compared in every step. Adam and similar optimizers turn rounding into a full step if a
+gradient is near zero."""
 OPTIMIZERS = {"own": None, "SGD, averages": SGD_AND_AVERAGES}
 
 
 def steep(x: jax.Array) -> jax.Array:
-    """SiLU but for its derivative at zero, which is none: an idle or a padding slot of a pipeline
-    that works on zeros makes every gradient it gets into not a number."""
+    """SiLU without a derivative at zero: an idle or padding slot of a pipeline that computes on
+    zeros turns every gradient that it reaches into nan."""
     return jax.nn.silu(x) + 1e-8 * jnp.sign(x) * jnp.sqrt(jnp.abs(x))
 
 
@@ -145,7 +146,7 @@ CONTEXTS: dict[str, Method | None] = {
     "heads": Ulysses(),
     "two levels": TwoLevel(2),
 }
-"""Methods for rows that are cut; of its own the experiment has one, or the mesh chooses."""
+"""Methods for split rows; "own" is the experiment's, or the mesh's choice."""
 ACTIVATIONS = {"own": None, "steep at zero": steep}
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
 MESHES = (
@@ -162,7 +163,7 @@ STAGED = (
     {"fsdp": 2, "stage": 2, "context": 2},
 )
 CUT = ({"fsdp": 2, "context": 4}, {"data": 2, "context": 2, "tensor": 2})
-"""Meshes on which every method for cut rows is met."""
+"""Meshes on which every method for split rows runs."""
 EXPERTS = (
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": 2, "expert": 2, "tensor": 2},
@@ -176,29 +177,29 @@ STAGED_EXPERTS = (
     {"stage": 8},
     {"stage": 4, "expert": 2},
 )
-"""Meshes of models that have experts, whose programs are the largest: few."""
-BESIDE = ({"fsdp": 2, "stage": 2, "context": 2},)
-"""Meshes that such a model is run on once, for two mesh axes that stand together on no other."""
+"""Meshes of models with experts. They are few, because their programs are the largest."""
+EXTRA = ({"fsdp": 2, "stage": 2, "context": 2},)
+"""Meshes that such a model runs on once, for two mesh axes that no other mesh combines."""
 USUAL = ("dropout", "precision", "activation", "packing", "periods", "microbatches")
 """Options whose first value is the cheapest to compile, or gives many layouts one reference."""
 
 
 def layouts(
-    devices: int, which: str, *, experts: bool = False, context: bool = True
+    devices: int, selection: str, *, experts: bool = False, context: bool = True
 ) -> tuple[list[Layout], int]:
-    """The layouts of `quick` or `all`, and their closed count; without the mesh axis `context` of a
-    model whose rows cannot be cut.
+    """Returns the layouts of `quick` or `all`, and their closed count. Without `context` no layout
+    splits rows.
 
-    quick: a pairwise covering array of meshes without stages, one of meshes with, and one of
-    methods for rows that are cut; `expert`, which for others is what `fsdp` is, among the meshes of
-    a model that has `experts`. all: also every factorisation of `devices`, devices / 2, .. 1 in
-    each mode of EVERYWHERE. Raises ValueError on another word.
+    quick: a pairwise covering array of meshes without stages, one of meshes with stages, and one of
+      methods for split rows. The mesh axis `expert` is on meshes of models with `experts` only; for
+      others it equals `fsdp`. all: also every factorisation of `devices`, devices / 2, .. 1 in each
+      mode of EVERYWHERE. Raises ValueError on another word.
     """
-    if which not in ("quick", "all"):
-        raise ValueError(f"layouts={which!r}; use 'quick' or 'all'")
+    if selection not in ("quick", "all"):
+        raise ValueError(f"layouts={selection!r}; use 'quick' or 'all'")
     axes = tuple(axis for axis in AXES if context or axis != "context")
     pairwise = [*_pairwise(devices, experts, context)]
-    if which == "quick":
+    if selection == "quick":
         return pairwise, len(pairwise)
     sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
     plain = [
@@ -216,7 +217,7 @@ def layouts(
 
 @cache
 def _pairwise(devices: int, experts: bool, context: bool) -> tuple[Layout, ...]:
-    """Those of `quick`."""
+    """Returns the layouts of `quick`."""
     meshes, staged_meshes = (EXPERTS, STAGED_EXPERTS) if experts else (MESHES, STAGED)
     has = {"expert": experts, "context": context}
     every = factorisations(devices, [axis for axis in AXES if has.get(axis, True)])
@@ -224,22 +225,22 @@ def _pairwise(devices: int, experts: bool, context: bool) -> tuple[Layout, ...]:
     if devices > 1:
         staged = _fitting(staged_meshes, every) or [m for m in every if m["stage"] > 1]
         arrays.append(_staged_options(staged))
-        if experts:  # whose rows are padded with zeros, where a steep activation has no derivative
+        if experts:  # their rows are padded with zeros, where a steep activation has no derivative
             del arrays[-1]["activation"]
     if devices > 1 and context:
         cut = _fitting(CUT, every) or [m for m in every if m["context"] == devices]
         arrays.append(_cut_options(cut))
-    found = [
+    pairwise = [
         Layout(**row)
         for options in arrays
         for row in covering_array(options, _cost, [name for name in USUAL if name in options])
     ]
-    beside = _fitting(BESIDE, every) if experts else []
-    return (*found, *(_plain(mesh, "explicit") for mesh in beside))
+    extra = _fitting(EXTRA, every) if experts else []
+    return (*pairwise, *(_plain(mesh, "explicit") for mesh in extra))
 
 
 def _cost(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """Programs: of layouts, and of the references that they need."""
+    """Number of programs: of layouts, and of the references that they need."""
     return len(rows), len({Layout(**row).reference(balanced=True) for row in rows})
 
 
@@ -252,9 +253,9 @@ def _plain(axes: dict[str, int], mode: str) -> Layout:
 def _fitting(
     meshes: tuple[dict[str, int], ...], every: list[dict[str, int]]
 ) -> list[dict[str, int]]:
-    """Those that are among all meshes of so many devices, written without axes of size 1."""
-    known = [{axis: n for axis, n in mesh.items() if n > 1} for mesh in every]
-    return [mesh for mesh in meshes if mesh in known]
+    """Returns the meshes that are in `every`, ignoring axes of size 1."""
+    shapes = [{axis: n for axis, n in mesh.items() if n > 1} for mesh in every]
+    return [mesh for mesh in meshes if mesh in shapes]
 
 
 def _options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
@@ -282,9 +283,9 @@ def _staged_options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
 
 
 def _cut_options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
-    """What else touches attention, or the order of tokens."""
-    whole = all(mesh["context"] % 2 == 0 for mesh in meshes)  # groups of two levels
-    methods = [name for name in CONTEXTS if name != "own" and (whole or name != "two levels")]
+    """Returns the options that affect attention, or the order of tokens."""
+    divides = all(mesh["context"] % 2 == 0 for mesh in meshes)  # groups of two levels
+    methods = [name for name in CONTEXTS if name != "own" and (divides or name != "two levels")]
     return {
         "axes": [tuple(m.items()) for m in meshes],
         "context": methods,
@@ -296,20 +297,20 @@ def _cut_options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
 
 
 def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
-    """The experiment as this layout runs it."""
+    """Returns the experiment as this layout runs it."""
     e, mode, model = experiment, MODES[layout.mode], experiment.model
     data = e.data
     if hasattr(data, "isolate_documents"):
         data = replace(data, isolate_documents=layout.packing)
     if hasattr(model, "varied"):
-        kept, batch = None, batch_sizes(e.batch)[-1]
+        kept_tokens, batch = None, batch_sizes(e.batch)[-1]
         if model.describe().expert_calls:
-            data, kept = Numbered(data, batch), batch * data.seq
+            data, kept_tokens = Numbered(data, batch), batch * data.seq
         model = model.varied(
             dropout=layout.dropout,
             activation=ACTIVATIONS[layout.activation],
             periods=layout.periods,
-            kept_routing=kept,
+            kept_routing=kept_tokens,
         )
     explicit = mode.name == "explicit"
     optimizer, ema_decay = OPTIMIZERS[layout.optimizer] or (e.optimizer, e.ema_decay)

@@ -1,4 +1,4 @@
-"""What a few steps of an experiment come to on a layout: all that a certificate compares."""
+"""Runs a few steps of an experiment on a layout, and returns all that a certificate compares."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ HostArrays = dict[str, np.ndarray]
 
 
 class Outcome(NamedTuple):
-    """Leaves are on the host and in natural layer order; of an optimizer's state by their paths.
-    losses and norms are those of each step. grads: before clipping; of each step with SGD in fp32,
-    else of the first alone, but for leaves where that is zero (A of an adapter: its B begins so) of
-    the second. routing: of each step, as the layout would have it. The others are of the last step,
-    but for `init`."""
+    """Results of a run. Leaves are on the host and in natural layer order; an optimizer's are keyed
+    by path.
+
+    losses, norms: of each step. grads: before clipping; of each step with SGD in fp32, else of the
+      first step alone. A leaf whose first gradient is zero (A of an adapter, because its B starts
+      at zero) has the second step's. routing: of each step, as the layout itself chooses it. init:
+      before the first step. The others are of the last step.
+    """
 
     init: HostArrays
     losses: np.ndarray
@@ -50,47 +53,49 @@ class Outcome(NamedTuple):
 
 
 class Program(Protocol):
-    def __call__(self, given: list[StepRouting] | None = None) -> Outcome:
-        """given: the experts that tokens go through in each step, None for the routers' own."""
+    def __call__(self, given_routing: list[StepRouting] | None = None) -> Outcome:
+        """given_routing: the experts of tokens in each step, None for the routers' own choice."""
         ...
 
 
 def program(experiment: Experiment, layout: Layout) -> Program:
-    """STEPS steps of the experiment on the layout, and an evaluation: compiled, not yet run. Tokens
-    of the evaluation go through the experts of those of the last step, wherever they would go.
-    Raises what assembling, tracing and compiling raise."""
+    """Compiles STEPS steps of the experiment on the layout, and an evaluation; they are not yet
+    run. Tokens of the evaluation use the experts of the last step's tokens, whatever their own
+    choice. Raises what assembling, tracing and compiling raise."""
     e = experiment_on(experiment, layout)
     cache_dir = cache_directory()
     dataset = open_split(e, "train", cache_dir)
     assembly = assemble(e, mesh_from_axes(**dict(layout.axes)), fields_of(dataset, e.data))
     mesh = _mesh(layout, assembly)
-    where = shardings(assembly.abstract, assembly.splits, mesh)
+    state_shardings = shardings(assembly.abstract, assembly.splits, mesh)
     by_shape = assembly.batch_shardings(mesh)
-    # The programs run for a second and are compiled for ten.
+    # Compilation takes ten times as long as the run.
     options: dict[str, Any] = assembly.compiler_options | quick_to_compile(mesh.devices.flat[0])
-    initialise = initial_program(assembly, where).lower({}).compile(compiler_options=options)
-    make = make_train_step(assembly, mesh, keep_gradients=True)
-    lowered = jax.jit(make, in_shardings=(where, by_shape)).lower(
+    initialise = (
+        initial_program(assembly, state_shardings).lower({}).compile(compiler_options=options)
+    )
+    train_step = make_train_step(assembly, mesh, keep_gradients=True)
+    lowered = jax.jit(train_step, in_shardings=(state_shardings, by_shape)).lower(
         assembly.abstract, assembly.abstract_batch()
     )
     step = lowered.compile(compiler_options=options)
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
-    evaluate.compile(where, options)
+    evaluate.compile(state_shardings, options)
     placed, rows = assembly.placed(dataset, mesh, e.microbatches), row_numbers(e.batch)
 
-    replays, buffers = Replays(assembly, where), assembly.buffers
+    replays, buffers = Replays(assembly, state_shardings), assembly.buffers
 
-    def run(given: list[StepRouting] | None = None) -> Outcome:
+    def run(given_routing: list[StepRouting] | None = None) -> Outcome:
         state = initialise({})
         first, metrics, routing = _on_host(assembly, state), [], []
-        for at in range(STEPS):
-            if given is not None:
-                state = replays.given(state, given[at])
-            state, found = jax.block_until_ready(step(state, placed.rows(rows(at))))
-            metrics.append(jax.tree.map(np.asarray, found))
-            routing.append(replays.kept(metrics[-1]["gradients"]))
+        for number in range(STEPS):
+            if given_routing is not None:
+                state = replays.with_routing(state, given_routing[number])
+            state, step_metrics = jax.block_until_ready(step(state, placed.rows(rows(number))))
+            metrics.append(jax.tree.map(np.asarray, step_metrics))
+            routing.append(replays.read_routing(metrics[-1]["gradients"]))
         last = _on_host(assembly, state)
-        state = replays.given(state, (given or routing)[-1])
+        state = replays.with_routing(state, (given_routing or routing)[-1])
         return Outcome(
             init=first.params,
             losses=np.array([m["loss"] for m in metrics]),
@@ -113,7 +118,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
 
 
 def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
-    """Those that are held to a bound."""
+    """Returns the gradients that have a bound."""
     if isinstance(experiment.optimizer, SGD) and experiment.precision.compute == jnp.float32:
         return grads
     first, second = grads[:2]
@@ -121,7 +126,7 @@ def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[
 
 
 def _mesh(layout: Layout, assembly: Assembly) -> jax.sharding.Mesh:
-    """Of the first devices, as many as the layout takes."""
+    """Returns a mesh of the first devices, as many as the layout needs."""
     names, sizes = zip(*layout.axes, strict=True)
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
@@ -130,13 +135,13 @@ def _mesh(layout: Layout, assembly: Assembly) -> jax.sharding.Mesh:
 
 def _on_host(assembly: Assembly, state: TrainState) -> TrainState:
     names = state_axes_of(assembly.abstract, assembly.places)
-    # Routing that is given is no part of what a run comes to.
-    kept = assembly.buffers.replays
+    # Given routing is not a result of the run.
+    replayed = assembly.buffers.replays
     state, names = (
-        replace(each, params={k: v for k, v in each.params.items() if k not in kept})
-        for each in (state, names)
+        replace(tree, params={k: v for k, v in tree.params.items() if k not in replayed})
+        for tree in (state, names)
     )
-    # On the host first: an array that is split would be put in order by a program of its own.
+    # To the host first: reordering a split array would need a program of its own.
     return jax.tree.map(
         lambda leaf, axes: np.asarray(to_natural_order(assembly, np.asarray(leaf), axes)),
         state,

@@ -1,10 +1,10 @@
-"""Which experts tokens go through: a layout's choices are compared before anything else is.
+"""Compares the experts that a layout chooses for tokens, before all other results.
 
-A token near a tie between two experts takes the other one where a sum is rounded another way, a
-*flip*, and no bound holds for what becomes of it. So a layout that chose otherwise than its
-reference is run again with the reference's choices given (`moe.replay`), and that run is held to
-the bounds. What it would have chosen is kept there too: each token's choice is judged after the
-same ones before it, and one that rounding does not explain is told.
+A token near a tie between two experts may choose the other one if a sum is rounded differently, a
+*flip*, and no bound holds for its later values. So a layout with flips runs again with its
+reference's choices given (`moe.replay`), and that run is compared within the bounds. The layout's
+own choices are recorded there too: each token's choice is judged after identical earlier ones, and
+a flip that rounding does not explain is reported.
 """
 
 from __future__ import annotations
@@ -25,55 +25,61 @@ from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.step.state import TrainState
 
 StepRouting = Mapping[int, Routing]
-"""Of each layer in a step; below all that is trained nothing is kept."""
+"""Routing of each layer in a step; layers below all trained leaves are left out."""
 
 
 class Flips(NamedTuple):
-    """count: choices of a token in a layer in a step that were not the reference's. margin: by how
-    much the reference preferred its own, the most of all; where: that one, in words."""
+    """count: choices, of a token in a layer in a step, that differ from the reference's. margin:
+    the largest margin by which the reference preferred its own choice. location: the flip with that
+    margin, in words."""
 
     count: int = 0
     margin: float = 0.0
-    where: str = ""
+    location: str = ""
 
 
-def flips(found: list[StepRouting], reference: list[StepRouting]) -> Flips:
-    """Those of a run. The order of a token's experts counts too: capacity hangs on it."""
-    count, worst, where = 0, -1.0, ""
-    for step, (mine, own) in enumerate(zip(found, reference, strict=True), start=1):
-        for layer, (chosen, *_) in mine.items():
-            wanted = own[layer].chosen
-            elsewhere = (chosen != wanted).any(axis=-1)
-            if not elsewhere.any():
+def flips(routing: list[StepRouting], reference: list[StepRouting]) -> Flips:
+    """Returns the flips of a run. The order of a token's experts counts too: capacity depends on
+    it."""
+    count, worst, location = 0, -1.0, ""
+    for step, (choices, reference_choices) in enumerate(
+        zip(routing, reference, strict=True), start=1
+    ):
+        for layer, (chosen, *_) in choices.items():
+            expected = reference_choices[layer].chosen
+            flipped = (chosen != expected).any(axis=-1)
+            if not flipped.any():
                 continue
-            count += int(elsewhere.sum())
-            margins = np.nan_to_num(own[layer].margins(chosen), nan=np.inf)
-            token = int(np.argmax(np.where(elsewhere, margins, -1.0)))
+            count += int(flipped.sum())
+            margins = np.nan_to_num(reference_choices[layer].margins(chosen), nan=np.inf)
+            token = int(np.argmax(np.where(flipped, margins, -1.0)))
             if margins[token] > worst:
-                worst, pair = float(margins[token]), (chosen[token], wanted[token])
-                experts = " for ".join(str(each.tolist()) for each in pair)
-                where = f"step {step} layer {layer} token {token}: experts {experts} of one device"
-    return Flips(count, max(worst, 0.0), where)
+                worst, pair = float(margins[token]), (chosen[token], expected[token])
+                experts = " for ".join(str(expert_ids.tolist()) for expert_ids in pair)
+                location = (
+                    f"step {step} layer {layer} token {token}: experts {experts} of one device"
+                )
+    return Flips(count, max(worst, 0.0), location)
 
 
 class Replays(NamedTuple):
-    """The leaves of an assembly in which routing is kept, in a state that rests as `where` says."""
+    """The leaves of an assembly that record routing. shardings: the state's sharding at rest."""
 
     assembly: Assembly
-    where: TrainState
+    shardings: TrainState
 
-    def kept(self, gradients: Mapping[str, Any]) -> StepRouting:
-        """What came as their gradients in a step."""
-        of, found = self._leaves(), {}
-        there = {k: np.asarray(gradients[k]) for k in of if k in gradients}
-        for name, leaf in params_in_natural_order(self.assembly, there).items():
-            replay, layers = of[name]
+    def read_routing(self, gradients: Mapping[str, Any]) -> StepRouting:
+        """Returns the routing of a step. The step returns it as these leaves' gradients."""
+        leaves, routing = self._leaves(), {}
+        recorded = {k: np.asarray(gradients[k]) for k in leaves if k in gradients}
+        for name, leaf in params_in_natural_order(self.assembly, recorded).items():
+            replay, layers = leaves[name]
             of_layers = zip(layers, np.asarray(leaf).reshape(-1, replay.size), strict=True)
-            found |= {layer: replay.routing(each) for layer, each in of_layers}
-        return found
+            routing |= {layer: replay.routing(row) for layer, row in of_layers}
+        return routing
 
-    def given(self, state: TrainState, routing: StepRouting) -> TrainState:
-        """The state in which tokens go where `routing` has them."""
+    def with_routing(self, state: TrainState, routing: StepRouting) -> TrainState:
+        """Returns the state in which tokens use the experts of `routing`."""
         leaves, pipeline = {}, self.assembly.pipeline
         for name, (replay, layers) in self._leaves().items():
             if not routing.keys() >= set(layers):
@@ -83,18 +89,18 @@ class Replays(NamedTuple):
             leaf = np.stack(values) if stacked else values[0]
             if stacked and pipeline is not None:
                 leaf = pipeline.layout.to_slots(leaf)
-            leaves[name] = jax.device_put(leaf, self.where.params[name])
+            leaves[name] = jax.device_put(leaf, self.shardings.params[name])
         return replace(state, params={**state.params, **leaves})
 
     def _leaves(self) -> dict[str, tuple[Replay, range]]:
-        """Each by its name, and of which layers it is."""
+        """Returns each leaf's replay and its layers, by name."""
         described = self.assembly.description
         return {} if described is None else replays(described)
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """`data` whose rows say of each token which place it has in a batch of `batch` rows."""
+    """`data` whose rows give each token its position in a batch of `batch` rows."""
 
     data: Data
     batch: int
@@ -107,8 +113,8 @@ class Numbered:
 
 
 class NumberedRows:
-    """A dataset with the field `places`: rows that follow one another have other ones, up to as
-    many as a batch has."""
+    """A dataset with the field `places`: consecutive rows have different places, up to a batch's
+    rows."""
 
     def __init__(self, dataset: Dataset, batch: int) -> None:
         self._dataset, self._batch = dataset, batch

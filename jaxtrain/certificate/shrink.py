@@ -1,4 +1,4 @@
-"""An experiment made small enough to run on every layout of a laptop, with the same features."""
+"""Makes an experiment small enough to run on every layout of a laptop, with the same features."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ TEXT = frozenset({"tokens", "targets", "weights"})
 
 
 def shrink(experiment: Experiment, *, devices: int) -> Experiment:
-    """The model as its `shrunk(devices)` makes it, where it has one, and in place of a corpus a
-    bigram chain with some 16 tokens a row; a model without, and rows of other fields than a text's,
-    as they are. A constant learning rate. Features stay: the model's, the optimizer.
+    """Returns a small experiment with a constant learning rate. The model's and the optimizer's
+    features stay.
+
+    The model becomes its `shrunk(devices)`, if it has one, and a corpus becomes a bigram chain with
+    about 16 tokens a row. A model without it, and rows with other fields than a text's, stay as
+    they are.
     """
     rate = getattr(experiment.optimizer, "learning_rate", None)
     model, data, optimizer = experiment.model, experiment.data, experiment.optimizer
@@ -39,13 +42,13 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
 
 
 def _batch(devices: int) -> int:
-    """Rows that every layout can cut: 2 microbatches over all devices, and 4 over what stages leave
-    of them, n / s. For every s that divides half of n only where n is a power of two."""
+    """Returns the rows that every layout can split: 2 microbatches over all devices, and 4 over the
+    n / s devices of a stage. Every s divides half of n only if n is a power of two."""
     return (2 if devices & (devices - 1) == 0 else 4) * devices
 
 
 def _tuning(tuning: FineTuning | None) -> FineTuning | None:
-    """The same leaves of the small model, from its own initialisation."""
+    """Returns the same leaves of the small model, from its own initialisation."""
     if tuning is None:
         return None
     lora = tuning.lora

@@ -1,6 +1,6 @@
-"""Files that processes send each other beside the training, over sockets, behind the next steps.
+"""Transfer of files between processes during training, over sockets, while next steps run.
 
-The device network is not used for them: a save must not wait for the step, nor a step for a save.
+The device network is not used: a save must not wait for the step, nor a step for a save.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxtrain.files.regular import open_regular, read_text, write_all, write_tex
 PIECE = 16 * 2**20
 
 
-class Held(NamedTuple):
-    """A part of a step: of the process that wrote it, in which start of the run."""
+class PartId(NamedTuple):
+    """Identity of a part of a step: the process that wrote it, and the start of the run."""
 
     step: int
     process: int
@@ -37,8 +37,9 @@ class Held(NamedTuple):
     def record(self) -> str:
         return f"{self.step}/{self.process}.{self.start}.json"
 
-    def found(self, root: Path) -> Path:
-        """Its pack in a directory of any process of this machine. Raises OSError."""
+    def find(self, root: Path) -> Path:
+        """Returns the path of its pack in a directory of any process of this machine. Raises
+        OSError."""
         for directory in sorted(root.iterdir()):
             if (path := directory / self.pack).is_file():
                 return path
@@ -46,10 +47,9 @@ class Held(NamedTuple):
 
 
 class Peers:
-    """The local tiers of all processes: gives away what is below `root`, puts copies that others
-    send into `directory`, reads theirs. Made by all processes together. Messages are authenticated
-    by a secret of this start; the bytes are not encrypted.
-    """
+    """The local tiers of all processes: serves the files below `root`, stores copies from other
+    processes in `directory`, reads theirs. Created by all processes together. Messages are
+    authenticated by a secret of this start; the bytes are not encrypted."""
 
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory = root, directory
@@ -57,14 +57,14 @@ class Peers:
         self._listener = share_oserror(
             lambda: Listener((_own_address(), 0), backlog=64, authkey=self._secret)
         )
-        told = [
+        hosts = [
             json.loads(t)
             for t in all_gather_text(json.dumps([socket.gethostname(), *self._address]))
         ]
-        self._addresses = [(host, port) for _, host, port in told]
-        if len({name for name, _, _ in told}) > 1:
+        self._addresses = [(host, port) for _, host, port in hosts]
+        if len({name for name, _, _ in hosts}) > 1:
             share_oserror(lambda: _refuse_loopback(self._address[0]))
-        self._mine = threading.local()
+        self._local = threading.local()
         self._closed = False
         threading.Thread(target=self._serve, name="local tier", daemon=True).start()
 
@@ -72,17 +72,17 @@ class Peers:
     def _address(self) -> Any:
         return self._listener.address
 
-    def put(self, held: Held, process: int) -> None:
+    def put(self, part: PartId, process: int) -> None:
         """Copy a part into the local tier of another process. Raises OSError."""
-        record, pack = read_text(self.directory / held.record), self.directory / held.pack
+        record, pack = read_text(self.directory / part.record), self.directory / part.pack
         size = pack.stat().st_size
         with open_regular(pack, "rb") as file:
-            ask = {"do": "put", "held": held, "record": record, "size": size}
+            ask = {"do": "put", "held": part, "record": record, "size": size}
             self._ask(process, ask, send=lambda to: _send_file(to, file, size))
 
-    def read(self, held: Held, offset: int, size: int, process: int) -> bytes:
+    def read(self, part: PartId, offset: int, size: int, process: int) -> bytes:
         """Bytes of a part in the local tier of another process. Raises OSError."""
-        ask = {"do": "read", "held": held, "offset": offset, "size": size}
+        ask = {"do": "read", "held": part, "offset": offset, "size": size}
         return self._ask(process, ask)
 
     def close(self) -> None:
@@ -94,11 +94,11 @@ class Peers:
     def _ask(
         self, process: int, ask: dict[str, Any], send: Callable[[Connection], None] | None = None
     ) -> bytes:
-        open_ones = self._mine.__dict__.setdefault("connections", {})
+        connections = self._local.__dict__.setdefault("connections", {})
         try:
-            if process not in open_ones:
-                open_ones[process] = Client(self._addresses[process], authkey=self._secret)
-            connection = open_ones[process]
+            if process not in connections:
+                connections[process] = Client(self._addresses[process], authkey=self._secret)
+            connection = connections[process]
             connection.send_bytes(json.dumps(ask).encode())
             if send is not None:
                 send(connection)
@@ -106,7 +106,7 @@ class Peers:
             if "error" not in answer:
                 return connection.recv_bytes() if answer["bytes"] else b""
         except (OSError, EOFError) as error:
-            open_ones.pop(process, None)
+            connections.pop(process, None)
             raise OSError(f"process {process} does not answer: {error!r}") from error
         raise OSError(f"process {process} says: {answer['error']}")
 
@@ -122,28 +122,29 @@ class Peers:
         with suppress(OSError, EOFError), connection:
             while True:
                 ask = json.loads(connection.recv_bytes())
-                held = Held(*ask["held"])
+                part = PartId(*ask["held"])
                 if ask["do"] == "put":
-                    found = self._put(connection, held, ask["record"], ask["size"])
+                    reply = self._put(connection, part, ask["record"], ask["size"])
                 else:
-                    found = self._read(held, ask["offset"], ask["size"])
-                answer = {"error": found} if isinstance(found, str) else {"bytes": len(found)}
+                    reply = self._read(part, ask["offset"], ask["size"])
+                answer = {"error": reply} if isinstance(reply, str) else {"bytes": len(reply)}
                 connection.send_bytes(json.dumps(answer).encode())
-                if not isinstance(found, str) and found:
-                    connection.send_bytes(found)
+                if not isinstance(reply, str) and reply:
+                    connection.send_bytes(reply)
 
-    def _read(self, held: Held, offset: int, size: int) -> bytes | str:
+    def _read(self, part: PartId, offset: int, size: int) -> bytes | str:
         try:
-            with open_regular(held.found(self.root), "rb") as file:
+            with open_regular(part.find(self.root), "rb") as file:
                 file.seek(offset)
                 return _read_whole(file, size)
         except (OSError, ValueError) as error:
             return str(error)
 
-    def _put(self, connection: Connection, held: Held, record: str, size: int) -> bytes | str:
-        """Takes all that is sent, whatever happens: what comes after it is a new question."""
+    def _put(self, connection: Connection, part: PartId, record: str, size: int) -> bytes | str:
+        """Stores a copy; returns an error message, or b"". Receives all bytes even after an error,
+        since the next message starts behind them."""
         problem, left = "", size
-        path = self.directory / held.pack
+        path = self.directory / part.pack
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -162,14 +163,15 @@ class Peers:
             if file is not None:
                 file.close()
             if not problem:
-                write_text(self.directory / held.record, record)
+                write_text(self.directory / part.record, record)
         except (OSError, ValueError) as error:
             problem = str(error)
         return problem or b""
 
 
 def _read_whole(file: FileIO, size: int) -> bytes:
-    """Up to `size` bytes, fewer at the end: an unbuffered read may give less."""
+    """Returns up to `size` bytes, fewer at the end of the file: an unbuffered read may return
+    less."""
     pieces = []
     while size and (piece := file.read(size)):
         pieces.append(piece)
@@ -188,8 +190,8 @@ def _send_file(to: Connection, file: FileIO, size: int) -> None:
 
 
 def _own_address() -> str:
-    """The address others reach this machine by: that of the route outward, else as its name
-    resolves (which on many systems is a loopback address). Nothing is sent."""
+    """Returns the address at which others reach this machine: of the outward route, else as its
+    name resolves (on many systems a loopback address). Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward, suppress(OSError):
         outward.connect(("192.0.2.1", 9))  # an address reserved for examples (RFC 5737)
         return outward.getsockname()[0]

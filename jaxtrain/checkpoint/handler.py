@@ -1,4 +1,4 @@
-"""How Orbax's manager writes a step: our chunks and manifest, under its commit.
+"""Orbax handler that writes a step as our chunks and manifest, under Orbax's commit.
 
 Orbax makes the step's directory, runs this in its threads on every process, waits for all, and
 renames the directory: that is the commit. Imported when the first save begins, since Orbax takes
@@ -32,7 +32,7 @@ from jaxtrain.state_format.parts import OwnedParts
 
 
 class ChunkHandler(ocp.AsyncCheckpointHandler):
-    """Writes a `ChunkSave`. Reading is `reader`'s, without Orbax."""
+    """Writes a `ChunkSave`. Steps are read by `reader`, without Orbax."""
 
     def __init__(self) -> None:
         self._saving: ChunkSave | None = None
@@ -47,19 +47,20 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
     async def _write(self, directory: os.PathLike[str], args: ChunkSave) -> None:
         place, process = Path(directory), jax.process_index()
         try:
-            parts = args.parts.take()  # what is held of the state goes with this frame
+            parts = args.parts.take()  # its copy of the state is freed with this frame
             sharing = Sharing(_earlier(args.source), _earlier(args.apart))
             chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             if jax.process_count() == 1:
                 raise
-            # Raised here, it would let the others wait for this process until Orbax gives up.
+            # Raised here, the others would wait for this process until Orbax times out.
             write_part(place, process, describe(error))
         else:
             write_part(place, process, chunks)
 
     def finalize(self, directory: os.PathLike[str]) -> None:
-        """On process 0, when all have written."""
+        """Writes the manifest, or the reason for its absence into the file `FAILED`. Runs on
+        process 0 when all have written."""
         saving, self._saving = self._saving, None
         assert saving is not None, "Orbax finalizes what it began to save"
         place = Path(directory)
@@ -84,7 +85,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ChunkHandler, for_save=True)
 @dataclass
 class ChunkSave(ocp.args.CheckpointArgs):
-    """source, apart: directories of committed steps, as `pack.Sharing` has them."""
+    """Argument of a save. source, apart: directories of committed steps, as in `pack.Sharing`."""
 
     step: int
     records: dict[str, LeafRecord]
@@ -97,12 +98,12 @@ class ChunkSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(ChunkHandler, for_restore=True)
 @dataclass
 class ChunkRestore(ocp.args.CheckpointArgs):
-    """Orbax wants to know one; nothing is restored through it."""
+    """Placeholder that Orbax requires; nothing is restored through it."""
 
 
 def open_orbax(directory: Path) -> ocp.CheckpointManager:
-    """Orbax's manager of a directory, which removes nothing that was committed."""
-    logging.getLogger("absl").addFilter(_told_by_us)
+    """Returns Orbax's manager of a directory, set to remove no committed step."""
+    logging.getLogger("absl").addFilter(_not_from_orbax)
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
         cleanup_tmp_directories=True,  # what a killed run left half written
@@ -113,12 +114,12 @@ def open_orbax(directory: Path) -> ocp.CheckpointManager:
 
 
 def composite(saving: ChunkSave) -> ocp.args.Composite:
-    """What Orbax's manager is asked to save."""
+    """Returns the argument of the `save` of Orbax's manager."""
     return ocp.args.Composite(**{ITEM: saving})
 
 
-def _told_by_us(record: logging.LogRecord) -> bool:
-    """Orbax's threads log the whole trace of each error that a save raises here in one line."""
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Logging filter: False for Orbax's traces of errors, which a save here raises in one line."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 

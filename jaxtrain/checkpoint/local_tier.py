@@ -4,9 +4,9 @@
     DIRECTORY/RUN/PROCESS/STEP/{process}.{start}.json   their digests, and which part of which step
                                                         they are; written last: the commit
 
-A step is whole when the parts of all processes that saved it are somewhere among those that look
+A step is complete if the parts of all processes that saved it are on some of the present processes
 (Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints",
-2023). The record of a part tells how many there are, so other processes may look than have saved.
+2023). A part's record has the number of parts, so the number of processes may change between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.checkpoint.exchange import Held, Peers
+from jaxtrain.checkpoint.exchange import PartId, Peers
 from jaxtrain.checkpoint.policy import LocalTier
 from jaxtrain.cluster.agreement import all_gather_text, share_oserror
 from jaxtrain.files.json_text import parse_json
@@ -49,7 +49,7 @@ FINISHED = 2
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A step that is whole across processes. holders: of each part (its pack's name), the processes
+    """A step that is complete across processes. holders: by the pack of each part, the processes
     that have it."""
 
     manifest: Manifest
@@ -57,7 +57,7 @@ class LocalStep:
 
 
 class LocalSteps:
-    """Saves and reads the local tier of one run; made by all its processes together."""
+    """Saves and reads the local tier of one run; created by all its processes together."""
 
     def __init__(self, tier: LocalTier, run: str) -> None:
         process, processes = jax.process_index(), jax.process_count()
@@ -70,11 +70,11 @@ class LocalSteps:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local tier")
         self._job: Future[None] | None = None
         self.step = 0
-        """Of the save that was begun last."""
+        """Number of the last save that began."""
         self.took_s: float | None = None
-        """What the last save took that ended well."""
+        """Seconds of the last successful save."""
         self.problems: list[str] = []
-        """Copies that were not good when they were read; another one was, or it says so."""
+        """Copies that could not be read."""
 
     def save(
         self,
@@ -83,13 +83,13 @@ class LocalSteps:
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
-        """Begin to write this process's part. Raises what the save before it met: OSError."""
+        """Begins to write this process's part. Raises OSError if the previous save failed."""
         self.wait()
         self.step = step
         self._job = self._pool.submit(self._write, step, parts, records, metadata)
 
     def poll(self) -> None:
-        """Raise what the save in flight met, if it has ended: OSError."""
+        """Raises OSError if the save in flight has ended and failed."""
         if self._job is not None and self._job.done():
             self.wait()
 
@@ -101,7 +101,7 @@ class LocalSteps:
         except Exception:
             self._job = None
             raise
-        self._job = None  # an interrupt leaves it: what became of it is asked again
+        self._job = None  # after an interrupt it stays, and the next call asks for its result
 
     def close(self) -> None:
         try:
@@ -119,79 +119,81 @@ class LocalSteps:
         metadata: dict[str, Any],
     ) -> None:
         began = time.perf_counter()
-        held = Held(step, jax.process_index(), self.start)
-        places = [p.parent.name for p in self.directory.glob(f"*/{held.process}.*.json")]
+        part = PartId(step, jax.process_index(), self.start)
+        places = [p.parent.name for p in self.directory.glob(f"*/{part.process}.*.json")]
         finished = {int(name) for name in places if name.isdecimal()}
-        kept = sorted(s for s in finished if s < step)[-FINISHED:]
-        self._drop(lambda s: s < min(kept, default=0))
+        previous = sorted(s for s in finished if s < step)[-FINISHED:]
+        self._drop(lambda s: s < min(previous, default=0))
         try:
-            self._write_part(held, parts, records, metadata)
+            self._write_part(part, parts, records, metadata)
         except BaseException:
-            (self.directory / held.pack).unlink(missing_ok=True)  # it takes room others need
+            (self.directory / part.pack).unlink(missing_ok=True)  # it takes room others need
             raise
         if self.peers is not None:
-            self.peers.put(held, self.neighbour)
+            self.peers.put(part, self.neighbour)
         self.took_s = time.perf_counter() - began
 
     def _write_part(
         self,
-        held: Held,
+        part: PartId,
         parts: OwnedParts,
         records: dict[str, LeafRecord],
         metadata: dict[str, Any],
     ) -> None:
-        pack = self.directory / held.pack
+        pack = self.directory / part.pack
         pack.parent.mkdir(parents=True, exist_ok=True)
         chunks = write_chunks(pack.parent, pack.name, parts.take())
         open_regular(pack, "ab").close()  # a process may have nothing to write
         body = json.dumps(
             {
-                "held": held,
+                "held": part,
                 "processes": jax.process_count(),
                 "leaves": records,
                 "metadata": metadata,
-                "chunks": [c._replace(pack=held.pack) for c in chunks],
+                "chunks": [c._replace(pack=part.pack) for c in chunks],
             }
         )
-        record = self.directory / held.record
-        beside = record.with_suffix(".tmp")
-        write_text(beside, f"{text_digest(body.encode())}\n{body}")
-        beside.replace(record)
+        record = self.directory / part.record
+        temporary = record.with_suffix(".tmp")
+        write_text(temporary, f"{text_digest(body.encode())}\n{body}")
+        temporary.replace(record)
 
     def whole_steps(self) -> dict[int, LocalStep]:
-        """The steps of which all parts are somewhere, the same on every process. All call it."""
-        mine = {held: body for held, body in self._readable()}
-        own = [[*held, body["processes"]] for held, body in mine.items()]
-        offers = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+        """Returns the steps of which every part is on some process, the same on every process. All
+        call it."""
+        bodies_here = {part: body for part, body in self._readable()}
+        offer_here = [[*part, body["processes"]] for part, body in bodies_here.items()]
+        offers = [json.loads(text) for text in all_gather_text(json.dumps(offer_here))]
         holders: dict[tuple[int, str], dict[str, list[int]]] = {}
         counts: dict[tuple[int, str], int] = {}
         for process, offer in enumerate(offers):
-            for *held, processes in offer:
-                at = Held(*held)
-                save = (at.step, at.start)
-                holders.setdefault(save, {}).setdefault(at.pack, []).append(process)
+            for *fields, processes in offer:
+                part = PartId(*fields)
+                save = (part.step, part.start)
+                holders.setdefault(save, {}).setdefault(part.pack, []).append(process)
                 counts[save] = processes
-        whole = {save: h for save, h in holders.items() if len(h) == counts[save]}
-        # Every process needs all records of these to read, so they travel whole.
-        give = [[*h, body] for h, body in mine.items() if (h.step, h.start) in whole]
+        complete = {save: h for save, h in holders.items() if len(h) == counts[save]}
+        # Every process needs all records of these to read, so they are sent complete.
+        give = [[*h, body] for h, body in bodies_here.items() if (h.step, h.start) in complete]
         bodies: dict[tuple[int, str], dict[int, Any]] = {}
         for text in all_gather_text(json.dumps(give)):
             for step, process, start, body in json.loads(text):
                 bodies.setdefault((step, start), {})[process] = body
-        found = {}
-        for save in sorted(whole):
+        steps = {}
+        for save in sorted(complete):
             try:
-                found[save[0]] = LocalStep(_merge(save[0], bodies[save]), whole[save])
+                steps[save[0]] = LocalStep(_merge(save[0], bodies[save]), complete[save])
             except MALFORMED as error:  # the same on every process
                 self.problems.append(f"step {save[0]}: {error}")
-        return found
+        return steps
 
-    def read(self, found: LocalStep, otherwise: Read | None = None) -> Read:
-        """Reads chunks of a step: here, of another process that has the part, or `otherwise`."""
+    def read(self, stored: LocalStep, otherwise: Read | None = None) -> Read:
+        """Returns a reader of a step's chunks: from this process, from another that has the part,
+        or by `otherwise`."""
 
         def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
             problems = []
-            for source in self._sources(found.holders[chunk.pack]):
+            for source in self._sources(stored.holders[chunk.pack]):
                 try:
                     return source(chunk, dtype)
                 except (OSError, ValueError) as error:
@@ -207,17 +209,17 @@ class LocalSteps:
         return read
 
     def _sources(self, holders: list[int]) -> Iterator[Read]:
-        """This process first, if it has the part."""
+        """Yields a reader for each holder, this process first if it is one."""
         own = jax.process_index()
         for process in sorted(holders, key=lambda p: p != own):
             yield self._read_here if process == own else partial(self._read_there, process)
 
     def _read_here(self, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-        return read_chunk(_parse_held(chunk.pack).found(self.root), chunk, dtype)
+        return read_chunk(_parse_part(chunk.pack).find(self.root), chunk, dtype)
 
     def _read_there(self, process: int, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
         assert self.peers is not None, "a part is held by a process that looked"
-        data = self.peers.read(_parse_held(chunk.pack), chunk.offset, chunk.size, process)
+        data = self.peers.read(_parse_part(chunk.pack), chunk.offset, chunk.size, process)
         if len(data) != chunk.size:
             raise ValueError(f"{chunk.pack} is cut short")
         elements = np.frombuffer(data, dtype).reshape(chunk.box.shape)
@@ -226,7 +228,7 @@ class LocalSteps:
         return elements
 
     def drop_after(self, step: int) -> None:
-        """Remove what is newer than `step`: a history that is left."""
+        """Removes the steps newer than `step`, when a run goes on from there."""
         self._drop(lambda s: s > step)
 
     def _drop(self, unwanted: Callable[[int], bool]) -> None:
@@ -234,30 +236,30 @@ class LocalSteps:
             if place.name.isdecimal() and unwanted(int(place.name)):
                 shutil.rmtree(place, ignore_errors=True)
 
-    def _readable(self) -> Iterator[tuple[Held, Any]]:
-        """Parts on this machine whose record is as it was written."""
+    def _readable(self) -> Iterator[tuple[PartId, Any]]:
+        """Yields the parts on this machine with an intact record."""
         for path in sorted(self.root.glob("*/*/*.json")):
             try:
-                told = _record(path)
-                if told is None:
+                body = _record(path)
+                if body is None:
                     continue
-                held = _parse_held(f"{path.parent.name}/{path.name}")
-                other = _parts_held(told) - {held}
+                part = _parse_part(f"{path.parent.name}/{path.name}")
+                other = _part_ids(body) - {part}
             except (OSError, *MALFORMED) as error:  # on one process alone: the others go on
                 self.problems.append(f"{path} is no record of a part: {error!r}")
                 continue
             if other:
-                where = ", ".join(f"{other.record} was written" for other in sorted(other))
-                self.problems.append(f"{held.record}: {where}, and renamed")
+                renamed = ", ".join(f"{other.record} was written" for other in sorted(other))
+                self.problems.append(f"{part.record}: {renamed}, and renamed")
                 continue
-            yield held, told
+            yield part, body
 
 
 def _record(path: Path) -> Any:
-    """The body of a record; None where it is not as it was written. Raises OSError, and one of
-    MALFORMED where somebody wrote another."""
-    found, _, text = read_text(path).partition("\n")
-    if found != text_digest(text.encode(), found):
+    """Returns the body of a record; None where it is damaged. Raises OSError, and one of MALFORMED
+    where its text has another format."""
+    stored_digest, _, text = read_text(path).partition("\n")
+    if stored_digest != text_digest(text.encode(), stored_digest):
         return None
     body = parse_json(text)
     records_from_json(body["leaves"])
@@ -266,21 +268,21 @@ def _record(path: Path) -> Any:
     return body
 
 
-def _parse_held(name: str) -> Held:
+def _parse_part(name: str) -> PartId:
     step, file = name.split("/")
     process, start, _ = file.split(".")
-    return Held(int(step), int(process), start)
+    return PartId(int(step), int(process), start)
 
 
-def _parts_held(body: Mapping[str, Any]) -> set[Held]:
-    """Which part of which step a record and its chunks say they are."""
-    told = {_parse_held(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
-    return told | ({Held(*body["held"])} if "held" in body else set())
+def _part_ids(body: Mapping[str, Any]) -> set[PartId]:
+    """Returns the parts that a record and its chunks claim to be."""
+    parts = {_parse_part(chunk.pack) for chunk in map(Chunk.from_json, body["chunks"])}
+    return parts | ({PartId(*body["held"])} if "held" in body else set())
 
 
 def _merge(step: int, bodies: dict[int, Any]) -> Manifest:
-    """The manifest of a step out of its parts' records. Raises ValueError where they are not of it,
-    or not all of it."""
+    """Returns the manifest of a step from its parts' records. Raises ValueError where they are of
+    another step, or incomplete."""
     first = bodies[min(bodies)]
     leaves = records_from_json(first["leaves"])
     chunks: dict[str, list[Chunk]] = {}
@@ -288,7 +290,7 @@ def _merge(step: int, bodies: dict[int, Any]) -> Manifest:
         for chunk in map(Chunk.from_json, body["chunks"]):
             chunks.setdefault(chunk.leaf, []).append(chunk)
     refuse_gaps(leaves, chunks)
-    found = Manifest(step, Path(), leaves, first["metadata"], chunks, {})
-    if others := other_steps(found, step):
-        raise ValueError(" and ".join(others))
-    return found
+    manifest = Manifest(step, Path(), leaves, first["metadata"], chunks, {})
+    if conflicts := other_steps(manifest, step):
+        raise ValueError(" and ".join(conflicts))
+    return manifest

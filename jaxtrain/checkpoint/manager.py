@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints with exact resume, on Orbax, behind an interface that drops nothing."""
+"""Asynchronous checkpoints with exact resume, on Orbax; no save is dropped silently."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ MEND = "make room or mend the directory; the next save tries again"
 class CheckpointManager:
     """The checkpoints of one run, in one directory.
 
-    Laws: a save is committed or it does not exist; what is restored equals to the bit what was
-    saved, on any mesh, or DamagedCheckpoint says what changed; every failure is raised, by the call
-    it happened in or by the next one.
+    Laws: a save is committed or it does not exist; a restored state equals the saved one to the
+    bit, on any mesh, or DamagedCheckpoint lists the damage; every failure is raised, by the call it
+    happened in or by the next one.
 
     `save` copies the state off the devices and returns; digests are taken and bytes reach the disk
-    behind the next steps (Mohan et al. 2021). What does not change is not written at every save:
-    steps hold two copies of it in turn, one where a single step is kept (`Retention.sharing`); a
+    while next steps run (Mohan et al. 2021). Unchanged arrays are not written at every save:
+    steps share two copies of them in turn, one where a single step is kept (`Retention.sharing`); a
     step's files have its chunks and nothing else. One save is in flight at a time. With several
     processes all of them make the same calls in the same order, on a directory they share. Not safe
     to use from two threads.
 
-    Orbax is imported by the first `save`: what is asked before the first step of a fresh run
+    Orbax is imported by the first `save`: calls before the first step of a fresh run
     (`latest`, `should_save`, `check_space`), and `restore`, stay cheap.
 
     mtbf_s: mean time between failures of the machines together, for `Minutes` of the policy.
@@ -71,12 +71,12 @@ class CheckpointManager:
         self.directory = local_path("directory", directory).absolute()
         self.policy = policy
         self.foreign: Foreign = lambda metadata: []
-        """Steps of which it says something are passed over, as damaged ones are."""
+        """Returns reasons to skip a step with this metadata, as damaged steps are skipped."""
         self.clock = SaveClock(policy.every, mtbf_s)
         self.damaged: dict[int, DamagedCheckpoint] = {}
         """Steps that were found damaged here and passed over."""
         self.blocked_s = 0.0
-        """How long the last `save` kept its caller, after it had waited for the save before."""
+        """Seconds that the last `save` took, without waiting for the previous save."""
         self.copy_failure = ""  # of the last `save`, as `OwnedParts` has it
         self._orbax: Any = None
         self._in_flight: int | None = None
@@ -100,13 +100,12 @@ class CheckpointManager:
         return newest(self.steps())
 
     def newest_whole(self, elsewhere: Collection[int] = ()) -> int | None:
-        """The newest step that is not known to be damaged and whose files are all there, in full
-        length, for every process, or that is whole `elsewhere`; None where no run has saved. Those
-        passed over are in `damaged`.
+        """Returns the newest step that is not known to be damaged and whose files are complete for
+        every process, or that is complete `elsewhere`; None where no run has saved. Damaged steps
+        are skipped and recorded in `damaged`.
 
-        Raises:
-            DamagedCheckpoint: there are steps, or were, and each is damaged: nothing may begin
-                again silently where a run has been.
+        Raises DamagedCheckpoint where there are steps, or were, and each is damaged: a run must not
+        start from the beginning silently where another has been.
         """
         for step in sorted({*self._steps_of_all(), *elsewhere} - self.damaged.keys())[::-1]:
             if step in elsewhere or self._whole_for_all(step):
@@ -115,7 +114,7 @@ class CheckpointManager:
         return None
 
     def whole_steps(self) -> list[int]:
-        """All such steps, ascending."""
+        """Returns all steps that `newest_whole` accepts, ascending."""
         steps = sorted(self._steps_of_all() - self.damaged.keys())
         return [step for step in steps if self._whole_for_all(step)]
 
@@ -135,14 +134,14 @@ class CheckpointManager:
         return step not in self.damaged
 
     def _note(self, step: int, damages: list[str]) -> None:
-        """`damaged` of every process has the step if one has found damages."""
-        if found := all_gather_union(damages):
-            where = {"step": step, "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(found, remedy="it is passed over", **where)
+        """Adds the step to `damaged` of every process if one has found damages."""
+        if lines := all_gather_union(damages):
+            place = {"step": step, "directory": self.directory}
+            self.damaged[step] = DamagedCheckpoint(lines, remedy="it is passed over", **place)
 
     def verify_step(self, step: int) -> None:
-        """Read all chunks of a step that was restored from elsewhere; `damaged` has it if one is
-        not as it was written."""
+        """Reads all chunks of a step that was restored from elsewhere, and adds it to `damaged` if
+        one is not as it was written."""
         damages: list[str] = []
         if jax.process_index() == 0:
             try:
@@ -154,7 +153,7 @@ class CheckpointManager:
             self._trusted.add(step)
 
     def set_damaged_aside(self) -> dict[int, Path]:
-        """Rename the damaged steps, so that newer saves may take their place; where each is now."""
+        """Renames the damaged steps, which frees their numbers. Returns their new paths."""
         steps = sorted(self.damaged.keys() & self._steps_of_all(), reverse=True)
         if not steps:
             return {}
@@ -168,14 +167,14 @@ class CheckpointManager:
             return share_oserror(rename)
 
     def should_save(self, step: int) -> bool:
-        """Whether the policy saves after `step` steps are done; asked after every step."""
+        """True if the policy saves after `step` steps. Called after every step."""
         return self.clock.due(step)
 
     def check_space(self, template: PyTree) -> None:
-        """Refuse, before a run, a directory too full for as many of this state as the policy keeps.
+        """Raises ValueError, before a run, if the disk is too full for the states that are kept.
 
-        One more than `keep` exist while the newest is written; those already there are paid for by
-        what they take on the disk (`Retention.bytes_needed`).
+        One more than `keep` exist while the newest is written; existing steps count with the space
+        that they free (`Retention.bytes_needed`).
         """
         needed = self._retention.bytes_needed(leaf_table.stored_bytes(template))
         check_writable(self.directory, max(0, needed - unfinished_bytes(self.directory)))
@@ -189,11 +188,11 @@ class CheckpointManager:
         *,
         spare_bytes: int = 0,
     ) -> None:
-        """Start saving `state` and `metadata` as `step`; the arrays may be donated right after.
+        """Starts saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
-        slots: of leaves that are stored in another order than they rest in. spare_bytes: what
-        each device has free for a copy, as `owned_parts` has it. Waits for the save before it, if
-        that is still in flight. `metadata` is small JSON; it comes back as JSON reads it (tuples as
+        slots: of leaves that are stored in another order than at rest. spare_bytes: memory of
+        each device for a copy, as for `owned_parts`. Waits for the previous save, if
+        that is still in flight. `metadata` is small JSON; it is restored as JSON (tuples as
         lists). `metadata["metrics"]` is what `Best` goes by. Where the metadata has a "step", or
         the state an integer leaf `step`, it is this one.
 
@@ -207,7 +206,7 @@ class CheckpointManager:
         self._began = time.perf_counter()
         try:
             self._save(step, state, metadata, slots, spare_bytes)
-        finally:  # on every process, whatever became of it here
+        finally:  # on every process, also after an error
             self.clock.saved(step)
             self.blocked_s = time.perf_counter() - self._began
 
@@ -215,18 +214,18 @@ class CheckpointManager:
         self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots, spare_bytes: int
     ) -> None:
         records = leaf_table.records_of(state, slots)
-        json_text(metadata, what=f"metadata of step {step}")
+        json_text(metadata, name=f"metadata of step {step}")
         refuse_other_step(step, metadata, leaf_table.named_leaves(state))
         self._refuse_old(step)
         with self._translated("could not be saved", step):
-            # In Orbax one that cannot make or write the step's directory keeps the others waiting.
+            # In Orbax a process that cannot write the step's directory makes the others wait.
             share_oserror(lambda: make_and_remove(self.directory))
-            # Before Orbax is asked: it answers a step it does not want with False, not an error.
+            # Before Orbax is asked: it refuses a step with False, not with an error.
             handler = self._open()
             self._retention.metrics[step] = metadata.get("metrics", {})
             parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
             self.copy_failure = parts.copy_failure
-            # Bytes that this start has not read may have changed: they are not held again.
+            # Bytes that this start has not read may have changed: they are not shared.
             source, apart = self._retention.sharing(step, self._trusted)
             saving = handler.ChunkSave(step, records, metadata, source, apart, parts)
             with self._settled_if_interrupted(self._orbax):
@@ -240,11 +239,11 @@ class CheckpointManager:
     def restore(
         self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
     ) -> tuple[PyTree, dict[str, Any]]:
-        """The state saved as `step`, placed as `template` says, and its metadata.
+        """Returns the state saved as `step`, with the template's shardings, and its metadata.
 
         `template` is the state's tree with `jax.ShapeDtypeStruct` leaves that carry shardings (or
         arrays that do); its containers may differ from those that were saved, its paths may not.
-        slots: of leaves that rest in another order than they are stored in.
+        slots: of leaves that are stored in another order than at rest.
         Each process reads only chunks of which its devices need a part, and verifies each whole.
 
         Raises:
@@ -265,9 +264,10 @@ class CheckpointManager:
         slots: AllSlots = AS_THEY_REST,
         read: Read | None = None,
     ) -> tuple[PyTree, dict[str, Any]]:
-        """As `restore`, by a manifest of the step and a way to read its chunks (None: here)."""
-        wanted = leaf_table.named_leaves(template)
-        if problems := leaf_table.mismatches(wanted, manifest.leaves, slots):
+        """Does `restore` by a manifest of the step and a function that reads its chunks (None: from
+        this tier)."""
+        named = leaf_table.named_leaves(template)
+        if problems := leaf_table.mismatches(named, manifest.leaves, slots):
             raise ValueError(
                 f"checkpoint step {step} in {self.directory} does not fit the state asked for in "
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
@@ -276,7 +276,7 @@ class CheckpointManager:
         damages: list[str] = []
         arrays: dict[str, jax.Array] = {}
         try:
-            arrays = read_arrays(manifest, leaf_table.to_request(wanted), read, slots)
+            arrays = read_arrays(manifest, leaf_table.to_request(named), read, slots)
         except Damaged as error:
             damages = error.damages
         self._note(step, damages)
@@ -284,18 +284,18 @@ class CheckpointManager:
             raise self.damaged[step]
         if read is None:
             self._trusted.add(step)
-        placed = leaf_table.from_store(wanted, arrays, manifest.leaves)
+        placed = leaf_table.from_store(named, arrays, manifest.leaves)
         return jax.tree.unflatten(jax.tree.structure(template), placed), manifest.metadata
 
     def manifest(self, step: int) -> Manifest:
-        """What is in `step`: leaves, metadata, chunks; from one small file. Raises as `restore`."""
+        """Returns the manifest of `step`: leaves, metadata, chunks. Raises as `restore`."""
         return whole_manifest(self.directory, step)
 
     def discard_after(self, step: int) -> list[int]:
-        """Delete every checkpoint newer than `step`, and say which they were.
+        """Deletes every checkpoint newer than `step`, and returns their numbers.
 
-        For a run that goes on from an older step: its history branches there, and the steps that
-        are abandoned would stand in the way of saving it (see `save`).
+        For a run that goes on from an older step: its history branches there, and the abandoned
+        steps would make `save` refuse the new ones.
         """
         self.wait()
         abandoned = [other for other in self.steps() if other > step]
@@ -311,7 +311,7 @@ class CheckpointManager:
         return abandoned
 
     def poll(self) -> None:
-        """Ask, after a step, what became of the save in flight; returns at once.
+        """Checks, after a step, whether the save in flight has failed; returns at once.
 
         Raises:
             CheckpointError: it failed, and why.
@@ -355,7 +355,7 @@ class CheckpointManager:
             orbax.close()
 
     def _open(self) -> Any:
-        """The module that knows Orbax, and its manager made at first use."""
+        """Returns the module that imports Orbax; makes Orbax's manager at the first use."""
         # Imported here: it costs more than a second, which a fresh run need not wait for.
         from jaxtrain.checkpoint import handler
 
@@ -372,25 +372,25 @@ class CheckpointManager:
 
     @contextmanager
     def _settled_if_interrupted(self, manager: ocp.CheckpointManager) -> Iterator[None]:
-        """An interrupt leaves no save half handed over: what Orbax began has ended when it goes on,
-        the step is committed or it is not, and may be saved again."""
+        """After an interrupt, waits until Orbax has ended the save: the step is committed, or it is
+        not and may be saved again."""
         try:
             yield
         except Exception:
             raise
         except BaseException:
             self._orbax, self._in_flight = None, None
-            with suppress(Exception):  # the directory tells what came of it
+            with suppress(Exception):  # the directory shows the result
                 manager.close()
             raise
 
     @contextmanager
     def _translated(self, problem: str, step: int, *, remedy: str = MEND) -> Iterator[None]:
-        """Raise whatever storage raises as a CheckpointError that keeps it as the cause."""
+        """Raises errors of the storage as CheckpointError, with the error as its cause."""
         try:
             yield
         except Exception as error:
-            # Its idea of which steps exist may be wrong now; the next call makes one that looks.
+            # Orbax's list of steps may be wrong now; the next call makes a new manager.
             self._orbax, self._in_flight = None, None
             if jax.process_index() == 0:
                 remove_unfinished(self.directory)

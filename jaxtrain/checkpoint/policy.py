@@ -1,4 +1,4 @@
-"""When a run saves, and which saves it keeps."""
+"""Policy of saves: after which steps a run saves, and which saves it keeps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from jaxtrain.files.stores import store_violations
 
 FARTHEST = 16
 EVALUATED_BATCHES = "eval_batches"
-"""Among the metrics of a save: over how many batches they are, 0 for all there are."""
+"""Metric of a save with the number of evaluated batches, 0 for all."""
 UNMEASURED_S = 600.0
-"""Seconds between saves while nobody knows what a save takes, or how often the machines fail."""
+"""Seconds between saves while the time of a save or the failure rate is unknown."""
 
 
 @dataclass(frozen=True)
 class Minutes:
-    """Save so many `minutes` after the save before. None: as often as loses the least time, by the
-    measured save time and the mesh file's mtbf_hours (Daly 2006); ten minutes where the mesh file
-    has none, and before the first save."""
+    """Save `minutes` after the previous save. None: at the interval that loses the least time, by
+    the measured save time and the mesh file's mtbf_hours (Daly 2006); ten minutes where the mesh
+    file has none, and before the first save."""
 
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        given = self.minutes
-        if given is not None and not (_is_number(given) and 0 < given < math.inf):
-            raise ValueError(f"minutes={given!r} between saves; use for example Minutes(10)")
+        minutes = self.minutes
+        if minutes is not None and not (_is_number(minutes) and 0 < minutes < math.inf):
+            raise ValueError(f"minutes={minutes!r} between saves; use for example Minutes(10)")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Best:
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest `latest` saves, besides those of steps that are multiples of `every`, and `best`.
-    An older one goes when a newer is committed. With `best`, what is evaluated is saved."""
+    """The newest `latest` saves, also those of steps that are multiples of `every`, and `best`. An
+    older one is removed when a newer is committed. With `best`, every evaluated step is saved."""
 
     latest: int = 3
     every: int | None = None
@@ -60,65 +60,65 @@ class Keep:
 
     def __post_init__(self) -> None:
         counts = {"latest": self.latest, "every": self.every}
-        wrong = [f"{k}={v!r}" for k, v in counts.items() if v is not None and not _counts(v)]
-        wrong = [f"{each} counts from 1" for each in wrong]
+        violations = [f"{k}={v!r}" for k, v in counts.items() if v is not None and not _counts(v)]
+        violations = [f"{field} counts from 1" for field in violations]
         if self.best is not None and not isinstance(self.best, Best):
-            wrong.append(f"best={self.best!r} is no Best")
-        if wrong:
+            violations.append(f"best={self.best!r} is no Best")
+        if violations:
             raise ValueError(
-                f"Keep: {'; '.join(wrong)}; use for example "
+                f"Keep: {'; '.join(violations)}; use for example "
                 'Keep(latest=3, every=1000, best=Best("eval_loss"))'
             )
 
     def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Which of the saved steps to keep; `steps` has the metrics of each."""
+        """Returns the saved steps to keep. steps: metrics of each saved step."""
         order = sorted(steps)
-        kept = set(order[-self.latest :])
+        chosen = set(order[-self.latest :])
         if self.every is not None:
-            kept |= {step for step in order if step % self.every == 0}
+            chosen |= {step for step in order if step % self.every == 0}
         if self.best is not None:
             name, sign = self.best.metric, -1 if self.best.greatest else 1
             rated = [s for s in order if math.isfinite(steps[s].get(name, math.nan))]
             for batches in {steps[s].get(EVALUATED_BATCHES) for s in rated}:
-                alike = [s for s in rated if steps[s].get(EVALUATED_BATCHES) == batches]
-                alike.sort(key=lambda s: (sign * steps[s][name], -s))
-                kept |= set(alike[: self.best.n])
-        return kept
+                comparable = [s for s in rated if steps[s].get(EVALUATED_BATCHES) == batches]
+                comparable.sort(key=lambda s: (sign * steps[s][name], -s))
+                chosen |= set(comparable[: self.best.n])
+        return chosen
 
 
 @dataclass(frozen=True)
 class LocalTier:
-    """Besides, save often where it is fast: each process its own part, and a copy of it to another
-    machine's process, so that one machine may be lost with all it holds.
+    """A fast tier in addition, for frequent saves: each process saves its own part, and a copy of
+    it to another machine's process, so that one machine may be lost with all its data.
 
     every: steps between, or `Minutes`. directory: of this machine alone, a disk or memory; it takes
-    three steps' parts, twice where there are several processes. `{process}` in it becomes the
-    process's number. What a run leaves there when it is deleted is yours to remove.
+    three steps' parts, twice where there are several processes. `{process}` in it is replaced by
+    the process's number. Files of a deleted run stay there until you remove them.
     """
 
     every: int | Minutes = 50
     directory: str = "/dev/shm/jaxtrain"
 
     def __post_init__(self) -> None:
-        wrong = []
+        violations = []
         if not isinstance(self.every, Minutes) and not _counts(self.every):
-            wrong.append(f"every={self.every!r} counts in whole steps from 1; use every=50")
+            violations.append(f"every={self.every!r} counts in whole steps from 1; use every=50")
         if not isinstance(self.directory, str) or not _names_a_place(self.directory):
-            wrong.append(
+            violations.append(
                 f"directory={self.directory!r} is a path in which {{process}} may stand; use for "
                 "example '/dev/shm/jaxtrain'"
             )
-        wrong += store_violations("directory", self.directory)
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        violations += store_violations("directory", self.directory)
+        if violations:
+            raise ValueError("; ".join(violations))
 
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """every: steps between saves, or `Minutes`. keep: how many of the newest, or `Keep`. local: a
-    fast tier besides.
+    """every: steps between saves, or `Minutes`. keep: number of the newest saves, or `Keep`. local:
+    a fast tier in addition.
 
-    A run saves besides at its end, when it is stopped, and when a step fails.
+    A run also saves at its end, when it is stopped, and when a step fails.
     """
 
     every: int | Minutes = Minutes()
@@ -126,20 +126,22 @@ class SavePolicy:
     local: LocalTier | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
+        violations = []
         if self.local is not None and not isinstance(self.local, LocalTier):
-            wrong.append(f"local={self.local!r} is no LocalTier; use local=LocalTier(every=50)")
+            violations.append(
+                f"local={self.local!r} is no LocalTier; use local=LocalTier(every=50)"
+            )
         if not isinstance(self.every, Minutes) and not _counts(self.every):
-            wrong.append(
+            violations.append(
                 f"every={self.every!r} is no number of steps from 1; use every=500, or Minutes(10)"
             )
         if not isinstance(self.keep, Keep) and not _counts(self.keep):
-            wrong.append(
+            violations.append(
                 f"keep={self.keep!r} is no number of saves from 1; use keep=3, "
                 'Keep(latest=3, best=Best("eval_loss")), or Keep(3, every=1) to keep all'
             )
-        if wrong:
-            raise ValueError("a save policy: " + "; ".join(wrong))
+        if violations:
+            raise ValueError("a save policy: " + "; ".join(violations))
 
     @property
     def keeping(self) -> Keep:
@@ -147,9 +149,9 @@ class SavePolicy:
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds from the end of one save to the beginning of the next that lose the least time to
-    saves and to what failures undo: Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps" (2006), equation 37; Young's sqrt(2 save mtbf) to first order."""
+    """Returns the seconds from the end of one save to the start of the next that minimise the lost
+    time of saves and failures: Daly, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps" (2006), equation 37; Young's sqrt(2 save mtbf) to first order."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)
@@ -157,10 +159,10 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 class SaveClock:
-    """Says after which steps to save: the same on every process, though their clocks differ.
+    """Decides after which steps to save: the same on every process, though their clocks differ.
 
-    Several processes look at a time by the clock of process 0, which they ask seldom: at half of
-    what is left, then at half of the rest, and every FARTHEST steps.
+    Several processes use the clock of process 0, which they ask seldom: after half of the remaining
+    time, then after half of what remains, and at least every FARTHEST steps.
     """
 
     def __init__(
@@ -171,13 +173,13 @@ class SaveClock:
     ) -> None:
         self.every, self.mtbf_s, self.clock = every, mtbf_s, clock
         self.save_s: float | None = None
-        """What the last save took, from its call to its commit."""
+        """Seconds of the last save, from its call to its commit."""
         self.saved_at = clock()
-        self.look = 0
-        self.looked: tuple[int, float] | None = None
+        self.next_look = 0
+        self.last_look: tuple[int, float] | None = None
 
     def interval_s(self) -> float:
-        """Seconds between saves, as known now; at least what a save takes."""
+        """Returns the seconds between saves, as known now; at least the time of a save."""
         if isinstance(self.every, Minutes) and self.every.minutes is not None:
             return 60 * self.every.minutes
         if self.save_s is None or self.mtbf_s is None:
@@ -185,30 +187,32 @@ class SaveClock:
         return max(self.save_s, daly_interval(self.save_s, self.mtbf_s))
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps are done; asked after every step."""
+        """True if a save is due after `step` steps. Called after every step."""
         if isinstance(self.every, int):
             return step > 0 and step % self.every == 0
-        if step < self.look:
+        if step < self.next_look:
             return False
-        now, left = _of_process_0(self.clock(), self.interval_s() - self.clock() + self.saved_at)
-        if left <= 0:
+        now, remaining = _of_process_0(
+            self.clock(), self.interval_s() - self.clock() + self.saved_at
+        )
+        if remaining <= 0:
             return True
-        ahead = 1
-        if self.looked is not None and jax.process_count() > 1:
-            before, then = self.looked
-            step_s = max((now - then) / (step - before), 1e-6)
-            ahead = min(max(1, int(left / step_s / 2)), FARTHEST)
-        self.look, self.looked = step + ahead, (step, now)
+        steps = 1
+        if self.last_look is not None and jax.process_count() > 1:
+            last_step, last_time = self.last_look
+            step_s = max((now - last_time) / (step - last_step), 1e-6)
+            steps = min(max(1, int(remaining / step_s / 2)), FARTHEST)
+        self.next_look, self.last_look = step + steps, (step, now)
         return False
 
     def agrees(self, step: int) -> bool:
-        """Whether `due(step)` is a collective of its own: nothing else may run on the devices."""
-        timed = isinstance(self.every, Minutes) and step >= self.look
+        """True if `due(step)` runs a collective: nothing else may run on the devices then."""
+        timed = isinstance(self.every, Minutes) and step >= self.next_look
         return timed and jax.process_count() > 1
 
     def saved(self, step: int) -> None:
-        """A save after `step` began, or was tried."""
-        self.saved_at, self.looked, self.look = self.clock(), None, step + 1
+        """Notes that a save after `step` began, or was tried."""
+        self.saved_at, self.last_look, self.next_look = self.clock(), None, step + 1
 
 
 def _of_process_0(*values: float) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Which committed steps a policy does not keep, their removal, and the room that saves need."""
+"""Removal of committed steps that a policy does not keep, and the disk space that saves need."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from jaxtrain.checkpoint.storage import (
 
 
 class Retention:
-    """Removes steps by a policy. Orbax is not left to it: it removes a step's files one by one, and
-    a kill in between would leave half a step."""
+    """Removes steps by a policy. Orbax does not: it removes a step's files one by one, and a kill
+    in between would leave half a step."""
 
     def __init__(self, keep: Keep, directory: Path) -> None:
         self.keep, self.directory = keep, directory
         self.metrics: dict[int, dict[str, float]] = {}
-        """By step: of those saved in this start, and those that were looked at."""
+        """By step: of those saved in this start, and those that were read."""
 
     def sharing(self, step: int, trusted: Collection[int]) -> tuple[Path | None, Path | None]:
-        """For a save of `step`: the step whose files it may hold too, if it is one of `trusted`,
-        and one that is kept beside it and must not depend on the same files, if there is any.
+        """Returns two steps for a save of `step`, as paths or None: (source, apart).
 
-        So of what several kept steps have, there are two copies on the disk at least, and no
-        damage to one file is in all of them. Where one step alone is kept there is one copy.
+        source: the save may share its files, if it is one of `trusted`. apart: is kept too, and the
+        save must not depend on its files. So an unchanged array of several kept steps has at least
+        two copies on the disk, and no damage to one file affects both. If a single step is kept
+        there is one copy.
         """
         steps = committed_steps(self.directory)
         apart = newest(sorted(self._steps_to_keep([*steps, step]) - {step}))
@@ -39,11 +40,11 @@ class Retention:
         return self._path(source if source in trusted else None), self._path(apart)
 
     def bytes_needed(self, state_bytes: int) -> int:
-        """The most that saves of a state may need on the disk beyond what steps there take, but for
-        those that `Keep.every` adds: these grow with the run.
+        """Returns the most bytes that saves of a state may need on the disk beyond those of
+        existing steps, without the steps kept by `Keep.every`, which grow with the run.
 
-        As if nothing of the state stood still: as many copies of it as are kept, and one while
-        the newest is written; steps that are there give their room back as they go.
+        Assumes that all arrays change: one copy for each kept step, and one for the step being
+        written. Existing steps free their space as they are removed.
         """
         best, every, steps = self.keep.best, self.keep.every, committed_steps(self.directory)
         most = self.keep.latest + 1
@@ -54,10 +55,10 @@ class Retention:
         return max(state_bytes, most * state_bytes - freed_bytes(self.directory, going))
 
     def drop_old(self, step: int) -> None:
-        """Remove what is not kept, now that `step` is committed. Raises CheckpointError."""
+        """Removes the steps that are not kept after `step`. Raises CheckpointError."""
         steps = committed_steps(self.directory)
-        kept = self._steps_to_keep(steps)
-        unwanted = [s for s in steps if s not in kept]
+        needed = self._steps_to_keep(steps)
+        unwanted = [s for s in steps if s not in needed]
         try:
             discard_steps(self.directory, unwanted)
         except OSError as error:

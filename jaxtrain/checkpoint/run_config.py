@@ -1,4 +1,4 @@
-"""A run directory's config.json: which experiment made it, and whether this is the same one."""
+"""A run directory's config.json: the experiment that made it, and a check that this is the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class Absent(enum.Enum):
-    """Stands for the value of a field that one side does not have."""
+    """Marks the value of a field that one side does not have."""
 
     ABSENT = "absent"
 
@@ -46,7 +46,7 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
     Raises:
         ValueError: `config` is not JSON, or the directory cannot be written.
     """
-    text = json_text(config, what=f"the configuration for {run_dir}", indent=2)
+    text = json_text(config, name=f"the configuration for {run_dir}", indent=2)
     path = run_dir / NAME
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,13 +94,13 @@ def compare_config(
     ignore: tuple[str, ...] = ("steps",),
     completed: Completed = dict,
 ) -> list[Difference]:
-    """Fields of `config` that are not as stored, sorted by dotted path; [] where no run has been.
-    ignore, completed: as for `config_differences`."""
+    """Returns the fields of `config` that differ from the stored ones, sorted by dotted path; []
+    where no run has been. ignore, completed: as for `config_differences`."""
     stored = read_config(run_dir)
     if stored is None:
         return []
-    what = f"the configuration for {run_dir}"
-    return config_differences(stored, config, ignore=ignore, completed=completed, what=what)
+    label = f"the configuration for {run_dir}"
+    return config_differences(stored, config, ignore=ignore, completed=completed, label=label)
 
 
 def config_differences(
@@ -109,22 +109,24 @@ def config_differences(
     *,
     ignore: tuple[str, ...] = (),
     completed: Completed = dict,
-    what: str = "the configuration",
+    label: str = "the configuration",
 ) -> list[Difference]:
-    """Fields of `config` that are not as in `stored`, sorted by dotted path.
+    """Returns the fields of `config` that differ from `stored`, sorted by dotted path.
 
-    `ignore` names fields, with all below them, that may change between two starts of a run.
-    `completed` gives what was stored as it would be stored today. Both sides are compared as JSON:
-    a tuple equals a list, and 1 equals 1.0. what: `config` is, where it is no JSON.
+    ignore: fields, with all below them, that may change between two starts of a run. completed:
+    converts a stored configuration to today's fields. Both sides are compared as JSON: a tuple
+    equals a list, and 1 equals 1.0. label: of `config` in the error if it is not JSON.
     """
-    before = _fields(completed(stored))
-    now = _fields(json.loads(json_text(config, what=what)))
+    previous = _fields(completed(stored))
+    current = _fields(json.loads(json_text(config, name=label)))
     differences = [
-        Difference(path, before.get(path, ABSENT), now.get(path, ABSENT))
-        for path in sorted(before.keys() | now.keys())
+        Difference(path, previous.get(path, ABSENT), current.get(path, ABSENT))
+        for path in sorted(previous.keys() | current.keys())
         if not any(path == name or path.startswith(f"{name}.") for name in ignore)
     ]
-    return [found for found in differences if not _same(found.stored, found.now)]
+    return [
+        difference for difference in differences if not _same(difference.stored, difference.now)
+    ]
 
 
 def refuse_other_experiment(
@@ -134,7 +136,7 @@ def refuse_other_experiment(
     ignore: tuple[str, ...] = ("steps",),
     completed: Completed = dict,
 ) -> None:
-    """Raise ValueError, listing the fields, if the run directory is another experiment's. ignore,
+    """Raises ValueError, listing the fields, if the run directory is another experiment's. ignore,
     completed: as for `compare_config`."""
     differences = compare_config(run_dir, config, ignore=ignore, completed=completed)
     if differences:
@@ -146,7 +148,7 @@ def refuse_other_experiment(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put `text` at `path` so that a crash leaves the old file or the new one."""
+    """Writes `text` to `path` so that a crash leaves the old file or the new one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -166,14 +168,14 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _fields(value: object, path: str = "") -> dict[str, Any]:
-    """Leaves of nested JSON under dotted paths; an empty container is a leaf."""
+    """Returns the leaves of nested JSON by dotted paths; an empty container is a leaf."""
     if not isinstance(value, dict | list) or (not value and path):
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, child in items:
-        found |= _fields(child, f"{path}.{key}" if path else str(key))
-    return found
+        leaves |= _fields(child, f"{path}.{key}" if path else str(key))
+    return leaves
 
 
 def _same(stored: object, now: object) -> bool:

@@ -16,11 +16,10 @@ NAME = ".lock"
 
 @contextmanager
 def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
-    """Holds the run directory, made if need be, until the block or the process ends, however it
-    ends: the lock is the kernel's. Gives what says whether it still does: not once the directory or
-    the lock in it was removed. Raises ValueError while another run holds it, and for a lock that is
-    a link or no file.
-    """
+    """Locks the run directory, made if needed, until the block or the process ends; the kernel
+    releases the lock in every case. Yields a function that is True while the lock is held: False
+    once the directory or the lock file was removed. Raises ValueError while another run holds it,
+    and for a lock that is a link or no file."""
     with _writable(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         opened = open_regular(run_dir / NAME, "a+b")
@@ -28,20 +27,20 @@ def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
         _take(file, run_dir)
         file.truncate(0)
         file.write(str(os.getpid()).encode())
-        held = os.fstat(file.fileno())
-        yield lambda: _is_at(run_dir / NAME, held)
+        status = os.fstat(file.fileno())
+        yield lambda: _is_at(run_dir / NAME, status)
 
 
-def _is_at(path: Path, held: os.stat_result) -> bool:
+def _is_at(path: Path, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(path.lstat(), held)
+        return os.path.samestat(path.lstat(), status)
     except OSError:
         return False
 
 
 def refuse_held(run_dir: Path) -> None:
-    """Raises ValueError while a run holds the directory, or has links that would be written
-    through, and where its lock cannot be written; writes nothing."""
+    """Raises ValueError while a run holds the directory, where it has links that would be written
+    through, or where its lock cannot be written; writes nothing."""
     refuse_links(run_dir)
     path = run_dir / NAME
     if path.exists():
@@ -53,7 +52,7 @@ def refuse_held(run_dir: Path) -> None:
 
 @contextmanager
 def _writable(run_dir: Path) -> Iterator[None]:
-    """Raises ValueError where the block finds that it is not."""
+    """Raises ValueError if the block raises OSError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The directory a run's checkpoints live in: what is committed, what fits, what failed."""
+"""The directory of a run's checkpoints: committed steps, free space, failures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxtrain.state_format.manifest import (
     read_manifest,
 )
 
-# A step on its way out. Removing a directory tree is not atomic, renaming it is: a kill in between
-# must not leave half a step that looks newest.
+# A step to remove. Removing a directory tree is not atomic, renaming it is: a kill in between must
+# not leave half a step that looks newest.
 DISCARDED = ".discarded"
-# A step that was found damaged and passed over: kept, for whoever wants to know why.
+# A damaged step that was skipped: kept for inspection.
 DAMAGED = ".damaged"
 # A step that was committed though some process could not write its part.
 REFUSED = ".failed"
-# What Orbax calls a step that is being written.
+# Orbax's name of a step that is being written.
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
 class CheckpointError(ValueError):
-    """Storage failed, or would have lost something: step, directory, cause, and what is safe.
+    """Storage failed, or would have lost data: step, directory, cause, and the last good step.
 
     Attributes:
         step: the step that was being saved or restored.
@@ -43,8 +43,8 @@ class CheckpointError(ValueError):
     ) -> None:
         self.step = step
         self.directory = directory
-        others = [s for s in committed_steps(directory) if not (damaged and s >= step)]
-        self.last_good = newest(others)
+        good_steps = [s for s in committed_steps(directory) if not (damaged and s >= step)]
+        self.last_good = newest(good_steps)
         safe = (
             f"no {'older ' * damaged}checkpoint is committed there"
             if self.last_good is None
@@ -54,21 +54,20 @@ class CheckpointError(ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A committed step is not as it was written. `damages`: a line for each, naming what."""
+    """A committed step is damaged. damages: a line for each damage."""
 
     def __init__(self, damages: list[str], *, step: int, directory: Path, remedy: str) -> None:
         self.damages = damages
         shown = "; ".join(damages[:5]) + (f"; and {len(damages) - 5} more" * (len(damages) > 5))
-        where = {"step": step, "directory": directory, "remedy": remedy}
-        super().__init__(f"damaged: {shown}", damaged=True, **where)
+        place = {"step": step, "directory": directory, "remedy": remedy}
+        super().__init__(f"damaged: {shown}", damaged=True, **place)
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """The steps that were committed, in ascending order; what has become of them since is not
-    looked at.
+    """Returns the committed steps in ascending order, without a check of their files.
 
     Orbax writes into `STEP.orbax-checkpoint-tmp` and renames it to `STEP` when every byte of every
-    process is there, so the name is the commit. A path that cannot be listed holds none.
+    process is there, so the name is the commit. A path that cannot be listed has none.
     """
     if not directory.is_dir():
         return []
@@ -77,18 +76,17 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def newest(steps: list[int]) -> int | None:
-    """The last of ascending steps, or None."""
+    """Returns the last of ascending steps, or None."""
     return steps[-1] if steps else None
 
 
 def whole_manifest(directory: Path, step: int) -> Manifest:
-    """The manifest of a committed step whose packs are there, in full length; their bytes are
-    verified as they are read.
+    """Returns the manifest of a committed step whose packs exist in full length. Their bytes are
+    verified when they are read.
 
-    Raises:
-        DamagedCheckpoint: the manifest cannot be read, packs are missing or cut, or the directory
-            has the name of another step (renamed, or another's files put into it).
-        CheckpointError: there is no such step.
+    Raises DamagedCheckpoint where the manifest cannot be read, packs are missing or cut, or the
+    directory has the name of another step (renamed, or another's files put into it). Raises
+    CheckpointError where there is no such step.
     """
     steps = committed_steps(directory)
     if step not in steps:
@@ -110,11 +108,11 @@ def whole_manifest(directory: Path, step: int) -> Manifest:
 
 
 def _misnamed(manifest: Manifest, step: int) -> list[str]:
-    others = other_steps(manifest, step)
-    if not others:
+    conflicts = other_steps(manifest, step)
+    if not conflicts:
         return []
     return [
-        f"the directory is named {step}, but {' and '.join(others)}: it was renamed, or holds "
+        f"the directory is named {step}, but {' and '.join(conflicts)}: it was renamed, or holds "
         "another step's files"
     ]
 
@@ -122,30 +120,32 @@ def _misnamed(manifest: Manifest, step: int) -> list[str]:
 def _cut_packs(manifest: Manifest) -> Iterator[str]:
     for pack, size in manifest.sizes.items():
         path = manifest.directory / pack
-        ours = path.is_file() and not path.is_symlink()  # steps share packs by hard links
-        found = path.stat().st_size if ours else None
-        if found == size:
+        is_pack = path.is_file() and not path.is_symlink()  # steps share packs by hard links
+        length = path.stat().st_size if is_pack else None
+        if length == size:
             continue
-        chunks = [c for held in manifest.chunks.values() for c in held if c.pack == pack]
-        lost = sorted({c.leaf for c in chunks if found is None or c.offset + c.size > found})
-        what = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
-        yield f"{pack} {what}, with chunks of {', '.join(lost) or 'nothing'}"
+        chunks = [
+            c for leaf_chunks in manifest.chunks.values() for c in leaf_chunks if c.pack == pack
+        ]
+        lost = sorted({c.leaf for c in chunks if length is None or c.offset + c.size > length})
+        problem = "is missing" if length is None else f"has {length:,} bytes of {size:,}"
+        yield f"{pack} {problem}, with chunks of {', '.join(lost) or 'nothing'}"
 
 
 def discard_steps(directory: Path, steps: list[int]) -> None:
-    """Remove `steps`, each atomically, and whatever an interrupted call left behind."""
+    """Removes `steps`, each atomically, and what an interrupted call left behind."""
     # Newest first: after a kill, what is left is still an unbroken history.
     for step in sorted(steps, reverse=True):
         (directory / str(step)).rename(directory / f"{step}{DISCARDED}")
     for leftover in directory.glob(f"*{DISCARDED}"):
-        if leftover.is_symlink():  # what it leads to is somebody else's
+        if leftover.is_symlink():  # its target belongs to someone else
             leftover.unlink()
         else:
             shutil.rmtree(leftover)
 
 
 def set_aside(directory: Path, step: int) -> Path:
-    """Rename a damaged step so that it stands in nobody's way; where it is then."""
+    """Renames a damaged step, so that its name is free. Returns its new path."""
     path = directory / f"{step}{DAMAGED}"
     number = 1
     while path.exists():
@@ -156,13 +156,12 @@ def set_aside(directory: Path, step: int) -> Path:
 
 
 def steps_aside(directory: Path) -> list[str]:
-    """The names of damaged steps that were set aside."""
+    """Returns the names of damaged steps that were set aside."""
     return sorted(path.name for path in directory.glob(f"*{DAMAGED}*"))
 
 
 def refuse_to_begin_again(directory: Path, damaged: Mapping[int, DamagedCheckpoint]) -> None:
-    """Raise DamagedCheckpoint where steps are damaged, or were and are set aside, and none is
-    whole."""
+    """Raises DamagedCheckpoint where steps are damaged or set aside, and none is intact."""
     aside = steps_aside(directory)
     if not damaged and not aside:
         return
@@ -178,8 +177,8 @@ def refuse_to_begin_again(directory: Path, damaged: Mapping[int, DamagedCheckpoi
 
 
 def failure_of(directory: Path, step: int) -> str | None:
-    """Why processes could not write their parts of a step that was committed all the same; None
-    where they could. Another process may be setting it aside meanwhile. Raises ValueError where it
+    """Returns why processes could not write their parts of a step that was nevertheless committed;
+    None where they could. Another process may set it aside meanwhile. Raises ValueError where it
     cannot be read."""
     problem = read_failure(directory / str(step))
     if problem is not None or (directory / str(step)).exists():
@@ -188,8 +187,8 @@ def failure_of(directory: Path, step: int) -> str | None:
 
 
 def refuse_step(directory: Path, step: int) -> None:
-    """Take a step that failed out of the committed ones and give its room back. Why it failed stays
-    for processes that have not asked yet, until `forget_refused`."""
+    """Removes a failed step from the committed ones and frees its space. The reason stays for
+    processes that have not read it yet, until `forget_refused`."""
     aside = directory / f"{step}{REFUSED}"
     (directory / str(step)).rename(aside)
     for pack in (aside / ITEM).glob("*.pack"):
@@ -197,41 +196,41 @@ def refuse_step(directory: Path, step: int) -> None:
 
 
 def forget_refused(directory: Path) -> None:
-    """Remove what `refuse_step` left, once all processes have asked."""
+    """Removes what `refuse_step` left, once all processes have read it."""
     for aside in directory.glob(f"*{REFUSED}"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Give back the room of saves that failed, as far as that can be done."""
+    """Frees the space of failed saves, as far as possible."""
     for leftover in directory.glob(UNFINISHED):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def unfinished_bytes(directory: Path) -> int:
-    """What `remove_unfinished` would give back."""
+    """Returns the bytes that `remove_unfinished` would free."""
     files = (p for left in directory.glob(UNFINISHED) for p in left.rglob("*") if p.is_file())
     return sum(p.stat().st_size for p in files if p.stat().st_nlink == 1)
 
 
 def freed_bytes(directory: Path, steps: Iterable[int]) -> int:
-    """What the disk has back when all of these committed steps are gone: a pack that several hold
-    counts once, and one that something else holds too (a step that stays, or was set aside) not at
-    all."""
-    found: dict[tuple[int, int], list[os.stat_result]] = {}
+    """Returns the bytes that removing all of these committed steps would free. A pack that several
+    steps share counts once; one that another file shares too (of a step that stays, or was set
+    aside) does not count."""
+    packs: dict[tuple[int, int], list[os.stat_result]] = {}
     for step in steps:
         for pack in (directory / str(step) / ITEM).glob("*.pack"):
             with suppress(OSError):  # gone since
-                at = pack.stat()
-                found.setdefault((at.st_dev, at.st_ino), []).append(at)
-    return sum(at[0].st_size for at in found.values() if at[0].st_nlink <= len(at))
+                status = pack.stat()
+                packs.setdefault((status.st_dev, status.st_ino), []).append(status)
+    return sum(links[0].st_size for links in packs.values() if links[0].st_nlink <= len(links))
 
 
 def check_writable(
     directory: Path, bytes_needed: int, *, instead: str = "another --run-dir"
 ) -> None:
-    """Refuse, before a run, a directory that cannot take `bytes_needed` bytes; `instead` is what
-    the user may give.
+    """Refuses, before a run, a directory without `bytes_needed` free bytes. instead: what the user
+    may give, for the message.
 
     Makes the directory, writes and removes one small file. Costs a few milliseconds.
 
@@ -258,24 +257,24 @@ def check_writable(
 
 
 def make_and_remove(directory: Path) -> None:
-    """Make a directory in `directory`, and remove it again. Raises OSError where it cannot be made:
+    """Makes and removes a directory in `directory`. Raises OSError where it cannot be made:
     read-only, no inode left."""
     directory.mkdir(parents=True, exist_ok=True)
     os.rmdir(tempfile.mkdtemp(dir=directory, prefix=".writable-"))
 
 
-def json_text(value: object, *, what: str, indent: int | None = None) -> str:
-    """`value` as JSON text, or ValueError that names what holds something else."""
+def json_text(value: object, *, name: str, indent: int | None = None) -> str:
+    """Returns `value` as JSON text. Raises ValueError that names the value `name`."""
     try:
         return json.dumps(value, indent=indent)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{what} is not JSON: {error}; hold only dicts, lists, strings, numbers, booleans, None"
+            f"{name} is not JSON: {error}; hold only dicts, lists, strings, numbers, booleans, None"
         ) from error
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: its type and its own words, the middle of a long text cut."""
+    """Returns an exception in one line: its type and its message, the middle of a long text cut."""
     text = " ".join(str(error).split())
     if len(text) > 400:
         # TensorStore nests its messages and puts what the system said ("no space left") last.

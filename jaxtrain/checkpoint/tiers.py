@@ -1,5 +1,5 @@
-"""The checkpoints of a run in both tiers: saved to each by its policy, restored from what is whole
-across them."""
+"""Checkpoints of a run in both tiers: saved to each by its policy, restored from the newest
+complete step."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from jaxtrain.state_format.reader import Read, read_from
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 RUN = ".run"
-"""A file in the run directory, beside that of the steps, which may be lost: which directory of a
-local tier is this run's."""
+"""A file in the run directory with the name of this run's directory in a local tier. It may be
+lost."""
 
 
 class Checkpoints:
-    """What a run saves to and restores from: the durable tier, and a local one if the policy has
-    it. All processes make the same calls in the same order. Raises as `CheckpointManager` does."""
+    """The durable tier of a run, and a local one if the policy has it. All processes make the same
+    calls in the same order. Raises as `CheckpointManager` does."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Checkpoints:
         self.durable.foreign = foreign
         self.policy, self.directory = policy, self.durable.directory
         self.blocked_s = 0.0
-        """How long the last `save` kept its caller, after it had waited for the save before."""
+        """Seconds that the last `save` took, without waiting for the previous save."""
         self.copy_failure = ""
         """Why the last `save` could not copy the state on its devices, as `OwnedParts` has it."""
         self._tier = policy.local
@@ -82,34 +82,34 @@ class Checkpoints:
         return self.durable.latest()
 
     def newest_whole(self) -> int | None:
-        """The newest step that is whole in one of the tiers."""
-        return self.durable.newest_whole(self._found)
+        """Returns the newest step that is complete in one of the tiers."""
+        return self.durable.newest_whole(self._local_steps)
 
     def from_local(self, step: int) -> bool:
-        """Whether the local tier has all of that step."""
-        return step in self._found
+        """True if the local tier has all of that step."""
+        return step in self._local_steps
 
     def manifest(self, step: int) -> Manifest:
-        """What is in `step`."""
-        found = self._found.get(step)
-        return self.durable.manifest(step) if found is None else found.manifest
+        """Returns the manifest of `step`."""
+        local = self._local_steps.get(step)
+        return self.durable.manifest(step) if local is None else local.manifest
 
     def restore(
         self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
     ) -> tuple[PyTree, dict[str, Any]]:
-        """As `CheckpointManager.restore`; a chunk that is damaged in one tier is read from the
+        """Does `CheckpointManager.restore`, and reads a chunk that is damaged in one tier from the
         other."""
-        found = self._found.get(step)
-        if found is None:
+        local = self._local_steps.get(step)
+        if local is None:
             return self.durable.restore(step, template, slots)
         assert self._steps is not None
-        read = self._steps.read(found, self._durable_read(step))
-        return self.durable.restore_from(found.manifest, step, template, slots, read)
+        read = self._steps.read(local, self._durable_read(step))
+        return self.durable.restore_from(local.manifest, step, template, slots, read)
 
     def begin_after(self, step: int | None) -> dict[int, Path]:
-        """Leave what is newer than `step` behind: damaged steps are set aside (to where is said),
-        local ones removed. Of a step that came from the local tier the durable copy, if there is
-        one, is verified: it may be why the local one was needed next."""
+        """Sets damaged steps aside, removes local steps newer than `step`, and returns the new
+        paths of the damaged ones. If `step` came from the local tier, verifies its durable copy
+        too, if there is one."""
         if self._steps is not None:
             self._steps.drop_after(step or 0)
         if step is not None and self.from_local(step) and step in self.durable.steps():
@@ -117,36 +117,38 @@ class Checkpoints:
         return self.durable.set_damaged_aside()
 
     def go_back_to(self, step: int) -> None:
-        """Remove what is newer than `step` from both tiers; steps found damaged are set aside. The
+        """Removes the steps newer than `step` from both tiers; damaged steps are set aside. The
         next save is an interval away. Raises CheckpointError."""
         self.wait()
         self.begin_after(step)
-        for newer in [found for found in self._found if found > step]:
-            del self._found[newer]
+        for newer in [saved for saved in self._local_steps if saved > step]:
+            del self._local_steps[newer]
         self.durable.discard_after(step)
         self.put_off(step)
 
     def should_save(self, step: int) -> str | None:
-        """ "durable" or "local" after these steps, or None; asked after every step."""
+        """Returns "durable" or "local" if that tier saves after these steps, else None. Called
+        after every step."""
         local = self._clock is not None and self._clock.due(step)
         if self.durable.should_save(step):
             return "durable"
         return "local" if local else None
 
     def agrees(self, step: int) -> bool:
-        """Whether `should_save(step)` is a collective of its own: nothing else may run then."""
+        """True if `should_save(step)` runs a collective: nothing else may run then."""
         clocks = [self.durable.clock, *([self._clock] if self._clock else [])]
         return any(clock.agrees(step) for clock in clocks)
 
     def check_space(self, template: PyTree) -> None:
-        """As `CheckpointManager.check_space`, and for the local tier; makes the directories."""
+        """Does `CheckpointManager.check_space`, and the same for the local tier; makes the
+        directories."""
         self.durable.check_space(template)
         if self._tier is not None:
             processes = jax.process_count()
             share = leaf_table.stored_bytes(template) // processes * min(2, processes)
             root = Path(self._tier.directory.format(process=jax.process_index()))
-            there = (p.stat().st_size for p in (root / (self._run() or "-")).rglob("*.pack"))
-            missing = max(0, (FINISHED + 1) * share - sum(there))
+            sizes = (p.stat().st_size for p in (root / (self._run() or "-")).rglob("*.pack"))
+            missing = max(0, (FINISHED + 1) * share - sum(sizes))
             check_writable(root, missing, instead="another LocalTier(directory=...)")
 
     def save(
@@ -159,8 +161,9 @@ class Checkpoints:
         durable: bool = True,
         spare_bytes: int = 0,
     ) -> None:
-        """As `CheckpointManager.save`; to the local tier too, and if not `durable` to that only.
-        With both, each has its own copy of the state, and half of `spare_bytes` for it."""
+        """Saves to the local tier, and if `durable` also to the durable one, as
+        `CheckpointManager.save`. With both, each has its own copy of the state, and half of
+        `spare_bytes` for it."""
         blocked, self.copy_failure = 0.0, ""
         if self._clock is not None and durable:
             spare_bytes //= 2
@@ -186,19 +189,19 @@ class Checkpoints:
         self.blocked_s = blocked
 
     def put_off(self, step: int, *, durable: bool = True) -> None:
-        """A save after `step` could not begin: `should_save` asks for it an interval later."""
+        """Delays the next save by an interval, since a save after `step` could not begin."""
         if self._clock is not None:
             self._clock.saved(step)
         if durable:
             self.durable.clock.saved(step)
 
     def poll(self) -> None:
-        """Ask, after a step, what became of the saves in flight; returns at once."""
+        """Checks, after a step, whether the saves in flight have failed; returns at once."""
         self._settle(LocalSteps.poll)
         self.durable.poll()
 
     def wait(self) -> None:
-        """Return when the saves in flight are there."""
+        """Returns when the saves in flight are complete."""
         self._settle(LocalSteps.wait)
         self.durable.wait()
 
@@ -209,13 +212,13 @@ class Checkpoints:
         self.durable.close()
 
     def take_troubles(self) -> list[str]:
-        """What went wrong in the local tier since it was asked last. It ends nothing, and keeps
-        nothing from the durable tier."""
-        found, self._troubles = self._troubles, []
+        """Returns the problems of the local tier since the last call. They end nothing, and do not
+        affect the durable tier."""
+        troubles, self._troubles = self._troubles, []
         if self._steps is not None:
             problems, self._steps.problems = self._steps.problems, []
-            found += [f"local tier: {problem}; it is passed over" for problem in problems]
-        return found
+            troubles += [f"local tier: {problem}; it is passed over" for problem in problems]
+        return troubles
 
     def _settle(self, act: Callable[[LocalSteps], None]) -> None:
         steps = self._steps
@@ -225,21 +228,23 @@ class Checkpoints:
                 self._clock.save_s = steps.took_s
 
     @cached_property
-    def _found(self) -> dict[int, LocalStep]:
+    def _local_steps(self) -> dict[int, LocalStep]:
         """The steps the local tier had at the start of this run."""
         if self._tier is None or not all_gather_text(self._run())[0]:
             return {}
-        found: dict[int, LocalStep] = {}
+        steps: dict[int, LocalStep] = {}
 
         def look() -> None:
-            for step, whole in self._open().whole_steps().items():
-                if why := self.durable.foreign(whole.manifest.metadata):
-                    self._troubles.append(f"local tier: step {step}: {why[0]}; it is passed over")
+            for step, local in self._open().whole_steps().items():
+                if reasons := self.durable.foreign(local.manifest.metadata):
+                    self._troubles.append(
+                        f"local tier: step {step}: {reasons[0]}; it is passed over"
+                    )
                 else:
-                    found[step] = whole
+                    steps[step] = local
 
         self._locally(look, 0)
-        return found
+        return steps
 
     def _open(self) -> LocalSteps:
         if self._steps is None:
@@ -261,23 +266,24 @@ class Checkpoints:
         write_text(home / RUN, json.dumps({"run": run, "inode": home.stat().st_ino}))
 
     def name_again(self) -> None:
-        """Of a run directory that was removed and is there again: the local directory is still its
-        own. Raises OSError."""
+        """Writes the name of the local directory again after the run directory was removed and
+        restored. Raises OSError."""
         if self._steps is not None:
             self._name(self._steps.root.name)
 
     def _run(self) -> str:
-        """What the local directory of this run is called. A copy of the run has another."""
+        """Returns the name of this run's local directory, "" if unknown. A copy of the run has
+        another."""
         try:
             home = self.directory.parent
-            known = parse_json(read_text(home / RUN))
-            mine, run = known["inode"] == home.stat().st_ino, str(known["run"])
+            stored = parse_json(read_text(home / RUN))
+            is_same, run = stored["inode"] == home.stat().st_ino, str(stored["run"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
-        return run if mine and plain_name(run) else ""
+        return run if is_same and plain_name(run) else ""
 
     def _durable_read(self, step: int) -> Read | None:
-        """Reads the durable tier's copy of a chunk of the local one."""
+        """Returns a reader of the durable tier's copies of local chunks."""
         try:
             manifest = whole_manifest(self.directory, step)
         except CheckpointError:
@@ -295,9 +301,9 @@ class Checkpoints:
     def _locally(self, act: Callable[[], None], step: int) -> None:
         try:
             act()
-        except LacksPackage:  # what is there can be read elsewhere
+        except LacksPackage:  # where the package exists it can be read
             raise
-        except Exception as error:  # whatever it is: the durable tier goes on without this one
+        except Exception as error:  # of any type: the durable tier goes on without this one
             assert self._tier is not None
             place = self._tier.directory
             self._troubles.append(f"local tier {place}, step {step}: {describe(error)}")

@@ -1,5 +1,4 @@
-"""Every byte of a run's checkpoints read, and compared with the digest taken before it was
-written."""
+"""Verification of a run's checkpoints: reads every byte and compares it with its stored digest."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from jaxtrain.state_format.reader import verify_chunks
 
 
 class Verdict(NamedTuple):
-    """What was found of a step: chunks and bytes read, and a line for each damage."""
+    """Result for one step: number of chunks and bytes read, and a line for each damage."""
 
     step: int
     chunks: int
@@ -28,11 +27,10 @@ class Verdict(NamedTuple):
 
 
 def verify(run_dir: str | Path) -> list[Verdict]:
-    """A verdict on each committed step of a run directory's durable tier, oldest first. Writes
-    nothing, needs no device, and may run beside a run.
+    """Returns a verdict on each committed step of a run directory's durable tier, oldest first.
+    Writes nothing, needs no device, and may run during a run.
 
-    Raises:
-        ValueError: no step is committed there, or links in it lead out of it.
+    Raises ValueError where no step is committed there, or links lead out of it.
     """
     run = local_path("run_dir", run_dir)
     refuse_links(run)
@@ -45,12 +43,12 @@ def verify(run_dir: str | Path) -> list[Verdict]:
         )
     verdicts = [_verdict(directory, step) for step in steps]
     # A run beside this may have removed a step while it was read.
-    return [found for found in verdicts if (directory / str(found.step)).is_dir()]
+    return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
 
 
 def config_damage(run_dir: str | Path) -> str:
-    """Why a run directory's config.json says of no experiment that made the run; "" where it does.
-    No start goes on with such a run."""
+    """Returns why a run directory's config.json has no experiment; "" where it has one. No start
+    goes on with such a run."""
     try:
         config = read_config(local_path("run_dir", run_dir)) or {}
     except ValueError as error:
@@ -67,5 +65,5 @@ def _verdict(directory: Path, step: int) -> Verdict:
         return Verdict(step, 0, 0, error.damages)
     except CheckpointError as error:
         return Verdict(step, 0, 0, [str(error)])
-    chunks = [chunk for held in manifest.chunks.values() for chunk in held]
+    chunks = [chunk for leaf_chunks in manifest.chunks.values() for chunk in leaf_chunks]
     return Verdict(step, len(chunks), sum(c.size for c in chunks), verify_chunks(manifest))

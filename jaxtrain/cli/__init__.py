@@ -1,9 +1,9 @@
-"""The command line: parses, calls, prints. Everything it does is a function elsewhere.
+"""The command line: parses, calls, prints. All other work is done by functions of other packages.
 
-Exit codes: 0 done; 1 a check failed, or a run once it took steps; 2 refused input; 69 and 124
-processes crashed or hung and no restarts are left; 70 a failure that comes again; 75 stopped after
-saving (Ctrl-C, SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 nobody reads the output
-any more.
+Exit codes: 0 done; 1 a check failed, or a run failed after its first step; 2 refused input; 69 and
+124 processes crashed or hung and no restarts are left; 70 a failure that occurs again; 75 stopped
+after saving (Ctrl-C, SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 the reader of the
+output has gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.state_format.hashing import LacksPackage
 
 DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}
-"""Where the driver of a platform's devices shows that there are any."""
+"""Files by which a platform's driver shows that it has devices."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Version(argparse.Action):
-    """What a report of a mistake needs. Looked up when asked for: every start would wait for it."""
+    """Prints the versions that a bug report needs. They are looked up only here, to keep starts
+    fast."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import platform
@@ -79,7 +80,7 @@ def _exit_code(options: argparse.Namespace) -> int:
         return REFUSED
     except BrokenPipeError:
         return UNREAD
-    except SystemExit as error:  # so rich leaves where nobody reads
+    except SystemExit as error:  # rich exits like this if the reader has gone
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return UNREAD
@@ -177,8 +178,8 @@ def _check(options: argparse.Namespace) -> int:
     from jaxtrain.planner.seconds import step_seconds
     from jaxtrain.run.check import check
 
-    here = not options.data_elsewhere
-    report = check(experiment_of(options), options.mesh, data_here=here)
+    data_here = not options.data_elsewhere
+    report = check(experiment_of(options), options.mesh, data_here=data_here)
     work, least = overhead(report.assembly), step_seconds(report.assembly)
     texts = [report.table(), report.summary()]
     more = {}
@@ -199,11 +200,11 @@ def _certify(options: argparse.Namespace) -> int:
     from jaxtrain.certificate.certify import certify
 
     certificate = None
-    for difference, found in certify(
+    for difference, latest in certify(
         options.experiment, devices=options.devices, which=options.layouts, full=options.full
     ):
-        certificate = found
-        done = f"{len(found.differences):>3}/{found.closed_count}"
+        certificate = latest
+        done = f"{len(latest.differences):>3}/{latest.closed_count}"
         print(done, difference, flush=True, file=text_stream(options))
     assert certificate is not None
     answer(options, certificate, certificate.summary())
@@ -230,16 +231,17 @@ def _compile(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _compiler_log() -> Iterator[Callable[[], str]]:
-    """What is written to the standard error meanwhile, by libraries too; passed on at the end."""
+    """Captures standard error within the block, libraries' output too, and writes it out at the
+    end."""
     sys.stderr.flush()
-    kept, text = os.dup(2), ""
+    stderr_copy, text = os.dup(2), ""
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
             yield lambda: text
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
             file.seek(0)
             text = file.read().decode(errors="replace")
             sys.stderr.write(text)
@@ -253,9 +255,9 @@ def _tokenize(options: argparse.Namespace) -> int:
     out = local_path("--out", options.out)
     data = load_experiment(options.experiment).data
     if not isinstance(data, TextData) or isinstance(data.source, (Mixture, TokenFiles)):
-        found = type(getattr(data, "source", data)).__name__
+        kind = type(getattr(data, "source", data)).__name__
         raise ValueError(
-            f"tokenize reads the text of one source; {options.experiment} has {found}: write an "
+            f"tokenize reads the text of one source; {options.experiment} has {kind}: write an "
             f"experiment whose data is TextData of that source alone"
         )
     vocabulary = data.vocabulary(cache_directory())

@@ -1,4 +1,4 @@
-"""`jaxtrain agent`: on each machine of a `launch --machines`."""
+"""`jaxtrain agent`: runs on each machine of a `launch --machines`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtrain bench`: measurements beside the plain form, in one run."""
+"""`jaxtrain bench`: measures against plain implementations, in one run."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ def _bench_gpu(options: argparse.Namespace) -> int:
 
     parts = options.parts and [name.strip() for name in options.parts.split(",")]
     mesh, dry = options.mesh, options.dry_run
-    found = bench_gpu(options.out, parts=parts, mesh=mesh, dry_run=dry, progress=progress(options))
-    return answer(options, found, found.table())
+    report = bench_gpu(options.out, parts=parts, mesh=mesh, dry_run=dry, progress=progress(options))
+    return answer(options, report, report.table())
 
 
 def _bench_step(options: argparse.Namespace) -> int:
     from jaxtrain.bench.step import bench_step
 
     spec, settings = mesh_of(options), options.settings
-    found = bench_step(options.experiment, spec, steps=options.steps, settings=settings)
-    return answer(options, found, found.table())
+    report = bench_step(options.experiment, spec, steps=options.steps, settings=settings)
+    return answer(options, report, report.table())
 
 
 def _bench_collectives(options: argparse.Namespace) -> int:
@@ -119,14 +119,14 @@ def _bench_collectives(options: argparse.Namespace) -> int:
     for name, (read, everything) in readers.items():
         text = getattr(options, name)
         if text is not None:
-            whole = text == "all" and everything
-            chosen[name] = everything if whole else [read(word) for word in text.split(",")]
+            is_all = text == "all" and everything
+            chosen[name] = everything if is_all else [read(word) for word in text.split(",")]
     try:
-        found = bench.bench_collectives(mesh_of(options), **chosen, progress=progress(options))
-    except RuntimeError as error:  # a process's last words say more than where we waited for it
+        report = bench.bench_collectives(mesh_of(options), **chosen, progress=progress(options))
+    except RuntimeError as error:  # the process's message says more than our traceback
         print(f"jaxtrain: {error}", file=sys.stderr)
         return FAILED
-    return answer(options, found, found.summary())
+    return answer(options, report, report.summary())
 
 
 def _bench_pipeline(options: argparse.Namespace) -> int:
@@ -146,8 +146,8 @@ def _bench_pipeline(options: argparse.Namespace) -> int:
                 f"--microbatches {options.microbatches!r}: write whole numbers, such as 2,32"
             )
         chosen["microbatches"] = tuple(map(int, words))
-    found = bench_pipeline(options.stages, **chosen, progress=progress(options))
-    return answer(options, found, found.table())
+    report = bench_pipeline(options.stages, **chosen, progress=progress(options))
+    return answer(options, report, report.table())
 
 
 def _bench_checkpoint(options: argparse.Namespace) -> int:
@@ -158,5 +158,5 @@ def _bench_checkpoint(options: argparse.Namespace) -> int:
     from jaxtrain.bench.collectives import read_size
 
     sizes = tuple(read_size(text) for text in options.sizes.split(","))
-    found = bench_checkpoint(sizes, directory=options.dir, progress=progress(options))
-    return answer(options, found, found.table())
+    report = bench_checkpoint(sizes, directory=options.dir, progress=progress(options))
+    return answer(options, report, report.table())

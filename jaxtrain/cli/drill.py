@@ -1,4 +1,4 @@
-"""`jaxtrain drill`: every fault, on purpose, and whether the run is the same for it."""
+"""`jaxtrain drill`: injects every fault, and checks that the run's result stays the same."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def drill_command(options: argparse.Namespace) -> int:
     if options.experiment is None:
         raise ValueError("drill wants an experiment file, or --list alone")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-drill-") as folder:
-        found = drill(
+        report = drill(
             options.experiment,
             processes=options.processes,
             folder=Path(folder),
             tell=lambda text: print(text, flush=True, file=text_stream(options)),
         )
-    answer(options, found, str(found))
-    return 0 if found.passed else FAILED
+    answer(options, report, str(report))
+    return 0 if report.passed else FAILED

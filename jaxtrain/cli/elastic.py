@@ -1,4 +1,4 @@
-"""`jaxtrain elastic`: how a run stands on fewer machines than its mesh has."""
+"""`jaxtrain elastic`: plans a run on fewer machines than its mesh has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_options(elastic: argparse.ArgumentParser) -> None:
 
 
 def elastic_command(options: argparse.Namespace) -> int:
-    from jaxtrain.machines.elastic import standings
+    from jaxtrain.machines.elastic import elastic_plans
 
-    found = standings(experiment_of(options), mesh_of(options), options.machines)
-    return answer(options, found, str(found))
+    plans = elastic_plans(experiment_of(options), mesh_of(options), options.machines)
+    return answer(options, plans, str(plans))

@@ -1,4 +1,5 @@
-"""`jaxtrain generate` and `jaxtrain export`: what a run has learnt, used and handed on."""
+"""`jaxtrain generate` and `jaxtrain export`: use a run's weights, and write them for other
+tools."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
 
 
 def export_command(options: argparse.Namespace) -> int:
-    # Nothing is computed: the host's memory holds a model that an accelerator's may not.
+    # Nothing is computed. The model may fit the host's memory but not an accelerator's.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxtrain.weights.export import export
 

@@ -1,4 +1,4 @@
-"""`jaxtrain launch`: several processes of one run on this machine, under watch."""
+"""`jaxtrain launch`: supervises several processes of one run on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
 from jaxtrain.machines.layouts import Layout, read_layouts
-from jaxtrain.machines.machine import Here, Machines, slots_of
+from jaxtrain.machines.machine import LocalMachines, Machines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Tell
 from jaxtrain.violations import raise_violations
@@ -36,17 +36,17 @@ CONTAINER = {
     "image": "the containers' --image, which has jaxtrain in it",
     "claim": "the --claim of a volume that all hosts write to, for the run directory",
 }
-"""Options of Kubernetes alone -> what they are."""
+"""Options of Kubernetes alone -> their meaning."""
 
 
 def add_options(launch: argparse.ArgumentParser) -> None:
-    where = launch.add_mutually_exclusive_group(required=True)
-    where.add_argument("--processes", type=int, help="how many to run on this machine, watched")
+    places = launch.add_mutually_exclusive_group(required=True)
+    places.add_argument("--processes", type=int, help="how many to run on this machine, watched")
     text = "how many there are, each with a jaxtrain agent, which runs one process there, watched"
-    where.add_argument("--machines", type=int, help=text)
-    for name, what in (("slurm", "sbatch"), ("k8s", "kubectl, as a JobSet"), ("ray", "Ray")):
-        text = f"one on each host of the mesh, started by {what}"
-        where.add_argument(
+    places.add_argument("--machines", type=int, help=text)
+    for name, program in (("slurm", "sbatch"), ("k8s", "kubectl, as a JobSet"), ("ray", "Ray")):
+        text = f"one on each host of the mesh, started by {program}"
+        places.add_argument(
             f"--{name}", action="store_const", dest="scheduler", const=name, help=text
         )
     text = "print what the scheduler would be given, and leave"
@@ -68,18 +68,18 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--fault", action="append", default=[], dest="faults", help=text)
     for field in fields(Deadlines):
         flag, default = field.name.replace("_", "-"), field.default
-        where = {
+        phase = {
             "silence": "without a sign of life",
             "step": "in a step, a wait for data or a callback",
             "step_times": "the same as medians of a step, where that is longer",
         }.get(field.name, f"in the phase {field.name.replace('_', ' ')}")
-        text = f"seconds {where}, after which a process hangs; default {default}"
+        text = f"seconds {phase}, after which a process hangs; default {default}"
         launch.add_argument(f"--deadline-{flag}", type=float, default=default, help=text)
     launch.add_argument("command", nargs=argparse.REMAINDER, help="-- train EXPERIMENT ...")
 
 
 def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any]) -> int:
-    """parse: the command line's own reader, which refuses what `train` would."""
+    """Runs `launch`. parse: the command line's own parser, which refuses what `train` refuses."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if command[:1] != ["train"]:
         raise ValueError(
@@ -108,20 +108,22 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         for fault in faults
         if fault.kind == "lose" and options.machines is None
     )
-    given = {each.name: getattr(options, f"deadline_{each.name}") for each in fields(Deadlines)}
-    deadlines = Deadlines(**given)
+    seconds = {
+        field.name: getattr(options, f"deadline_{field.name}") for field in fields(Deadlines)
+    }
+    deadlines = Deadlines(**seconds)
     restarts = Restarts(most=options.restarts, within_s=options.within)
     run_dir, tell = run_dir_of(train), _teller()
     layouts = _layouts(train, run_dir, count, elastic=options.elastic)
     with ExitStack() as stack:
         machines, folder = _machines(options, run_dir, tell, stack)
         roster = Roster(machines, layouts, options.wait, tell)
-        made = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
+        supervisor = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
         code = FAILED
         try:
             _refuse_absent(train.experiment)
-            with signals_to(made.stop):
-                code = made.run()
+            with signals_to(supervisor.stop):
+                code = supervisor.run()
         finally:
             machines.close(code)
         return code
@@ -130,10 +132,11 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
 def _machines(
     options: argparse.Namespace, run_dir: Path, tell: Tell, stack: ExitStack
 ) -> tuple[Machines, Path]:
-    """Where the processes are started, and a folder that all of them and this one share."""
+    """Returns the machines that start the processes, and a folder that all of them and this one
+    share."""
     if options.machines is None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
-        return Here(slots_of(options.processes, folder, own_command(), os.environ)), folder
+        return LocalMachines(slots_of(options.processes, folder, own_command(), os.environ)), folder
     key = read_key(os.environ)
     address = options.listen or LISTEN
     try:
@@ -155,35 +158,52 @@ def _machines(
 def _layouts(
     train: argparse.Namespace, run_dir: Path, count: int, *, elastic: bool
 ) -> dict[int, Layout]:
-    """How the run stands on fewer machines, where it may: found by a process of its own, for there
-    is no JAX in this one, and kept in the run directory, where all machines read them."""
+    """Returns the run's layouts by number of machines. Without `elastic` there is one.
+
+    A separate process computes them, because this one has no JAX. They are kept in the run
+    directory, where all machines read them.
+    """
     if not elastic:
         return {count: Layout(count)}
-    asked = ["elastic", train.experiment, "--mesh", train.mesh, "--machines", str(count), "--json"]
-    asked += ["--simulate"] * train.simulate
-    asked += [part for each in train.settings for part in ("--set", each)]
-    found = subprocess.run(own_command(*asked), stdout=subprocess.PIPE, check=False, text=True)
-    if found.returncode:
+    arguments = [
+        "elastic",
+        train.experiment,
+        "--mesh",
+        train.mesh,
+        "--machines",
+        str(count),
+        "--json",
+    ]
+    arguments += ["--simulate"] * train.simulate
+    arguments += [part for setting in train.settings for part in ("--set", setting)]
+    completed = subprocess.run(
+        own_command(*arguments), stdout=subprocess.PIPE, check=False, text=True
+    )
+    if completed.returncode:
         raise ValueError("the run cannot stand on fewer machines, as said above")
-    return read_layouts(json.loads(found.stdout), mesh_of(train), run_dir / "elastic")
+    return read_layouts(json.loads(completed.stdout), mesh_of(train), run_dir / "elastic")
 
 
 def _idle(options: argparse.Namespace) -> list[str]:
-    """Options that nothing would come of."""
+    """Returns violations for options that would have no effect."""
     several = {
         "--listen": options.listen,
         "--elastic": options.elastic,
         "--wait": options.wait != WAIT_S,
     }
     if not options.scheduler:
-        given = {f"--{name}": getattr(options, name) for name in CONTAINER}
-        given["--dry-run"] = options.dry_run
-        found = [f"{flag} is for a scheduler; leave it out" for flag, on in given.items() if on]
+        scheduler_options = {f"--{name}": getattr(options, name) for name in CONTAINER}
+        scheduler_options["--dry-run"] = options.dry_run
+        violations = [
+            f"{flag} is for a scheduler; leave it out"
+            for flag, on in scheduler_options.items()
+            if on
+        ]
         if options.machines is None:
-            found += [
+            violations += [
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
             ]
-        return found
+        return violations
     watched = {
         **several,
         "--restarts": options.restarts != Restarts.most,
@@ -195,27 +215,27 @@ def _idle(options: argparse.Namespace) -> list[str]:
             for field in fields(Deadlines)
         },
     }  # fmt: skip
-    found = [
+    violations = [
         f"{flag} is for --processes and --machines; leave it out"
         for flag, on in watched.items()
         if on
     ]
-    for name, what in CONTAINER.items():
+    for name, meaning in CONTAINER.items():
         if getattr(options, name) and options.scheduler != "k8s":
-            found.append(f"--{name} is for --k8s; leave it out")
+            violations.append(f"--{name} is for --k8s; leave it out")
         if options.scheduler == "k8s" and not getattr(options, name) and not options.dry_run:
-            found.append(f"--k8s wants {what}")
-    return found
+            violations.append(f"--k8s wants {meaning}")
+    return violations
 
 
 def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
-    """Give a scheduler what starts the processes; with --dry-run print it."""
-    if options.scheduler != "k8s":  # whose image has it
+    """Gives a scheduler the job that starts the processes; with --dry-run prints the job."""
+    if options.scheduler != "k8s":  # its image has the file
         _refuse_absent(train.experiment)
-    given = {name: getattr(options, name) for name in CONTAINER}
+    container_options = {name: getattr(options, name) for name in CONTAINER}
     job = Job(
         job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
-        **{name: value for name, value in given.items() if value},
+        **{name: value for name, value in container_options.items() if value},
     )  # fmt: skip
     text = SCHEDULERS[options.scheduler](job)
     if options.dry_run:
@@ -234,13 +254,14 @@ def _submit(options: argparse.Namespace, train: argparse.Namespace, command: lis
 
 
 def _refuse_absent(experiment: str) -> None:
-    """At once, and not by each process after its imports."""
+    """Raises ValueError for a missing experiment file, before each process would after its
+    imports."""
     if not Path(experiment).is_file():
         raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
 
 
 def _refuse(train: argparse.Namespace, processes: int) -> None:
-    """What cannot be run, before any process is started."""
+    """Raises ValueError for a run that cannot start, before any process is started."""
     if processes < 1:
         raise ValueError(f"{processes} processes; use 1 or more")
     spec = mesh_of(train)
@@ -252,14 +273,14 @@ def _refuse(train: argparse.Namespace, processes: int) -> None:
 
 
 def _teller() -> Tell:
-    """Lines of several threads, each whole."""
+    """Returns a function that prints lines from several threads without mixing them."""
     lock = threading.Lock()
 
     def tell(text: str) -> None:
         with lock:
             try:
                 print(text, flush=True)
-            except OSError:  # nobody reads any more; the run goes on
+            except OSError:  # the reader has gone; the run continues
                 sys.stdout = open("/dev/null", "w")  # noqa: SIM115 (for the rest of the process)
 
     return tell

@@ -1,4 +1,4 @@
-"""`jaxtrain schedule`: a pipeline schedule as a picture and figures."""
+"""`jaxtrain schedule`: draws a pipeline schedule, with its cost and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtrain.cli.shared import JSON, text_stream
 from jaxtrain.files.stores import local_path
 
 DRAWN, PICTURED = 10_000, 200_000
-"""Boxes, at most: some seconds on a terminal; a file that a browser still opens."""
+"""Most boxes: of a terminal, some seconds; of an SVG file, one that a browser still opens."""
 
 
 def add_options(schedule: argparse.ArgumentParser) -> None:
@@ -37,19 +37,19 @@ def draw(options: argparse.Namespace) -> int:
     from jaxtrain.pipeline.table_file import read_schedule, written
 
     svg_file, table_file = (
-        local_path(f"--{name}", given) if (given := getattr(options, name)) else None
+        local_path(f"--{name}", path) if (path := getattr(options, name)) else None
         for name in ("svg", "save")
     )
     sizes = {name: getattr(options, name) for name in ("stages", "microbatches", "chunks")}
-    given = {name: size for name, size in sizes.items() if size is not None}
+    given_sizes = {name: size for name, size in sizes.items() if size is not None}
     if options.table:
-        if given:
-            raise ValueError(f"--table has its own sizes; leave out --{', --'.join(given)}")
+        if given_sizes:
+            raise ValueError(f"--table has its own sizes; leave out --{', --'.join(given_sizes)}")
         schedule = read_schedule(options.table)
     else:
-        if missing := sorted({"stages", "microbatches"} - set(given)):
+        if missing := sorted({"stages", "microbatches"} - set(given_sizes)):
             raise ValueError(f"--kind needs --{' and --'.join(missing)}")
-        schedule = make_schedule(options.kind, **given)
+        schedule = make_schedule(options.kind, **given_sizes)
     times = {name: getattr(options, name) for name in ("forward", "backward", "weight", "head")}
     costs = Costs(**{name: time for name, time in times.items() if time is not None})
     if svg_file is not None and schedule.ticks * schedule.stages > PICTURED:

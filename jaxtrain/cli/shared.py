@@ -1,4 +1,4 @@
-"""What commands share: the mesh and experiment they were given, and how they answer."""
+"""Parts that commands share: reading the mesh and the experiment, and printing the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 UNREAD = 141
-"""As a shell says of a program that SIGPIPE ended: `jaxtrain ... | head -1`."""
+"""A shell's exit code for a program ended by SIGPIPE: `jaxtrain ... | head -1`."""
 JSON = "JSON alone on the standard output; what people read goes to standard error"
 MESH = "a mesh file, or the name of one that comes with jaxtrain, such as h100_8"
 SETTING = (
@@ -31,12 +31,12 @@ def mesh_of(options: argparse.Namespace) -> Any:
 
 
 def run_dir_of(options: argparse.Namespace) -> Path:
-    """Where `train` keeps its run."""
+    """Returns the directory in which `train` keeps its run."""
     return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
 
 
 def add_settings(sub: argparse.ArgumentParser) -> None:
-    """--set, for commands that take an experiment."""
+    """Adds --set, for commands that take an experiment."""
     sub.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help=SETTING
     )
@@ -49,28 +49,28 @@ def experiment_of(options: argparse.Namespace) -> Any:
 
 
 def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int = 1) -> None:
-    """Tells JAX of fake devices before it starts: this process's share of them. The C library reads
-    its variable only when a process starts: the command starts again, once, as the same process."""
+    """Sets JAX's flags for this process's fake devices before JAX starts. The C library reads its
+    variable only when a process starts, so the command starts again, once, as the same process."""
     from jaxtrain.mesh.simulation import simulation_flags
 
-    before = os.environ.get("GLIBC_TUNABLES")
+    previous = os.environ.get("GLIBC_TUNABLES")
     os.environ.update(simulation_flags(spec, os.environ, processes))
-    late = before != os.environ["GLIBC_TUNABLES"] and sys.platform == "linux"
-    if options.own_process and late and not os.environ.get(STARTED_AGAIN):
+    too_late = previous != os.environ["GLIBC_TUNABLES"] and sys.platform == "linux"
+    if options.own_process and too_late and not os.environ.get(STARTED_AGAIN):
         os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class RunFailed(Exception):
-    """What a run fails of once it takes steps, whatever its type, as the cause of this: no refusal
-    of what was given. Before that too where code of the user's own would leave by SystemExit."""
+    """A failure of a run after its first step, or a SystemExit of the user's code before it.
+    `__cause__` is the error, of any type. It is not a refusal of the input."""
 
 
 @contextmanager
 def signals_to(act: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C, a scheduler's SIGTERM and a terminal that closes call `act` within the block, but for
-    those that are ignored, as nohup has it."""
-    before = {
+    """Calls `act` for Ctrl-C, a scheduler's SIGTERM and a terminal that closes, within the block.
+    Signals that are ignored, as under nohup, stay ignored."""
+    previous = {
         number: signal.signal(number, lambda *_: act())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN
@@ -78,19 +78,19 @@ def signals_to(act: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def say(text: str) -> None:
-    """A line on the standard output, if that still is there: a terminal may have been closed."""
+    """Prints a line on the standard output; ignores a terminal that has been closed."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 def settle_streams() -> None:
-    """Write out what is held, at the end of a process. What cannot be written is let go: the exit
-    code is the command's, not one of the interpreter's that failed to write."""
+    """Flushes the standard streams at the end of a process. Output that cannot be written is
+    dropped, so that the exit code is the command's, not the interpreter's for a failed write."""
     for stream in (sys.stdout, sys.stderr):
         try:
             with suppress(KeyboardInterrupt):
@@ -100,18 +100,18 @@ def settle_streams() -> None:
 
 
 def text_stream(options: argparse.Namespace) -> TextIO:
-    """Where people are told: with --json the standard output is for a program."""
+    """Returns the stream for people: with --json the standard output is for a program."""
     return sys.stderr if options.json else sys.stdout
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
-    """Tells people a line at once."""
+    """Returns a function that prints a line for people at once."""
     return lambda text: print(text, flush=True, file=text_stream(options))
 
 
 def answer(options: argparse.Namespace, report: Any, *texts: str, **more: Any) -> int:
-    """What a command has found: `texts` for people, with --json the report for a program, and
-    `more` beside it."""
+    """Prints a command's result: `texts` for people, and with --json the report and `more` for a
+    program."""
     print(*texts, sep="\n", file=text_stream(options))
     if options.json:
         print(json.dumps(report.as_json() | more))

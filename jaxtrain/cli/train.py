@@ -1,4 +1,4 @@
-"""`jaxtrain train`: trains, and stops when a signal asks for it."""
+"""`jaxtrain train`: trains, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it imports JAX
     from jaxtrain.run.result import Result
 
 TOGETHER_S = 0.25
-"""Signals that come so close are one: a terminal, its shell and a launcher may each send theirs."""
+"""Signals within this time count as one: a terminal, its shell and a launcher may each send one."""
 
 
 def add_options(train: argparse.ArgumentParser) -> None:
@@ -59,25 +59,25 @@ def train_command(options: argparse.Namespace) -> int:
     run_dir = run_dir_of(options)
     phases = Phases()
     with ExitStack() as stack:
-        # What this process starts has none of these.
-        path, given = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
+        # Child processes do not inherit these.
+        path, faults = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
         if supervisor := os.environ.pop(SUPERVISOR, None):
             end_with_parent(int(supervisor))
         if path:
             faulthandler.register(signal.SIGUSR1)
             sampler = Sampler(Path(path), phases)
-            if not options.own_process:  # else until the process ends, which waits for the others
+            if not options.own_process:  # else it runs until the process ends
                 stack.callback(sampler.close)
-        ledger = KeepLedger(run_dir, phases, mine=not path and number == 0)
+        ledger = KeepLedger(run_dir, phases, writes=not path and number == 0)
         stack.callback(ledger.keep)
         stop = stack.enter_context(Stop().listening(to_the_end=options.own_process))
-        others: list[Callback] = []
-        if given:
-            injector = Injector(given, number, run_dir)
+        callbacks: list[Callback] = []
+        if faults:
+            injector = Injector(faults, number, run_dir)
             phases.listen(injector)
-            others.append(injector)
-        at_once = LeaveAtOnce(phases, ledger)
-        return _train(options, spec, place, run_dir, phases, stop, others, at_once)
+            callbacks.append(injector)
+        leave_at_once = LeaveAtOnce(phases, ledger)
+        return _train(options, spec, place, run_dir, phases, stop, callbacks, leave_at_once)
 
 
 def _train(
@@ -87,14 +87,14 @@ def _train(
     run_dir: Path,
     phases: Phases,
     stop: Stop,
-    others: list[Callback],
-    at_once: LeaveAtOnce,
+    callbacks: list[Callback],
+    leave_at_once: LeaveAtOnce,
 ) -> int:
     with phases.within("join"):
         several = join(place)
     from jaxtrain.run.loop import train
 
-    leave = [at_once] if several and options.own_process else []
+    leave = [leave_at_once] if several and options.own_process else []
     result = None
     try:
         result = train(
@@ -103,20 +103,20 @@ def _train(
             run_dir=run_dir,
             steps=options.steps,
             settings=options.settings,
-            callbacks=[stop, *others, *leave],
+            callbacks=[stop, *callbacks, *leave],
             phases=phases,
         )
     except KeyboardInterrupt:
         options.interrupted = True
     except BaseException as error:
-        for each in leave:
-            each.leave(error)
-        # Its exit code would say what the run is: done, refused, or saved.
+        for callback in leave:
+            callback.leave(error)
+        # Its exit code would mean a state of the run: done, refused, or saved.
         left = isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError)
         if left or (isinstance(error, Exception) and phases.now.first >= 0):
             raise RunFailed from error
         raise
-    stop.over = True  # what is left to do takes no time
+    stop.over = True  # the remaining work takes no time
     code, text = _outcome(result, run_dir)
     if process_number(place, os.environ) == 0:
         say(text)
@@ -124,7 +124,7 @@ def _train(
 
 
 def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
-    """The exit code, and what to say. result: None where it was interrupted."""
+    """Returns the exit code, and a text. result: None if the run was interrupted."""
     if result is not None and not result.stopped:
         return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
     if result is not None and result.saved is None:
@@ -137,23 +137,24 @@ def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
 
 
 class KeepLedger:
-    """Where the time of this start went, where it is `mine` to tell: a supervisor would tell it."""
+    """Adds the seconds of this start, by phase, to the run's ledger, if this process `writes` it.
+    Under a supervisor, the supervisor does."""
 
-    def __init__(self, run_dir: Path, phases: Phases, *, mine: bool) -> None:
-        self._phases, self._entry = phases, OpenEntry(run_dir) if mine else None
+    def __init__(self, run_dir: Path, phases: Phases, *, writes: bool) -> None:
+        self._phases, self._entry = phases, OpenEntry(run_dir) if writes else None
         if self._entry is not None:
             phases.listen(self._entry.keep)
 
     def keep(self) -> None:
-        """As the start ends. Of a run that was refused there is nothing to keep."""
+        """Closes the entry when the start ends. A refused run has no entry."""
         now = self._phases.now
         if self._entry is not None and now.first >= 0:
             self._entry.close(now)
 
 
 class LeaveAtOnce(Callback):
-    """One of several processes that cannot go on ends without a word to the others: whatever it
-    waited for on its way out may wait for them, and they for it."""
+    """Ends a failed process, one of several, without waiting for the others: they may wait for it,
+    and it for them."""
 
     def __init__(self, phases: Phases, ledger: KeepLedger) -> None:
         self._phases, self._ledger = phases, ledger
@@ -163,8 +164,8 @@ class LeaveAtOnce(Callback):
             self.leave(error)
 
     def leave(self, error: BaseException) -> NoReturn:
-        """End the process with what it failed of, as the command would tell it. What is raised once
-        steps are taken is no refusal: JAX has a ValueError for a peer that is lost."""
+        """Ends the process with the error's exit code and message. An error after the first step is
+        not a refusal: JAX raises ValueError for a lost peer."""
         code = FAILED
         if isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
@@ -179,42 +180,43 @@ class LeaveAtOnce(Callback):
 
 
 class Stop(Callback):
-    """What signals ask of a run: the first to stop after the step it is at, one that comes later to
-    stop at once, by a KeyboardInterrupt. Either way the run saves first."""
+    """Handles signals. The first stops the run after its present step; a later one stops it at
+    once, by a KeyboardInterrupt. Either way the run saves first."""
 
     def __init__(self) -> None:
-        self.asked = self.over = False
+        self.requested = self.over = False
         self._latest = 0.0
         self._run: Run | None = None
 
     def begin(self, run: Run) -> None:
         self._run = run
-        if self.asked:
+        if self.requested:
             run.stop()
 
     @contextmanager
     def listening(self, *, to_the_end: bool = False) -> Iterator[Stop]:
-        """Ctrl-C, a scheduler's SIGTERM and a terminal that closes come here. to_the_end: of the
-        process, whose exit code a late one must not change: they are ignored then."""
+        """Handles Ctrl-C, a scheduler's SIGTERM and a terminal that closes, within the block.
+        to_the_end: ignore later signals until the process ends, so that they do not change its exit
+        code."""
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             signals.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self.take) for number in signals}
+        previous = {number: signal.signal(number, self.take) for number in signals}
         try:
             yield self
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, signal.SIG_IGN if to_the_end else handler)
 
     def take(self, number: int, frame: Any) -> None:
         since, self._latest = time.monotonic() - self._latest, time.monotonic()
-        if self.over or (self.asked and since < TOGETHER_S):
+        if self.over or (self.requested and since < TOGETHER_S):
             return
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if self._run is not None:
             self._run.stop()
-        # Not by print: the signal may strike within one. The terminal may be gone, too.
+        # Not by print: the signal may interrupt one. The terminal may be gone, too.
         with suppress(OSError):
             os.write(2, b"\nstopping after this step; once more to stop at once\n")

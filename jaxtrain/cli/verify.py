@@ -1,4 +1,4 @@
-"""`jaxtrain verify`: every checkpointed byte of a run against its digest."""
+"""`jaxtrain verify`: checks every checkpointed byte of a run against its digest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def verify_command(options: argparse.Namespace) -> int:
     from jaxtrain.checkpoint.verify import config_damage, verify
 
     verdicts, out = verify(options.run_dir), text_stream(options)
-    for found in verdicts:
-        state = f"DAMAGED in {len(found.damages)} places" if found.damages else "whole"
-        read = f"{found.chunks} chunks, {found.bytes:,} bytes"
-        print(f"step {found.step}: {state}; {read}", file=out)
-        for damage in found.damages:
+    for verdict in verdicts:
+        state = f"DAMAGED in {len(verdict.damages)} places" if verdict.damages else "whole"
+        read = f"{verdict.chunks} chunks, {verdict.bytes:,} bytes"
+        print(f"step {verdict.step}: {state}; {read}", file=out)
+        for damage in verdict.damages:
             print(f"  {damage}", file=out)
     config = config_damage(options.run_dir)
     if config:
         print(f"DAMAGED {config}", file=out)
-    damaged = [found.step for found in verdicts if found.damages]
+    damaged = [verdict.step for verdict in verdicts if verdict.damages]
     if damaged:
-        good = [found.step for found in verdicts if not found.damages]
+        good = [verdict.step for verdict in verdicts if not verdict.damages]
         then = f"goes on from step {good[-1]}" if good else "is refused"
         print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
-        steps = [found._asdict() for found in verdicts]
+        steps = [verdict._asdict() for verdict in verdicts]
         print(json.dumps({"steps": steps, "damaged": damaged, "config": config or None}))
     return FAILED if damaged or config else 0

@@ -1,10 +1,9 @@
-"""Several processes of one run: how they join, what they tell each other, what they agree on.
+"""Several processes of one run: how they join, exchange small texts, and agree.
 
-`join.py` makes a process one of many, `agreement.py` gathers small texts from all of them within a
-bound of time, and `requests.py` lets any of them ask for what all then do after the same step.
-None of it goes over the devices' network: JAX's coordination service carries it.
+`join.py` makes a process one of several, `agreement.py` gathers small texts from all of them within
+a time limit, and `requests.py` lets any of them request an action that all take after the same
+step. All of it goes through JAX's coordination service, not through the devices' network.
 
-Does not belong here: who starts processes and restarts them (fault_tolerance/). To read first:
-"Large Scale Distributed Deep Networks" (Dean et al. 2012), and Bamboo (Thorpe et al. 2023) for what
-preemption asks of a training run.
+Not here: starting and restarting processes (fault_tolerance/). Read first: "Large Scale Distributed
+Deep Networks" (Dean et al. 2012), and Bamboo (Thorpe et al. 2023) on preemption in training.
 """

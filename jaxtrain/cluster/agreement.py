@@ -1,7 +1,7 @@
-"""What processes tell each other beside the training: small texts, gathered within a bound of time.
+"""Small texts gathered from all processes within a time limit.
 
-They travel through the key-value store of JAX's coordination service, so a process that is stuck in
-a step is named instead of waited for, and no device takes part.
+They go through the key-value store of JAX's coordination service. So a process that is stuck in a
+step is named instead of waited for, and no device takes part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 WAIT_S = 7200.0
-"""How long one process waits for the others where nothing else is said: they may be tokenising."""
+"""Default seconds that a process waits for the others: they may be tokenising."""
 
 GATHERED = "jaxtrain/gather"
 
@@ -24,20 +24,20 @@ _rounds = itertools.count()
 
 
 class MissingProcesses(RuntimeError):
-    """Not all processes came within the time: `missing` has the numbers of those that did not."""
+    """Not all processes arrived in time; `missing` has the numbers of the others."""
 
-    def __init__(self, what: str, missing: list[int], within_s: float) -> None:
+    def __init__(self, event: str, missing: list[int], within_s: float) -> None:
         self.missing = missing
         names = ", ".join(map(str, missing)) or "unknown"
         super().__init__(
-            f"{what}: waited {within_s:g} s for process {names} of {jax.process_count()}; look at "
+            f"{event}: waited {within_s:g} s for process {names} of {jax.process_count()}; look at "
             "what it last said, end all processes and start them again"
         )
 
 
 def coordination() -> Any:
-    """The client of JAX's coordination service. Raises RuntimeError where there is none."""
-    from jax._src import distributed  # no public way leads to it
+    """Returns the client of JAX's coordination service. Raises RuntimeError if there is none."""
+    from jax._src import distributed  # there is no public API
 
     if distributed.global_state.client is None:
         raise RuntimeError(
@@ -48,19 +48,19 @@ def coordination() -> Any:
 
 
 def all_gather_text(text: str, *, within_s: float = WAIT_S) -> list[str]:
-    """The text of every process, in their order. All of them call it, for the same thing, in the
-    same order. Raises MissingProcesses after `within_s` seconds."""
+    """Returns the text of every process, in their order. All processes call it, in the same order
+    of calls. Raises MissingProcesses after `within_s` seconds."""
     if jax.process_count() == 1:
         return [text]
     number = next(_rounds)
-    found = gather_under(f"{GATHERED}/{number}", text, within_s=within_s)
-    if number and jax.process_index() == 0:  # all have read the round before: they are in this one
+    texts = gather_under(f"{GATHERED}/{number}", text, within_s=within_s)
+    if number and jax.process_index() == 0:  # all have read the previous round
         coordination().key_value_delete(f"{GATHERED}/{number - 1}")
-    return found
+    return texts
 
 
 def gather_under(key: str, text: str, *, within_s: float) -> list[str]:
-    """As `all_gather_text`, under a key that no other call has."""
+    """Returns every process's text as `all_gather_text`; `key` is unique to the call."""
     client, count = coordination(), jax.process_count()
     client.key_value_set(f"{key}/{jax.process_index()}", "=" + text)
     late: Exception | None = None
@@ -68,48 +68,48 @@ def gather_under(key: str, text: str, *, within_s: float) -> list[str]:
         client.wait_at_barrier(key, int(within_s * 1000))
     except Exception as error:  # JAX's class for it differs from version to version
         late = error
-    told = dict(client.key_value_dir_get(key))
-    found = {int(name.rpartition("/")[2]): value[1:] for name, value in told.items()}
+    entries = dict(client.key_value_dir_get(key))
+    texts = {int(name.rpartition("/")[2]): value[1:] for name, value in entries.items()}
     if late is not None:
-        missing = sorted(set(range(count)) - set(found))
+        missing = sorted(set(range(count)) - set(texts))
         raise MissingProcesses("a meeting of all processes", missing, within_s) from late
-    return [found[index] for index in range(count)]
+    return [texts[index] for index in range(count)]
 
 
 def all_gather_union(items: list[T]) -> list[T]:
-    """The items (JSON) of all processes, each once. All of them call it."""
-    found = (item for told in all_gather_text(json.dumps(items)) for item in json.loads(told))
-    return list(dict.fromkeys(found))
+    """Returns the items (JSON) of all processes, without duplicates. All of them call it."""
+    merged = (item for text in all_gather_text(json.dumps(items)) for item in json.loads(text))
+    return list(dict.fromkeys(merged))
 
 
 def share_oserror(act: Callable[[], T]) -> T:
-    """What `act` gives; OSError on every process where it fails on one. All of them call it."""
+    """Returns `act()`; raises OSError on every process if it fails on one. All of them call it."""
     if jax.process_count() == 1:
         return act()
-    found: Any = None
+    result: Any = None
     problem = ""
     try:
-        found = act()
+        result = act()
     except OSError as error:
         problem = str(error)
     problems = [f"process {i}: {p}" for i, p in enumerate(all_gather_text(problem)) if p]
     if problems:
         raise OSError("; ".join(problems))
-    return found
+    return result
 
 
 def share_failure(act: Callable[[], T]) -> T:
-    """What `act` gives; where it raises OSError or ValueError on one process that is raised there,
-    and ValueError with its words on all others. All of them call it."""
-    found: Any = None
-    mine: Exception | None = None
+    """Returns `act()`. If it raises OSError or ValueError on one process, that error is raised
+    there, and a ValueError with its message on all others. All of them call it."""
+    result: Any = None
+    own_error: Exception | None = None
     try:
-        found = act()
+        result = act()
     except (OSError, ValueError) as error:
-        mine = error
-    told = all_gather_text("" if mine is None else str(mine))
-    if mine is not None:
-        raise mine
-    if problems := [f"process {i}: {said}" for i, said in enumerate(told) if said]:
+        own_error = error
+    messages = all_gather_text("" if own_error is None else str(own_error))
+    if own_error is not None:
+        raise own_error
+    if problems := [f"process {i}: {message}" for i, message in enumerate(messages) if message]:
         raise ValueError("; ".join(problems))
-    return found
+    return result

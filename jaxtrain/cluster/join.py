@@ -1,4 +1,4 @@
-"""One process made one of many, before JAX starts."""
+"""Joins a process to the others of its run, before JAX starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtrain.violations import raise_violations
 
 LATE_S = 120
-"""When JAX itself gives up a process that says nothing: after whoever supervises it has."""
+"""Seconds after which JAX gives up a silent process: later than the supervisor does."""
 
 DETECTED = {
     "SLURM": ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
@@ -18,19 +18,18 @@ DETECTED = {
     "Kubernetes": ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
     "Cloud TPU": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
 }
-"""Launcher -> variables by which JAX finds the coordinator and, the last of them, the process's
-number."""
+"""Launcher -> variables by which JAX finds the coordinator; the last one is the process number."""
 
 COUNTED = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
-"""Launcher -> the variable that says how many processes there are."""
+"""Launcher -> the variable with the number of processes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among others.
+    """Position of a process among the others.
 
-    coordinator: HOST:PORT at which process 0 listens. processes: how many there are. process: the
-    number of this one, from 0. Raises ValueError with every violation.
+    coordinator: HOST:PORT at which process 0 listens. processes: their number. process: the number
+    of this one, from 0. Raises ValueError with every violation.
     """
 
     coordinator: str
@@ -38,24 +37,27 @@ class Place:
     process: int
 
     def __post_init__(self) -> None:
-        found = []
+        violations = []
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-            found.append(f"coordinator={self.coordinator!r}; use HOST:PORT, such as node0:8476")
+            violations.append(
+                f"coordinator={self.coordinator!r}; use HOST:PORT, such as node0:8476"
+            )
         if self.processes < 1:
-            found.append(f"processes={self.processes}; use 1 or more")
+            violations.append(f"processes={self.processes}; use 1 or more")
         elif not 0 <= self.process < self.processes:
             last = self.processes - 1
-            found.append(f"process={self.process} of processes={self.processes}; use 0 to {last}")
-        raise_violations(found)
+            violations.append(
+                f"process={self.process} of processes={self.processes}; use 0 to {last}"
+            )
+        raise_violations(violations)
 
 
 def place_of(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """The place that flags give, None where they give none. Raises ValueError where they give a
-    part of one."""
-    given = {"coordinator": coordinator, "processes": processes, "process": process}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
-    if len(missing) == len(given):
+    """The place from the flags; None if none is set. Raises ValueError if only some are set."""
+    flags = {"coordinator": coordinator, "processes": processes, "process": process}
+    missing = [f"--{name}" for name, value in flags.items() if value is None]
+    if len(missing) == len(flags):
         return None
     if missing:
         raise ValueError(
@@ -66,8 +68,8 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
 
 
 def launcher(environ: Mapping[str, str]) -> str | None:
-    """The launcher of several processes that started this one, None where there is none or it
-    started one alone."""
+    """The launcher that started this process among several; None if there is none or it started one
+    process only."""
     for name, variables in DETECTED.items():
         if all(variable in environ for variable in variables):
             return name if environ.get(COUNTED.get(name, ""), "") != "1" else None
@@ -75,15 +77,15 @@ def launcher(environ: Mapping[str, str]) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
+    """A port of this machine on which nothing listens now."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
 
 
 def process_count(place: Place | None, environ: Mapping[str, str]) -> int:
-    """How many processes there will be: as `place` says, or the launcher. Raises ValueError for a
-    launcher that does not say it before it is joined."""
+    """Number of processes, from `place` or the launcher. Raises ValueError for a launcher that does
+    not state it before joining."""
     if place is not None:
         return place.processes
     name = launcher(environ)
@@ -98,7 +100,7 @@ def process_count(place: Place | None, environ: Mapping[str, str]) -> int:
 
 
 def process_number(place: Place | None, environ: Mapping[str, str]) -> int:
-    """Which process this one will be, from 0: as `place` says, or the launcher; 0 of one alone."""
+    """Number of this process, from 0: from `place` or the launcher; 0 if it is the only one."""
     if place is not None:
         return place.process
     name = launcher(environ)
@@ -106,13 +108,13 @@ def process_number(place: Place | None, environ: Mapping[str, str]) -> int:
 
 
 def join(place: Place | None) -> bool:
-    """Join the other processes: those of `place`, or where it is None of the launcher that JAX
-    knows. Whether there are others. JAX must not have looked for its devices yet."""
+    """Joins the processes of `place`, or of the launcher that JAX detects if that is None. Returns
+    True if there are others. Call it before JAX looks for devices."""
     import jax
 
     if launcher(os.environ) is None if place is None else place.processes == 1:
         return False
-    # Signals are ours: the first of them, on whatever process, stops all after the same step.
+    # We handle signals: the first one, on any process, stops all after the same step.
     jax.config.update("jax_enable_preemption_service", False)
     if place is None:
         jax.distributed.initialize(heartbeat_timeout_seconds=LATE_S)

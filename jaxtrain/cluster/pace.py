@@ -1,8 +1,8 @@
-"""Which of several processes the others wait for.
+"""Finds the process that the others wait for.
 
-All take their steps together, so a slow one does not show in the time of a step. It shows in what
-a process does of its own, between waiting for rows and waiting for devices: the slow one does much,
-and the others wait for it. A chip that is slow by itself does not show here.
+All processes take their steps together, so a slow one does not show in step times. It shows in a
+process's own work, the time in which it waits neither for rows nor for devices: the slow one has
+much of it, and the others wait. A chip that is slow by itself does not show here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from jaxtrain.cluster.agreement import coordination
 
 EVERY_S = 0.5
 STEPS = 5
-"""How often a process tells its pace, and of how many steps at least."""
+"""Seconds between reports of a process, and least steps in a report."""
 
 SLOWER, SHARE = 3.0, 0.25
-"""A process is slow that does so many times as much of its own as others do, and so large a share
-of a step's time."""
-
+"""A process is slow if its own work is over `SLOWER` times that of the others, and exceeds it by
+more than `SHARE` of a step."""
 
 APART_S = 0.05
-"""Seconds between two times that the numbers of each process are given, for every process: those of
-a thousand are a line of 30 KB every 50 s."""
+"""Seconds between two lists of all processes, for each process: a thousand give a line of 30 KB
+every 50 s."""
 
 
 class Seconds(NamedTuple):
-    """Of a step of one process, in the mean. own: what it did of its own; data: it waited for rows.
-    What is left of step it waited for devices, its own and, in sums, those of others. typical: of
-    its own in the median, which one long pause does not move."""
+    """Mean seconds of a step of one process. own: its own work; data: waiting for rows; the
+    remaining time of `step` is waiting for devices. typical: median of its own work, which one long
+    pause does not move."""
 
     own: float
     step: float
@@ -45,8 +44,8 @@ class Seconds(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """process: the one. own_s, others_s: what it, and the median of the others, do of their own in
-    a typical step; step_s: what a step takes, in the mean."""
+    """A slow process. own_s, others_s: own work in a typical step, of this process and in the
+    median of the others; step_s: mean seconds of a step."""
 
     process: int
     own_s: float
@@ -60,33 +59,33 @@ class Slow(NamedTuple):
         )
 
 
-def of_a_step(told: list[Seconds]) -> Seconds:
-    """Of one step of those of a process."""
-    own, step, data, _ = zip(*told, strict=True)
+def mean_step(steps: list[Seconds]) -> Seconds:
+    """Means over the steps of one process."""
+    own, step, data, _ = zip(*steps, strict=True)
     mean, middle = statistics.fmean, statistics.median(own)
     return Seconds(mean(own), mean(step), mean(data), middle)
 
 
 def slowest(paces: dict[int, Seconds]) -> Slow | None:
-    """The process that the others wait for, if one is. paces: process -> seconds of a step."""
+    """The process that the others wait for, or None. paces: process -> seconds of a step."""
     if len(paces) < 2:
         return None
     process = max(paces, key=lambda p: paces[p].typical)
     own, step_s = paces[process].typical, paces[process].step
-    others = statistics.median(each.typical for p, each in paces.items() if p != process)
-    slow = own > SLOWER * others and own - others > SHARE * step_s
-    return Slow(process, own, others, step_s) if slow else None
+    others_s = statistics.median(pace.typical for p, pace in paces.items() if p != process)
+    slow = own > SLOWER * others_s and own - others_s > SHARE * step_s
+    return Slow(process, own, others_s, step_s) if slow else None
 
 
 class Pace:
-    """Of this process; on the first one of all. key: of this start of this run alone."""
+    """Step times of this process; on the first process, of all. key: unique to this start."""
 
     def __init__(self, key: str) -> None:
         self._key, self._lock = f"jaxtrain/pace/{key}", threading.Lock()
-        self._told: list[Seconds] = []
+        self._steps: list[Seconds] = []
         self._data_s = 0.0
         self.paces: dict[int, Seconds] = {}
-        self._given: tuple[float, dict[int, Seconds]] = (-math.inf, {})
+        self._listed: tuple[float, dict[int, Seconds]] = (-math.inf, {})
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if jax.process_count() > 1:
@@ -94,42 +93,42 @@ class Pace:
             self._thread.start()
 
     def add(self, own_s: float, step_s: float, data_s: float) -> None:
-        """Of one step: what this process did of its own, and how long it took in all. data_s: how
-        long this start has waited for rows, of all steps."""
+        """Adds one step: own work, and all of its time. data_s: seconds that this start has waited
+        for rows, over all steps."""
         if self._thread is not None:
             with self._lock:
-                self._told.append(Seconds(own_s, step_s, data_s - self._data_s))
+                self._steps.append(Seconds(own_s, step_s, data_s - self._data_s))
                 self._data_s = data_s
 
     def slow(self) -> Slow | None:
-        """The process that the others wait for now, if one is; known to the first process."""
+        """The process that the others wait for now, or None; known to the first process."""
         return slowest(self.paces)
 
     def metrics(self) -> dict[str, float]:
-        """The process that does the most of its own, and how many seconds of a step that and the
-        least of the others' are; {} where one runs alone, or nobody has told yet."""
+        """The process with the most own work, its seconds of a step, and the least of all; {} for a
+        single process, or before any report."""
         if len(paces := self.paces) < 2:
             return {}
         most = max(paces, key=lambda p: paces[p].own)
-        least = min(each.own for each in paces.values())
+        least = min(pace.own for pace in paces.values())
         return {"slowest_process": most, "slowest_own_s": paces[most].own, "least_own_s": least}
 
     def of_each(self) -> dict[str, list[float]]:
         """Seconds of a step of every process, in their order: process_step_s, process_own_s,
-        process_data_s (it waited for rows) and process_wait_s (it waited for devices); {} until all
-        have told, where nothing has changed, and too soon after the last time."""
-        (at, before), paces, now = self._given, self.paces, time.monotonic()
-        if len(paces) < 2 or len(paces) < jax.process_count() or paces == before:
+        process_data_s (waiting for rows) and process_wait_s (waiting for devices); {} until all
+        have reported, if nothing changed, and too soon after the last list."""
+        (listed_at, previous), paces, now = self._listed, self.paces, time.monotonic()
+        if len(paces) < 2 or len(paces) < jax.process_count() or paces == previous:
             return {}
-        if now - at < APART_S * len(paces):
+        if now - listed_at < APART_S * len(paces):
             return {}
-        self._given = now, paces
-        each = [paces[process] for process in sorted(paces)]
+        self._listed = now, paces
+        ordered = [paces[process] for process in sorted(paces)]
         columns = {
-            "step": [s.step for s in each],
-            "own": [s.own for s in each],
-            "data": [s.data for s in each],
-            "wait": [max(0.0, s.step - s.own - s.data) for s in each],
+            "step": [s.step for s in ordered],
+            "own": [s.own for s in ordered],
+            "data": [s.data for s in ordered],
+            "wait": [max(0.0, s.step - s.own - s.data) for s in ordered],
         }
         return {
             f"process_{name}_s": [float(f"{seconds:.4g}") for seconds in column]
@@ -144,17 +143,17 @@ class Pace:
     def _exchange(self) -> None:
         client, first = coordination(), jax.process_index() == 0
         while not self._closed.wait(EVERY_S):
-            with suppress(Exception):  # the service is gone: others see that
+            with suppress(Exception):  # the service is gone, which is handled elsewhere
                 with self._lock:
-                    told, ripe = self._told, len(self._told) >= STEPS
+                    steps, ripe = self._steps, len(self._steps) >= STEPS
                     if ripe:
-                        self._told = []
+                        self._steps = []
                 if ripe:
-                    where = f"{self._key}/{jax.process_index()}"
-                    client.key_value_set(where, json.dumps(of_a_step(told)), allow_overwrite=True)
+                    key = f"{self._key}/{jax.process_index()}"
+                    client.key_value_set(key, json.dumps(mean_step(steps)), allow_overwrite=True)
                 if first:
-                    found = dict(client.key_value_dir_get(self._key))
+                    entries = dict(client.key_value_dir_get(self._key))
                     self.paces = {
                         int(name.rpartition("/")[2]): Seconds(*json.loads(text))
-                        for name, text in found.items()
+                        for name, text in entries.items()
                     }

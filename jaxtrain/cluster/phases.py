@@ -1,4 +1,4 @@
-"""What a process is at, and where its wall time has gone: one phase at any moment."""
+"""The phase of a process, and the wall time of each: one phase at any moment."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ PHASES = {
 """Phase -> what a process does in it."""
 
 LOST = "lost"
-"""No phase: beside them, the seconds of steps that came again within a start."""
+"""Not a phase: seconds of steps that were repeated within a start."""
 
 RECENT = 50
-"""Steps of which the median is taken."""
+"""Latest steps in the median."""
 
 MOST_WRONG = 32
-"""Processes that are told to have wrong numbers: a sample has room for so many."""
+"""Most processes reported as wrong: the space in a sample."""
 
 
 class Now(NamedTuple):
-    """What a process is at. step: done so far; first: that were done before this start, -1 until it
-    knows. since: when the phase began, by the monotonic clock of the machine, in seconds. median_s:
-    of a step, 0 before there is one. spent: phase -> seconds, until `since`. wrong: the processes
-    whose numbers are certain to be wrong, none of several of which one is; None where no numbers
-    are. raised: the phase in which an error was raised that no step has followed; "" for none."""
+    """State of a process. step: done so far; first: steps done before this start, -1 if unknown.
+    since: start of the phase, in seconds of the machine's monotonic clock. median_s: of a step, 0
+    before there is one. spent: phase -> seconds, until `since`. wrong: processes that certainly
+    have wrong numbers, () if one of several has, None if numbers are correct. raised: phase of an
+    error that no step has followed; empty for none."""
 
     phase: str
     step: int
@@ -55,14 +55,13 @@ class Now(NamedTuple):
 
     @property
     def failed_in(self) -> str:
-        """The phase in which a process that failed was, whatever it did on its way out."""
+        """The phase in which the process failed, before the phases of its exit."""
         return self.raised or self.phase
 
 
 class Phases:
-    """The phases of one start of a run. The time in a phase is without that of those within it, so
-    the times of all phases sum to the wall time since the first.
-    """
+    """The phases of one start of a run. The time of a phase excludes the phases within it, so the
+    times of all phases sum to the wall time since the first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,14 +75,14 @@ class Phases:
         self._lock = threading.RLock()
 
     def listen(self, listener: Callable[[Now], None]) -> None:
-        """Have it called with `Now`, and again whenever the phase or the step changes, by the
+        """Calls `listener` with `Now`, and again whenever the phase or the step changes, in the
         thread that changes it."""
         self._listeners.append(listener)
         listener(self.now)
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """That phase while the block runs, then the one before it. Of the main thread, or of one
+        """Enters `phase` for the block, then the previous one again. For the main thread, or one
         that it waits for."""
         outer = self.enter(phase)
         try:
@@ -95,28 +94,28 @@ class Phases:
             self.enter(outer)
 
     def fail(self) -> None:
-        """An error is raised in the present phase, or was in one within it."""
+        """Records an error in the current phase, or in one within it."""
         with self._lock:
             self._raised = self._raised or self._phase
 
     def enter(self, phase: str) -> str:
-        """From now on; gives the one before it. Raises KeyError for a word not in PHASES."""
+        """Starts `phase`; returns the previous one. Raises KeyError for a word not in PHASES."""
         PHASES[phase]
         with self._lock:
-            before, now = self._phase, self._clock()
-            self._spent[before] += now - self._since
+            previous, now = self._phase, self._clock()
+            self._spent[previous] += now - self._since
             self._phase, self._since = phase, now
         self._tell()
-        return before
+        return previous
 
     def begin_at(self, step: int) -> None:
-        """So many steps were done before this start."""
+        """Sets the number of steps done before this start."""
         self._first = step
         self.advance(step)
 
     def advance(self, step: int, seconds: float | None = None) -> None:
-        """`step` steps are done; the last of them took so many seconds, None where that is not
-        like other steps."""
+        """`step` steps are done. seconds: time of the last one, None if it is not like other
+        steps."""
         with self._lock:
             self._step, self._raised = step, ""
             if seconds is not None:
@@ -125,14 +124,13 @@ class Phases:
         self._tell()
 
     def accuse(self, processes: Sequence[int]) -> None:
-        """Numbers are wrong: those of these processes, or where there are none of one that is not
-        known."""
+        """Reports wrong numbers of `processes`; if empty, of one process that is unknown."""
         with self._lock:
             self._wrong = tuple(processes)[:MOST_WRONG]
         self._tell()
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` come again: the time that they took is lost."""
+        """The steps after `step` come again: their time counts as lost."""
         with self._lock:
             self.enter(self._phase)
             share = min(1.0, (self._step - step) / max(1, self._step - self._first))
@@ -146,11 +144,11 @@ class Phases:
     def now(self) -> Now:
         with self._lock:
             spent = {phase: round(seconds, 4) for phase, seconds in self._spent.items()}
-            at = (self._phase, self._step, self._since, self._median_s, self._first)
-            return Now(*at, spent, self._wrong, self._raised)
+            fields = (self._phase, self._step, self._since, self._median_s, self._first)
+            return Now(*fields, spent, self._wrong, self._raised)
 
     def spent(self) -> dict[str, float]:
-        """Phase -> seconds so far, the present one included."""
+        """Phase -> seconds so far, the current one included."""
         with self._lock:
             now = self._clock()
             present = now - self._since

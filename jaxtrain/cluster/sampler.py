@@ -1,8 +1,8 @@
-"""What a process is at, in a file that outlives it, written through memory for a supervisor.
+"""Reports of a process on itself, in a memory-mapped file that outlives it, for a supervisor.
 
-The phase is written as it changes, and every two seconds by a thread of its own the stacks of all
-Python threads. A process that was stopped or killed has said what it was at; one whose thread still
-writes and whose phase does not change hangs.
+The phase is written as it changes; a thread of its own writes the stacks of all Python threads
+every two seconds. So a stopped or killed process has left its last phase. A process whose thread
+still writes, but whose phase does not change, hangs.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from typing import NamedTuple
 from jaxtrain.cluster.phases import Now, Phases
 
 SAMPLE_FILE = "JAXTRAIN_SAMPLE_FILE"
-"""The environment variable by which a supervisor tells where it reads: a path."""
+"""Environment variable with the path that a supervisor reads."""
 
 SUPERVISOR = "JAXTRAIN_SUPERVISOR"
-"""The one by which it tells its process id."""
+"""Environment variable with the supervisor's process id."""
 
 EVERY_S = 2.0
 HEAD = Struct("<QII")
 """Number of the record, its bytes, their CRC-32."""
 
 SLOTS = {"now": 1024, "sample": 2**18}
-"""Record -> bytes of each of its two slots: one is whole while the other is written."""
+"""Record -> bytes of each of its two slots: one is valid while the other is written."""
 
 SIZE = 2 * sum(SLOTS.values())
 
 STACKS = 2**15
-"""Characters of a sample at most; JSON makes six bytes of one at worst."""
+"""Most characters of a sample; JSON uses at most six bytes for one."""
 
 
 class Sample(NamedTuple):
-    """The last that a process has said. now: what it is at. at: when its sampler last ran, by the
-    machine's monotonic clock, 0 before it did; stacks: of its Python threads then, the main one
+    """The latest report of a process. now: its state. sampled_at: when its sampler last ran, by the
+    machine's monotonic clock, 0 before that; stacks: of its Python threads then, the main one
     first."""
 
     now: Now
-    at: float = 0.0
+    sampled_at: float = 0.0
     stacks: str = ""
 
 
 class SampleFile:
-    """What a process says of itself, in memory that it shares with who watches it: a file that was
-    removed meanwhile is as good.
+    """The reports of a process, in memory that it shares with its supervisor; removing the file
+    does no harm.
 
-    create: anew, in folders that are made where they are missing. Raises OSError, with the path,
-    and ValueError for a file that is none.
+    create: a new file, with its folders. Raises OSError with the path, and ValueError for a file of
+    another kind.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        self.descriptor = _made(path) if create else os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        """For a process that is to write what this one reads."""
+        self.descriptor = _create(path) if create else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        """For the process that writes what this one reads."""
         self._memory = mmap.mmap(self.descriptor, SIZE)
         self._numbers = dict.fromkeys(SLOTS, 0)
 
     def close_descriptor(self) -> None:
-        """The memory is read and written as before."""
+        """Closes the file; the memory stays readable and writable."""
         os.close(self.descriptor)
 
     def write(self, record: str, value: object) -> None:
@@ -78,35 +78,35 @@ class SampleFile:
         self._numbers[record] = number
 
     def read(self, record: str) -> list | None:
-        """The newest that is whole."""
-        found = []
+        """The newest valid record, or None."""
+        records = []
         for slot in (0, 1):
             start = self._start(record, slot)
             number, size, crc = HEAD.unpack_from(self._memory, start)
             data = self._memory[start + HEAD.size : start + HEAD.size + size]
             if number and size <= SLOTS[record] and zlib.crc32(data) == crc:
-                found.append((number, data))
-        return json.loads(max(found)[1]) if found else None
+                records.append((number, data))
+        return json.loads(max(records)[1]) if records else None
 
     def sample(self) -> Sample | None:
-        """The last that the process said; None before it has said anything."""
+        """The latest report of the process; None before the first."""
         now, sample = self.read("now"), self.read("sample")
         if now is None:
             return None
-        at, stacks = sample or (0.0, "")
-        return Sample(Now(*now), at, stacks)
+        sampled_at, stacks = sample or (0.0, "")
+        return Sample(Now(*now), sampled_at, stacks)
 
     def close(self) -> None:
         self._memory.close()
 
     def _start(self, record: str, number: int) -> int:
-        before = sum(2 * size for name, size in SLOTS.items() if name < record)
-        return before + SLOTS[record] * (number % 2)
+        offset = sum(2 * size for name, size in SLOTS.items() if name < record)
+        return offset + SLOTS[record] * (number % 2)
 
 
-def _made(path: Path) -> int:
-    """A descriptor of a new file, with all its bytes: the kernel ends a process that writes,
-    through memory, what has no room on the disk. Folders that it makes are this user's alone."""
+def _create(path: Path) -> int:
+    """Returns the descriptor of a new file at its full size: writing through memory without disk
+    space would kill the process. New folders are private to the user."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -121,8 +121,8 @@ def _made(path: Path) -> int:
 
 
 class Sampler:
-    """Writes what `phases` are at into `path`, made where it is not there, until it is closed or
-    the process ends."""
+    """Writes the state of `phases` into `path`, created if missing, until it is closed or the
+    process ends."""
 
     def __init__(self, path: Path, phases: Phases) -> None:
         self._file, self._lock = SampleFile(path, create=not path.exists()), threading.Lock()
@@ -149,11 +149,11 @@ class Sampler:
 
 
 def stacks_of_all(most: int) -> str:
-    """The stacks of all Python threads but this one, the main one first, innermost frame last; the
-    outermost are left out where they are more than `most` characters."""
+    """Stacks of all Python threads but this one, the main one first, innermost frame last.
+    Outermost frames are cut beyond `most` characters in all."""
     own, names = threading.get_ident(), {t.ident: t.name for t in threading.enumerate()}
     main, texts = threading.main_thread().ident, []
-    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    frames = sorted(sys._current_frames().items(), key=lambda frame: frame[0] != main)
     share = most // max(1, len(frames) - 1)
     for number, frame in frames:
         if number != own:
@@ -163,8 +163,8 @@ def stacks_of_all(most: int) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends: no
-    worker goes on without its supervisor, not a stopped one either. Linux alone has it."""
+    """Makes the kernel kill this process when its parent ends: no worker outlives its supervisor,
+    even if it is stopped. Linux only."""
     if sys.platform != "linux":
         return
     import ctypes

@@ -1,4 +1,4 @@
-"""What crosses the wire: every reduction of the training step, by name.
+"""Collectives of the training step: every reduction, by name.
 
 Ring kernels, collective matmul and compression belong here; layers and models do not. To read
 first: Patarasuk & Yuan 2009 (bandwidth-optimal all-reduce), Wang et al. 2023 (overlap by

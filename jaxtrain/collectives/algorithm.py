@@ -21,9 +21,9 @@ from jaxtrain.collectives.vary import MeshAxes, vary
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """How bytes move over n devices. Values are typed as varying over `axes` going in and coming
-    out. Sums travel in the dtype of what is summed, and are rounded to it wherever a device has
-    added its own, as NCCL's are: cast what should be summed more exactly before."""
+    """Algorithm of the collectives over n devices. Operands and results are typed as varying over
+    `axes`. Sums travel in the operand's dtype, and are rounded to it after each addition, as NCCL's
+    are: cast the operand first for a more exact sum."""
 
     def all_gather(self, x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
         """The devices' arrays joined along `dim` in order of their numbers: the dim grows n times
@@ -61,70 +61,72 @@ class Algorithm(Protocol):
         ...
 
 
-def all_gather(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.all_gather`; adjoint: `reduce_scatter`. As everywhere here, raises ValueError for
-    a dim that `x` has not."""
-    return _run(vary(x, axes), "all_gather", axes, (dim_of(x, dim),), by) if axes else x
+def all_gather(x: jax.Array, axes: MeshAxes, dim: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.all_gather`; adjoint: `reduce_scatter`. Like all functions here, raises
+    ValueError for a dim that `x` does not have."""
+    return _run(vary(x, axes), "all_gather", axes, (dim_of(x, dim),), algorithm) if axes else x
 
 
-def reduce_scatter(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.reduce_scatter`; adjoint: `all_gather`. Raises ValueError where n does not divide
-    the dim."""
+def reduce_scatter(x: jax.Array, axes: MeshAxes, dim: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.reduce_scatter`; adjoint: `all_gather`. Raises ValueError if n does not
+    divide the dim."""
     if not axes:
         return x
     dim = dim_of(x, dim)
     check_divides(x, axes, dim)
-    return _run(vary(x, axes), "reduce_scatter", axes, (dim,), by)
+    return _run(vary(x, axes), "reduce_scatter", axes, (dim,), algorithm)
 
 
-def all_reduce(x: jax.Array, axes: MeshAxes, by: Algorithm) -> jax.Array:
-    """`Algorithm.all_reduce`; its own adjoint."""
-    return _run(vary(x, axes), "all_reduce", axes, (), by) if axes else x
+def all_reduce(x: jax.Array, axes: MeshAxes, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.all_reduce`, which is its own adjoint."""
+    return _run(vary(x, axes), "all_reduce", axes, (), algorithm) if axes else x
 
 
-def all_to_all(x: jax.Array, axes: MeshAxes, split: int, concat: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.all_to_all`; adjoint: itself with the dims exchanged. Raises ValueError where n
+def all_to_all(
+    x: jax.Array, axes: MeshAxes, split: int, concat: int, algorithm: Algorithm
+) -> jax.Array:
+    """Runs `Algorithm.all_to_all`; adjoint: itself with the dims exchanged. Raises ValueError if n
     does not divide dim `split`."""
     if not axes:
         return x
     split, concat = dim_of(x, split), dim_of(x, concat)
     check_divides(x, axes, split)
-    return _run(vary(x, axes), "all_to_all", axes, (split, concat), by)
+    return _run(vary(x, axes), "all_to_all", axes, (split, concat), algorithm)
 
 
-def broadcast(x: jax.Array, axes: MeshAxes, root: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.broadcast`; adjoint: `reduce`. Raises ValueError for a root that is no device."""
+def broadcast(x: jax.Array, axes: MeshAxes, root: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.broadcast`; adjoint: `reduce`. Raises ValueError for an unknown root."""
     if not axes:
         return x
     check_root(axes, root)
-    return _run(vary(x, axes), "broadcast", axes, (root,), by)
+    return _run(vary(x, axes), "broadcast", axes, (root,), algorithm)
 
 
-def reduce(x: jax.Array, axes: MeshAxes, root: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.reduce`; adjoint: `broadcast`. Raises ValueError for a root that is no device."""
+def reduce(x: jax.Array, axes: MeshAxes, root: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.reduce`; adjoint: `broadcast`. Raises ValueError for an unknown root."""
     if not axes:
         return x
     check_root(axes, root)
-    return _run(vary(x, axes), "reduce", axes, (root,), by)
+    return _run(vary(x, axes), "reduce", axes, (root,), algorithm)
 
 
-def gather(x: jax.Array, axes: MeshAxes, dim: int, root: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.gather`; adjoint: `scatter`. Raises ValueError for a root that is no device."""
+def gather(x: jax.Array, axes: MeshAxes, dim: int, root: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.gather`; adjoint: `scatter`. Raises ValueError for an unknown root."""
     if not axes:
         return x
     check_root(axes, root)
-    return _run(vary(x, axes), "gather", axes, (dim_of(x, dim), root), by)
+    return _run(vary(x, axes), "gather", axes, (dim_of(x, dim), root), algorithm)
 
 
-def scatter(x: jax.Array, axes: MeshAxes, dim: int, root: int, by: Algorithm) -> jax.Array:
-    """`Algorithm.scatter`; adjoint: `gather`. Raises ValueError for a root that is no device, or
-    where n does not divide the dim."""
+def scatter(x: jax.Array, axes: MeshAxes, dim: int, root: int, algorithm: Algorithm) -> jax.Array:
+    """Runs `Algorithm.scatter`; adjoint: `gather`. Raises ValueError for an unknown root, and if n
+    does not divide the dim."""
     if not axes:
         return x
     check_root(axes, root)
     dim = dim_of(x, dim)
     check_divides(x, axes, dim)
-    return _run(vary(x, axes), "scatter", axes, (dim, root), by)
+    return _run(vary(x, axes), "scatter", axes, (dim, root), algorithm)
 
 
 def dim_of(x: jax.Array, dim: int) -> int:
@@ -171,30 +173,30 @@ _ADJOINT = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _run(
-    x: jax.Array, name: str, axes: MeshAxes, where: tuple[int, ...], by: Algorithm
+    x: jax.Array, name: str, axes: MeshAxes, places: tuple[int, ...], algorithm: Algorithm
 ) -> jax.Array:
-    """The collective `name` by the algorithm `by`, with its adjoint; `where`: the dims and the root
-    it takes. Of an empty array nothing moves: compilers refuse to."""
+    """Runs the collective `name` with its adjoint. places: its dims and its root. Empty arrays are
+    not sent: compilers refuse them."""
     if not x.size:
-        return _empty(x, name, lax.axis_size(axes), where)
-    return getattr(by, name)(x, axes, *where)
+        return _empty(x, name, lax.axis_size(axes), places)
+    return getattr(algorithm, name)(x, axes, *places)
 
 
-def _empty(x: jax.Array, name: str, n: int, where: tuple[int, ...]) -> jax.Array:
-    """`x`, which has no elements, in the shape of the collective's result."""
+def _empty(x: jax.Array, name: str, n: int, places: tuple[int, ...]) -> jax.Array:
+    """Returns `x`, which has no elements, in the shape of the collective's result."""
     shape = list(x.shape)
     if name in ("reduce_scatter", "scatter", "all_to_all"):
-        shape[where[0]] //= n
+        shape[places[0]] //= n
     if name in ("all_gather", "gather", "all_to_all"):
-        shape[where[name == "all_to_all"]] *= n
+        shape[places[name == "all_to_all"]] *= n
     return x.reshape(shape)
 
 
 def _run_backward(
-    name: str, axes: MeshAxes, where: tuple[int, ...], by: Algorithm, _: None, dy: jax.Array
+    name: str, axes: MeshAxes, places: tuple[int, ...], algorithm: Algorithm, _: None, dy: jax.Array
 ) -> tuple[jax.Array]:
-    back = where[::-1] if name == "all_to_all" else where  # what was joined is split again
-    return (_run(dy, _ADJOINT[name], axes, back, by),)
+    dims = places[::-1] if name == "all_to_all" else places  # the joined dim is split again
+    return (_run(dy, _ADJOINT[name], axes, dims, algorithm),)
 
 
 _run.defvjp(lambda x, *static: (_run(x, *static), None), _run_backward)

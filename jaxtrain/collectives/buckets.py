@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
     names: tuple[str, ...]
 
     def concatenate(self, leaves: Mapping[str, jax.Array]) -> Shaped[Array, " elements"]:
-        """All their elements, the leaves one after another."""
+        """Returns the elements of all its leaves, one leaf after another."""
         return jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
 
     def split(
@@ -45,10 +45,10 @@ class Bucket(NamedTuple):
 def buckets(
     leaves: Mapping[str, jax.Array], axes: Mapping[str, MeshAxes], small_leaf: int
 ) -> list[Bucket]:
-    """One bucket for the leaves of up to `small_leaf` elements of each set of axes and dtype, in
-    order of their first leaf. Leaves that are summed over no axes are in none."""
-    found: dict[tuple[MeshAxes, str], list[str]] = defaultdict(list)
+    """Returns one bucket for each set of axes and dtype, of leaves of up to `small_leaf` elements,
+    in order of their first leaf. Leaves that are summed over no axes are in none."""
+    groups: dict[tuple[MeshAxes, str], list[str]] = defaultdict(list)
     for name, leaf in leaves.items():
         if axes[name] and leaf.size <= small_leaf:
-            found[axes[name], str(leaf.dtype)].append(name)
-    return [Bucket(over, tuple(names)) for (over, _), names in found.items()]
+            groups[axes[name], str(leaf.dtype)].append(name)
+    return [Bucket(over, tuple(names)) for (over, _), names in groups.items()]

@@ -1,4 +1,4 @@
-"""Which algorithm moves what, in the explicit step."""
+"""Choice of algorithms for the collectives of the explicit step."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Collectives:
 
     @property
     def scatters(self) -> Exact:
-        """What scatters gradients of gathered weights."""
+        """Algorithm that scatters gradients of gathered weights."""
         return self.fsdp if self.weight_gradients is None else self.weight_gradients
 
     def __post_init__(self) -> None:
-        found = algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor)
+        violations = algorithm("fsdp", self.fsdp) + algorithm("tensor", self.tensor)
         if self.weight_gradients is not None:
-            found += algorithm("weight_gradients", self.weight_gradients)
+            violations += algorithm("weight_gradients", self.weight_gradients)
         if not isinstance(self.experts, Padded | Ragged):
-            found.append(
+            violations.append(
                 f"experts={self.experts!r} must say how rows travel; use Padded(), or Ragged()"
             )
-        raise_violations(found)
+        raise_violations(violations)
 
 
 def algorithm(name: str, value: object) -> list[str]:
@@ -59,6 +59,6 @@ def algorithm(name: str, value: object) -> list[str]:
     if isinstance(value, Exact):
         return []
     meant = value if isinstance(value, str) else getattr(value, "__name__", "")
-    near = [known for known in ("Lax", "Ring", "Recursive") if known.lower() in meant.lower()]
+    near = [kind for kind in ("Lax", "Ring", "Recursive") if kind.lower() in meant.lower()]
     use = f"{near[0]}()" if near else "Lax(), Ring() or Recursive()"
     return [f"{name}={value!r} must be an algorithm's value; use {name}={use}"]

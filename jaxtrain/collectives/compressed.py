@@ -57,11 +57,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class Compressed:
-    """How gradients are summed in fewer bytes.
+    """Sum of gradients in fewer bytes.
 
-    Error feedback makes up for what a codec loses where the update is linear in the gradient: SGD
-    without clipping. AdamW and `clip_norm` are not: with them `Sign` and `TopK` end well above the
-    exact run, while `Int8`, `Fp8` and a `PowerSGD` of some rank do not (experiments/LOG.md).
+    Error feedback compensates the errors of a codec if the update is linear in the gradient, as in
+    SGD without clipping. AdamW and `clip_norm` are not linear: with them `Sign` and `TopK` end well
+    above the exact run, while `Int8`, `Fp8` and a `PowerSGD` of some rank do not
+    (experiments/LOG.md).
 
     codec: `PowerSGD` for matrices by `powersgd_all_reduce`, any other by `compressed_all_reduce`.
       In training one error a leaf is kept on each device: there the owner's joins the same device's
@@ -90,14 +91,15 @@ class Compressed:
         raise_violations(violations)
 
     def _by_violations(self) -> list[str]:
-        by, others = self.by, "Lax(), Ring() or Recursive()"
-        if isinstance(by, type) or not hasattr(by, "all_reduce"):
-            return [f"by={by!r} is no algorithm; use {others}"]
-        if isinstance(self.codec, PowerSGD) or hasattr(by, "all_to_all"):
+        value, algorithms = self.by, "Lax(), Ring() or Recursive()"
+        if isinstance(value, type) or not hasattr(value, "all_reduce"):
+            return [f"by={value!r} is no algorithm; use {algorithms}"]
+        if isinstance(self.codec, PowerSGD) or hasattr(value, "all_to_all"):
             return []
         return [
-            f"by={by!r} makes sums only, and codec={self.codec!r} sends its bytes by an all-to-all "
-            f"and an all-gather; use by={others}, or codec=PowerSGD(), whose factors are sums"
+            f"by={value!r} makes sums only, and codec={self.codec!r} sends its bytes by an "
+            f"all-to-all and an all-gather; use by={algorithms}, or codec=PowerSGD(), whose "
+            "factors are sums"
         ]
 
     def at(self, step: int) -> Codec | PowerSGD | None:
@@ -107,9 +109,9 @@ class Compressed:
 
 
 class ErrorState(NamedTuple):
-    """What one device's encodings have lost and not yet sent: of its own numbers, and of the sums
-    in its tile. Over all devices, the workers' errors and the owners' errors joined are exactly
-    what the results so far lack of the true sums."""
+    """Errors of one device's encodings that are not sent yet: of its own numbers (worker), and of
+    the sums in its tile (owner). Over all devices, the workers' errors plus the owners' errors
+    joined are exactly the true sums less the results so far."""
 
     worker: Float32[Array, " size"]
     owner: Float32[Array, " tile"]
@@ -128,13 +130,13 @@ def compressed_all_reduce(
     axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
-    by: Algorithm,
+    algorithm: Algorithm,
 ) -> tuple[Float32[Array, " size"], ErrorState | None]:
-    """The sum over devices of `x`, nearly, with equal bits on all; and the next state.
+    """Returns the approximate sum of `x` over devices, with equal bits on all, and the next state.
 
-    Inside `jax.shard_map`. `key`: the same on all devices, another each step. `error` None: no
-    feedback. One device gets `x` and `error` back. A number that is not finite, in `x` or in a
-    sum, makes the result and the next state so: keep the old state where the step is skipped.
+    Runs inside `jax.shard_map`. `key`: the same on all devices, another each step. `error` None: no
+    feedback. One device gets `x` and `error` back. A number in `x` or in a sum that is not finite
+    makes the result and the next state not finite: keep the old state if the step is skipped.
     Raises ValueError for numbers or a state of another shape or dtype.
     """
     n = lax.axis_size(axes) if axes else 1
@@ -146,17 +148,17 @@ def compressed_all_reduce(
     # o <- sum + o - C(sum + o).
     size, tile, me = x.size, math.ceil(x.size / n), lax.axis_index(axes)
     x = vary(x, axes)
-    mine = x if error is None else x + error.worker
-    rows = jnp.pad(mine, (0, n * tile - size)).reshape(n, tile)
+    corrected = x if error is None else x + error.worker
+    rows = jnp.pad(corrected, (0, n * tile - size)).reshape(n, tile)
     payload, lost = encode_with_error(rows, codec, key, me)
-    arrived = all_to_all(payload, axes, 0, 0, by)
+    arrived = all_to_all(payload, axes, 0, 0, algorithm)
 
     total = codec.decode(arrived, tile, key).sum(0) + (0 if error is None else error.owner)
     # Padding that is not zero would enter the scales of the numbers beside it, and grow.
     inside = me * tile + jnp.arange(tile) < size
     total = jnp.where(inside, total, 0)
     payload, lost_sum = encode_with_error(total[None], codec, key, n + me)
-    gathered = all_gather(payload, axes, 0, by)
+    gathered = all_gather(payload, axes, 0, algorithm)
     result = codec.decode(gathered, tile, key).reshape(-1)[:size]
     if error is None:
         return result, None

@@ -71,20 +71,20 @@ class Int8:
     def encode(self, x: Numbers, key: Key[Array, ""], stream: Index) -> Payload:
         blocks = in_blocks(x, self.block)
         scale = greatest(blocks) / 127
-        whole = divide_by_scale(blocks, scale)
+        scaled = divide_by_scale(blocks, scale)
         if self.stochastic:
-            bits = jax.random.bits(jax.random.fold_in(key, stream), whole.shape, jnp.uint16)
-            whole = jnp.floor(whole + bits.astype(jnp.float32) / 2**16)
+            bits = jax.random.bits(jax.random.fold_in(key, stream), scaled.shape, jnp.uint16)
+            integers = jnp.floor(scaled + bits.astype(jnp.float32) / 2**16)
         else:
-            whole = jnp.round(whole)
-        # Scales are rounded, denormal ones coarsely: the quotient may pass 127.
-        whole = jnp.clip(whole, -127, 127).astype(jnp.int8)
-        return join_bytes(in_rows(whole, x.shape[1]), scale)
+            integers = jnp.round(scaled)
+        # Scales are rounded, denormal ones coarsely: the quotient may exceed 127.
+        integers = jnp.clip(integers, -127, 127).astype(jnp.int8)
+        return join_bytes(in_rows(integers, x.shape[1]), scale)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
-        whole = in_blocks(from_bytes(payload[:, :size], jnp.int8), self.block)
+        integers = in_blocks(from_bytes(payload[:, :size], jnp.int8), self.block)
         scale = from_bytes(payload[:, size:], jnp.float32)
-        return in_rows(whole.astype(jnp.float32) * scale[:, :, None], size)
+        return in_rows(integers.astype(jnp.float32) * scale[:, :, None], size)
 
     def at(self, step: int) -> Int8:
         return self
@@ -179,7 +179,7 @@ class TopK:
         raise_violations(ratio("density", self.density) + _ramp_violations(self.ramp))
 
     def kept(self, size: int) -> int:
-        """How many numbers of a row of `size` are sent: at least one."""
+        """Number of entries of a row of `size` that are sent: at least one."""
         return max(1, round(self.density * size))
 
     def payload_bytes(self, size: int) -> int:
@@ -192,15 +192,15 @@ class TopK:
         return join_bytes(values + not_finite(x), places)
 
     def decode(self, payload: Payload, size: int, key: Key[Array, ""]) -> Numbers:
-        n, kept = len(payload), self.kept(size)
-        values = from_bytes(payload[:, : 4 * kept], jnp.float32)
-        places = from_bytes(payload[:, 4 * kept :], jnp.int32)
+        n, count = len(payload), self.kept(size)
+        values = from_bytes(payload[:, : 4 * count], jnp.float32)
+        places = from_bytes(payload[:, 4 * count :], jnp.int32)
         rows = np.arange(n)[:, None]
         zeros = jnp.zeros((n, size), jnp.float32)
         return zeros.at[rows, places].set(values, unique_indices=True)
 
     def at(self, step: int) -> TopK:
-        return TopK(next((d for before, d in self.ramp if step < before), self.density))
+        return TopK(next((d for end, d in self.ramp if step < end), self.density))
 
 
 def _ramp_violations(ramp: object) -> list[str]:
@@ -209,13 +209,14 @@ def _ramp_violations(ramp: object) -> list[str]:
             f"ramp={ramp!r} must be a tuple of pairs (step, density); use for example "
             f"((1000, 0.25),), or () for none"
         ]
-    found = []
+    violations = []
     for i, (step, density) in enumerate(ramp):
-        found += count(f"ramp[{i}][0]", step) + ratio(f"ramp[{i}][1]", density)
+        violations += count(f"ramp[{i}][0]", step) + ratio(f"ramp[{i}][1]", density)
     steps = [step for step, _ in ramp]
-    if not found and sorted(set(steps)) != steps:
-        found.append(f"the steps of ramp must grow and are {steps}; use {sorted(set(steps))}")
-    return found
+    if not violations and sorted(set(steps)) != steps:
+        increasing = sorted(set(steps))
+        violations.append(f"the steps of ramp must grow and are {steps}; use {increasing}")
+    return violations
 
 
 LONGEST_STRETCH = 2**20
@@ -256,7 +257,7 @@ class RandomK:
         return 4 * math.ceil(size / self.stretch)
 
     def _drawn(self, key: Key[Array, ""], size: int) -> Bool[Array, "1 stretches stretch"]:
-        """Where the numbers that travel stand."""
+        """Returns the mask of the numbers that are sent, one in each stretch."""
         stretches = math.ceil(size / self.stretch)
         places = jax.random.randint(key, (stretches,), 0, self.stretch)
         return (places[:, None] == np.arange(self.stretch)[None])[None]

@@ -1,4 +1,4 @@
-"""What a platform does where the experiment leaves it open: collectives, by what was measured."""
+"""Default collectives of each platform, chosen by measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How devices stand to each other in a mixture of experts: who has which tokens and experts."""
+"""Tokens and experts of the devices among which a mixture of experts is split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtrain.collectives.vary import MeshAxes
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What a layer of experts is told of the devices beside its own.
+    """Mesh axes over which a layer of experts exchanges rows.
 
     tokens: mesh axes whose devices have other tokens of the same microbatch. counted: 1 on one of
     the devices that have the same tokens, 0 on the others of them. experts: mesh axes whose devices

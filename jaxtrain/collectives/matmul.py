@@ -42,9 +42,10 @@ this knows to multiply by, and the numbers of x may be mere bytes that travel.""
 )
 @dataclass(frozen=True)
 class Tiled:
-    """A weight that is multiplied by as it is, `whole` [k, columns], and whose gradient is summed
-    over the devices of the mesh axes `axes` while it is made: each gets its tile of dim `dim`, as
-    the gradient of `tile`, by `ring`. The gradient of `whole` is nothing.
+    """A weight whose gradient is summed over the mesh axes `axes` while it is computed.
+
+    Products read `whole`, [k, columns], whose gradient is None. Each device gets its tile along
+    `dim` of the summed gradient, by `ring`, as the gradient of `tile`.
 
     tile: of that shape and `dtype`, in which sums travel; its numbers are not read.
     """
@@ -62,12 +63,12 @@ class Tiled:
         dy: Shaped[Array, "tokens columns"],
         product: Product | None = None,
     ) -> Tiled:
-        """Of x @ w, from x and the cotangent dy of the product; of dim 1 its transpose is made.
-        product: as of `scattered_products`."""
+        """Returns the gradient for x @ w, from x and the cotangent dy of the product. For dim 1 the
+        transpose is computed. product: as in `scattered_products`."""
         left, right = (x, dy) if self.dim == 0 else (dy, x)
         scatter = PRODUCT_SCATTERS["weight gradients matmul"]
-        other: Any = {} if product is None else {"product": product}
-        tile = scatter((left.T,), (right,), self.axes, self.ring, self.dtype, **other)
+        option: Any = {} if product is None else {"product": product}
+        tile = scatter((left.T,), (right,), self.axes, self.ring, self.dtype, **option)
         return replace(self, whole=None, tile=tile if self.dim == 0 else tile.T)
 
 
@@ -111,14 +112,14 @@ def matmul_scatter(
     serves the weights too. Raises ValueError where n does not divide the tokens.
     """
     if not axes:
-        first, *others = (multiply(x, w) for x, w in zip(xs, weights, strict=True))
-        return sum(others, start=first)
+        first, *following = (multiply(x, w) for x, w in zip(xs, weights, strict=True))
+        return sum(following, start=first)
     check_divides(xs[0], axes, 0)
     return _matmul_scatter(_varied(xs, axes), _varied(weights, axes), axes, ring)
 
 
 def _varied(weights: Weights, axes: MeshAxes) -> Weights:
-    return jax.tree.map(lambda each: vary(each, axes), weights)
+    return jax.tree.map(lambda leaf: vary(leaf, axes), weights)
 
 
 def _wholes(weights: Weights) -> Matrices:
@@ -144,12 +145,13 @@ def gather_products(
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
 
-    def multiplied(outs: Gathered, tile: Shaped[Array, "tokens k"], at: Index) -> Gathered:
-        products, whole = outs
+    def multiplied(outs: Gathered, tile: Shaped[Array, "tokens k"], number: Index) -> Gathered:
+        products, gathered = outs
         placed = tuple(
-            put(out, product(tile, w), at, n, 0) for out, w in zip(products, weights, strict=True)
+            put(out, product(tile, w), number, n, 0)
+            for out, w in zip(products, weights, strict=True)
         )
-        return placed, put(whole, tile, at, n, 0)
+        return placed, put(gathered, tile, number, n, 0)
 
     def hop(carry: tuple[Gathered, Moving], way: int, h: Index) -> tuple[Gathered, Moving]:
         outs, moving = carry
@@ -188,11 +190,12 @@ def scattered_products(
         product = partial(_wide_product, wide=jnp.promote_types(xs[0].dtype, jnp.float32))
 
     def own_product(
-        xs: tuple[Shaped[Array, "_ _"], ...], at: Index
+        xs: tuple[Shaped[Array, "_ _"], ...], number: Index
     ) -> Float[Array, "tokens columns"]:
-        """Tile `at` of this device's own partial product."""
-        first, *others = (product(take(x, at, n, 0), w) for x, w in zip(xs, weights, strict=True))
-        return sum(others, start=first)
+        """Returns tile `number` of this device's own partial product."""
+        pairs = zip(xs, weights, strict=True)
+        first, *following = (product(take(x, number, n, 0), w) for x, w in pairs)
+        return sum(following, start=first)
 
     def hop(sums: Moving, way: int, h: Index) -> Moving:
         # No product before its hop: left free, a scheduler puts those of several rings behind the
@@ -254,18 +257,18 @@ def _gather_matmul(
 def _gather_matmul_forward(
     x: Float[Array, "tokens k"], weights: Weights, axes: MeshAxes, ring: Ring
 ) -> tuple[Matrices, tuple[Whole, Weights]]:
-    outs, whole = gather_products(x, _wholes(weights), axes, ring)
-    return outs, (whole, _kept(weights))
+    outs, gathered = gather_products(x, _wholes(weights), axes, ring)
+    return outs, (gathered, _kept(weights))
 
 
 def _gather_matmul_backward(
     axes: MeshAxes, ring: Ring, saved: tuple[Whole, Weights], dys: Matrices
 ) -> tuple[Float[Array, "tokens k"], Weights]:
-    whole, weights = saved
+    gathered, weights = saved
     transposed = tuple(w.T for w in _wholes(weights))
     scatter = PRODUCT_SCATTERS["column gradients matmul"]
-    dx = scatter(dys, transposed, axes, ring, whole.dtype)
-    dws = tuple(_gradient(w, whole, dy) for w, dy in zip(weights, dys, strict=True))
+    dx = scatter(dys, transposed, axes, ring, gathered.dtype)
+    dws = tuple(_gradient(w, gathered, dy) for w, dy in zip(weights, dys, strict=True))
     return dx, dws
 
 
@@ -283,8 +286,8 @@ def _matmul_scatter_backward(
     dy: Float[Array, "tokens columns"],
 ) -> tuple[Matrices, Weights]:
     xs, weights = saved
-    dxs, whole = gather_products(dy, tuple(w.T for w in _wholes(weights)), axes, ring)
-    return dxs, tuple(_gradient(w, x, whole) for w, x in zip(weights, xs, strict=True))
+    dxs, gathered = gather_products(dy, tuple(w.T for w in _wholes(weights)), axes, ring)
+    return dxs, tuple(_gradient(w, x, gathered) for w, x in zip(weights, xs, strict=True))
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import jax
 from jax import lax
 
-from jaxtrain.collectives import algorithm
+from jaxtrain.collectives import algorithm as collectives
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.vary import MeshAxes, same
@@ -35,9 +35,9 @@ def _sum(x: jax.Array, axes: MeshAxes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _all_reduce(x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
-    # Of the compiler's own sum types know that it is equal everywhere: they need not be told.
-    return _sum(x, axes) if isinstance(by, Lax) else same(by.all_reduce(x, axes), axes)
+def _all_reduce(x: jax.Array, axes: MeshAxes, reducer: AllReduce) -> jax.Array:
+    # JAX's types already know that the compiler's own sum is equal everywhere.
+    return _sum(x, axes) if isinstance(reducer, Lax) else same(reducer.all_reduce(x, axes), axes)
 
 
 SUMS: dict[str, Callable[[jax.Array, MeshAxes], jax.Array]] = {
@@ -61,21 +61,21 @@ GRADIENT_SUMS: dict[str, Callable[[jax.Array, MeshAxes, AllReduce], jax.Array]] 
 leaf; small leaves in buckets; either of them within the backward pass of their layer."""
 
 LINK_SUMS: dict[str, Callable[[jax.Array, MeshAxes, Algorithm], jax.Array]] = {
-    "slow links": algorithm.all_reduce,
+    "slow links": collectives.all_reduce,
 }
 """The all-reduce within a hierarchical one; its reduce-scatters are in SUM_SCATTERS."""
 
 SUM_SCATTERS: dict[str, Callable[[jax.Array, MeshAxes, int, Algorithm], jax.Array]] = {
-    "weight gradients": algorithm.reduce_scatter,
-    "optimizer gradients": algorithm.reduce_scatter,
-    "row": algorithm.reduce_scatter,
-    "column gradients": algorithm.reduce_scatter,
-    "embedding": algorithm.reduce_scatter,
-    "head gradients": algorithm.reduce_scatter,
-    "fast links": algorithm.reduce_scatter,
-    "pipeline output": algorithm.reduce_scatter,
-    "pipeline input gradients": algorithm.reduce_scatter,
-    "gathered key gradients": algorithm.reduce_scatter,
+    "weight gradients": collectives.reduce_scatter,
+    "optimizer gradients": collectives.reduce_scatter,
+    "row": collectives.reduce_scatter,
+    "column gradients": collectives.reduce_scatter,
+    "embedding": collectives.reduce_scatter,
+    "head gradients": collectives.reduce_scatter,
+    "fast links": collectives.reduce_scatter,
+    "pipeline output": collectives.reduce_scatter,
+    "pipeline input gradients": collectives.reduce_scatter,
+    "gathered key gradients": collectives.reduce_scatter,
 }
 """Reduce-scatters: adjoint of the FSDP gather; gradients to ZeRO-1/2 owners; outputs of row-split
 matmuls; adjoint of the token gather; vocabulary-parallel lookup; input gradient of the head; those
@@ -90,25 +90,27 @@ def sum_over(name: str, x: jax.Array, axes: MeshAxes) -> jax.Array:
     return SUMS[name](x, axes) if axes else x
 
 
-def gradient_sum(name: str, x: jax.Array, axes: MeshAxes, by: AllReduce) -> jax.Array:
-    """A gradient summed over `axes` by the reducer `by`; typed as equal on all their devices. Names
-    are those of GRADIENT_SUMS."""
-    return GRADIENT_SUMS[name](x, axes, by) if axes else x
+def gradient_sum(name: str, x: jax.Array, axes: MeshAxes, reducer: AllReduce) -> jax.Array:
+    """Returns a gradient summed over `axes`, typed as equal on all their devices. Names are those
+    of GRADIENT_SUMS."""
+    return GRADIENT_SUMS[name](x, axes, reducer) if axes else x
 
 
-def link_sum(name: str, x: jax.Array, axes: MeshAxes, by: Algorithm) -> jax.Array:
-    """A sum over `axes` by the algorithm `by`, typed as varying: one level of a hierarchical sum.
-    Names are those of LINK_SUMS."""
-    return LINK_SUMS[name](x, axes, by) if axes else x
+def link_sum(name: str, x: jax.Array, axes: MeshAxes, algorithm: Algorithm) -> jax.Array:
+    """Returns a sum over `axes`, typed as varying: one level of a hierarchical sum. Names are those
+    of LINK_SUMS."""
+    return LINK_SUMS[name](x, axes, algorithm) if axes else x
 
 
-def sum_scatter(name: str, x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
-    """A sum over `axes` of which each device keeps its tile of `dim`, as `lax.psum_scatter` does.
-    Names are those of SUM_SCATTERS. Raises ValueError where the devices do not divide the dim."""
-    return SUM_SCATTERS[name](x, axes, dim, by) if axes else x
+def sum_scatter(
+    name: str, x: jax.Array, axes: MeshAxes, dim: int, algorithm: Algorithm
+) -> jax.Array:
+    """Returns this device's tile of `dim` of the sum over `axes`, as `lax.psum_scatter` does. Names
+    are those of SUM_SCATTERS. Raises ValueError if the devices do not divide the dim."""
+    return SUM_SCATTERS[name](x, axes, dim, algorithm) if axes else x
 
 
-def all_gather(x: jax.Array, axes: MeshAxes, dim: int, by: Algorithm) -> jax.Array:
-    """The tiles of `dim` from all devices of `axes`, joined in order of their numbers, as
-    `lax.all_gather(tiled=True)` does; no reduction, so it has no name."""
-    return algorithm.all_gather(x, axes, dim, by)
+def all_gather(x: jax.Array, axes: MeshAxes, dim: int, algorithm: Algorithm) -> jax.Array:
+    """Returns the tiles of `dim` from all devices of `axes`, joined in order of their numbers, as
+    `lax.all_gather(tiled=True)` does. It is no reduction, so it has no name."""
+    return collectives.all_gather(x, axes, dim, algorithm)

@@ -51,13 +51,13 @@ def after(tree: Tree, done: PyTree) -> Tree:
 
 
 def _never_on_cpu(*done: jax.Array) -> Bool[Array, ""]:
-    """False: no element is both equal and unequal to itself. A compiler that may not assume
-    numbers to be numbers does not know that, and makes `done` first."""
-    found = jnp.zeros((), bool)
+    """Returns False: no element is both equal and unequal to itself. A compiler that must respect
+    NaN cannot know that, and computes `done` first."""
+    never = jnp.zeros((), bool)
     for leaf in done:
         first = leaf[(0,) * leaf.ndim].astype(jnp.float32)
-        found |= (first == first) & (first != first)
-    return found
+        never |= (first == first) & (first != first)
+    return never
 
 
 _never = Primitive("never")
@@ -65,14 +65,14 @@ _never.def_impl(lambda *done: jnp.zeros((), bool))
 
 
 @_never.def_abstract_eval
-def _one_bool(first: ShapedArray, *others: ShapedArray) -> ShapedArray:
+def _one_bool(first: ShapedArray, *following: ShapedArray) -> ShapedArray:
     kind = first.manual_axis_type
-    found = (each.manual_axis_type.varying for each in (first, *others))
+    varying = (operand.manual_axis_type.varying for operand in (first, *following))
     return first.update(
         shape=(),
         dtype=jnp.dtype(bool),
         weak_type=False,
-        manual_axis_type=kind.update(varying=frozenset[str]().union(*found)),
+        manual_axis_type=kind.update(varying=frozenset[str]().union(*varying)),
     )
 
 

@@ -45,7 +45,7 @@ class PowerSGD:
 
 
 class PowerSGDState(NamedTuple):
-    """What one device carries to the next step."""
+    """State that one device carries to the next step."""
 
     error: Float32[Array, "*stack rows cols"] | None
     """Each device's own: what its matrices lack in the estimates so far. None: no feedback."""
@@ -66,14 +66,14 @@ def powersgd_all_reduce(
     matrices: Float32[Array, "*stack rows cols"],
     state: PowerSGDState,
     axes: MeshAxes,
-    by: AllReduce,
+    reducer: AllReduce,
 ) -> tuple[Float32[Array, "*stack rows cols"], PowerSGDState]:
-    """The sum over devices of `matrices`, projected on `rank` directions, with equal bits on all
-    where `by` sums so; and the next state.
+    """Returns the sum over devices of `matrices`, projected on `rank` directions, and the next
+    state. Bits are equal on all devices if the sums of `reducer` are.
 
-    Inside `jax.shard_map`. One device gets `matrices` and `state` back. A number that is not finite
-    makes the result and the next errors so: keep the old state where the step is skipped. Raises
-    ValueError for a shape that is no matrix, or too small for the rank.
+    Runs inside `jax.shard_map`. One device gets `matrices` and `state` back. A number that is not
+    finite makes the result and the next errors not finite: keep the old state if the step is
+    skipped. Raises ValueError for a shape that is no matrix, or too small for the rank.
     """
     rank, shape = state.q.shape[-1], matrices.shape
     if len(shape) < 2 or rank > min(shape[-2:]):
@@ -88,14 +88,14 @@ def powersgd_all_reduce(
     # Vogels et al. 2019, algorithm 1, M = sum over n devices of M_i and E_i the errors:
     #   P = orthonormal(sum (M_i + E_i) Q),  Q' = sum (M_i + E_i)^T P,  M ~ P Q'^T,
     #   E_i <- M_i + E_i - P Q'^T / n.  They take means where we take sums.
-    mine = matrices if state.error is None else matrices + state.error
-    p, _ = jnp.linalg.qr(by.all_reduce(_matmul(mine, q), axes))
-    right = by.all_reduce(_matmul(mine.mT, p), axes)
+    corrected = matrices if state.error is None else matrices + state.error
+    p, _ = jnp.linalg.qr(reducer.all_reduce(_matmul(corrected, q), axes))
+    right = reducer.all_reduce(_matmul(corrected.mT, p), axes)
     estimate = _matmul(p, right.mT)
     # A direction in which the sum is zero keeps its last column: from zeros it would not return.
     top = jnp.abs(right).max(-2, keepdims=True)
     q = jnp.where(top > 0, right / top, q)
-    error = None if state.error is None else mine - estimate / n
+    error = None if state.error is None else corrected - estimate / n
     return estimate, PowerSGDState(error, q)
 
 

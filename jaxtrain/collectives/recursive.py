@@ -86,20 +86,20 @@ class Recursive:
         n = lax.axis_size(axes)
         rank = (lax.axis_index(axes) - root) % n
         steps = _powers(n)
-        held = jnp.roll(tiles(x, n, dim), -root, axis=0)  # by rank, the root's own first
-        held = jnp.pad(held, [(0, (1 << len(steps)) - n)] + [(0, 0)] * (held.ndim - 1))
+        stack = jnp.roll(tiles(x, n, dim), -root, axis=0)  # by rank, the root's own first
+        stack = jnp.pad(stack, [(0, (1 << len(steps)) - n)] + [(0, 0)] * (stack.ndim - 1))
         for distance in reversed(steps):
-            arrived = permute(held[distance:], axes, _tree_pairs(n, root, distance))
-            held = jnp.where(rank % (2 * distance) == distance, arrived, held[:distance])
-        return jnp.moveaxis(held[0], 0, dim)
+            arrived = permute(stack[distance:], axes, _tree_pairs(n, root, distance))
+            stack = jnp.where(rank % (2 * distance) == distance, arrived, stack[:distance])
+        return jnp.moveaxis(stack[0], 0, dim)
 
     def gather(self, x: jax.Array, axes: MeshAxes, dim: int, root: int) -> jax.Array:
         n = lax.axis_size(axes)
-        held = jnp.moveaxis(x, dim, 0)[None]
+        stack = jnp.moveaxis(x, dim, 0)[None]
         for distance in _powers(n):
             pairs = [(b, a) for a, b in _tree_pairs(n, root, distance)]
-            held = jnp.concatenate([held, permute(held, axes, pairs)])
-        return only_on(root, join_tiles(jnp.roll(held[:n], root, axis=0), dim), axes)
+            stack = jnp.concatenate([stack, permute(stack, axes, pairs)])
+        return only_on(root, join_tiles(jnp.roll(stack[:n], root, axis=0), dim), axes)
 
 
 def _doubling_gather(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
@@ -107,14 +107,14 @@ def _doubling_gather(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
     # k + 1 bits; they lie side by side, at their place in the result.
     n, me, size = lax.axis_size(axes), lax.axis_index(axes), x.shape[dim]
     shape = [*x.shape[:dim], n * size, *x.shape[dim + 1 :]]
-    whole = vary(lax.empty(tuple(shape), x.dtype), varying_axes(x))
-    whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
+    out = vary(lax.empty(tuple(shape), x.dtype), varying_axes(x))
+    out = lax.dynamic_update_slice_in_dim(out, x, me * size, dim)
     for distance in _powers(n):
-        mine = me // distance * distance
-        sent = lax.dynamic_slice_in_dim(whole, mine * size, distance * size, dim)
+        first = me // distance * distance
+        sent = lax.dynamic_slice_in_dim(out, first * size, distance * size, dim)
         arrived = permute(sent, axes, [(i, i ^ distance) for i in range(n)])
-        whole = lax.dynamic_update_slice_in_dim(whole, arrived, (mine ^ distance) * size, dim)
-    return whole
+        out = lax.dynamic_update_slice_in_dim(out, arrived, (first ^ distance) * size, dim)
+    return out
 
 
 def _halving_scatter(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
@@ -122,21 +122,21 @@ def _halving_scatter(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     for distance in reversed(_powers(n)):
         half = x.shape[dim] // 2
-        mine = me // distance % 2
-        sent = lax.dynamic_slice_in_dim(x, (1 - mine) * half, half, dim)
-        kept = lax.dynamic_slice_in_dim(x, mine * half, half, dim)
-        x = kept + permute(sent, axes, [(i, i ^ distance) for i in range(n)])
+        side = me // distance % 2
+        sent = lax.dynamic_slice_in_dim(x, (1 - side) * half, half, dim)
+        own = lax.dynamic_slice_in_dim(x, side * half, half, dim)
+        x = own + permute(sent, axes, [(i, i ^ distance) for i in range(n)])
     return x
 
 
 def _bruck_gather(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
-    # Bruck et al. 1997: with m tiles held, min(m, n - m) come from the device m further on, so
-    # that m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
+    # Bruck et al. 1997: a device with m tiles gets min(m, n - m) from the device m further on, so
+    # m doubles in each step: ceil(log2 n) steps, (n - 1)/n of the result's bytes.
     n = lax.axis_size(axes)
-    held = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
-    while len(held) < n:
-        held = jnp.concatenate([held, shift(held[: n - len(held)], axes, -len(held))])
-    return join_tiles(jnp.roll(held, lax.axis_index(axes), axis=0), dim)
+    stack = jnp.moveaxis(x, dim, 0)[None]  # tiles me, me + 1, ...
+    while len(stack) < n:
+        stack = jnp.concatenate([stack, shift(stack[: n - len(stack)], axes, -len(stack))])
+    return join_tiles(jnp.roll(stack, lax.axis_index(axes), axis=0), dim)
 
 
 def _bruck_scatter(x: jax.Array, axes: MeshAxes, dim: int) -> jax.Array:
@@ -169,7 +169,7 @@ def tiles(x: jax.Array, n: int, dim: int) -> Shaped[Array, "{n} size *rest"]:
     return front.reshape(n, len(front) // n, *front.shape[1:])
 
 
-def join_tiles(stack: Shaped[Array, "n size *rest"], dim: int) -> jax.Array:
+def join_tiles(stack: Shaped[Array, "n size *inner"], dim: int) -> jax.Array:
     """Inverse of `tiles`."""
-    n, size, *rest = stack.shape
-    return jnp.moveaxis(stack.reshape(n * size, *rest), 0, dim)
+    n, size, *inner = stack.shape
+    return jnp.moveaxis(stack.reshape(n * size, *inner), 0, dim)

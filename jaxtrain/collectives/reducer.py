@@ -1,6 +1,6 @@
-"""How gradients are summed over the devices that hold a leaf whole: a field of the experiment.
+"""Sums of gradients over the devices that have the same part of a leaf: a field of the experiment.
 
-Every algorithm's `all_reduce` is a reducer, and so is one made of several of them.
+Every algorithm's `all_reduce` is a reducer; a reducer may also combine several algorithms.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class Ring:
         chains = self.chains(n)
         length = dict(chains)
 
-        def tile(at: Index) -> jax.Array:
-            return take(x, at, n, dim)
+        def tile(number: Index) -> jax.Array:
+            return take(x, number, n, dim)
 
         def hop(sums: Moving, way: int, h: Index) -> Moving:
             # What started `hops` devices before its owner gathers a tile at each it passes.
@@ -187,8 +187,8 @@ class Ring:
         def forwarded(carry: Placed, way: int, h: Index) -> Placed:
             out, moving = carry
             arrived = shift(moving[way], axes, way)
-            mine = lax.dynamic_index_in_dim(arrived, h - 1, 0, keepdims=False)
-            return put(out, mine, me - way * h, n, concat), moving | {way: arrived}
+            own = lax.dynamic_index_in_dim(arrived, h - 1, 0, keepdims=False)
+            return put(out, own, me - way * h, n, concat), moving | {way: arrived}
 
         leaving = {
             way: jnp.stack([take(x, me + way * h, n, split) for h in range(1, hops + 1)])
@@ -204,9 +204,9 @@ def each_of(numbers: range, act: Callable[[Index, Carry], Carry], carry: Carry) 
     return carry
 
 
-def shift(x: jax.Array, axes: MeshAxes, by: int) -> jax.Array:
-    """`x` sent `by` devices to the right: device i gets what i - by holds, numbers modulo n."""
-    return permute(x, axes, [(i, i + by) for i in range(lax.axis_size(axes))])
+def shift(x: jax.Array, axes: MeshAxes, distance: int) -> jax.Array:
+    """Sends `x` to the right: device i gets that of device i - distance, numbers modulo n."""
+    return permute(x, axes, [(i, i + distance) for i in range(lax.axis_size(axes))])
 
 
 def permute(x: jax.Array, axes: MeshAxes, pairs: list[tuple[int, int]]) -> jax.Array:
@@ -224,19 +224,19 @@ def permute(x: jax.Array, axes: MeshAxes, pairs: list[tuple[int, int]]) -> jax.A
     )
 
 
-def take(x: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
-    """Tile number `at` (modulo n) of the n into which `dim` is cut."""
+def take(x: jax.Array, number: Index, n: int, dim: int) -> jax.Array:
+    """Returns tile `number` (modulo n) of the n tiles of `dim`."""
     size = x.shape[dim] // n
     if x.shape[dim] <= INT32_MAX:
-        return lax.dynamic_slice_in_dim(x, at % n * size, size, dim)
-    return lax.dynamic_index_in_dim(_tiles(x, n, dim), at % n, dim, keepdims=False)
+        return lax.dynamic_slice_in_dim(x, number % n * size, size, dim)
+    return lax.dynamic_index_in_dim(_tiles(x, n, dim), number % n, dim, keepdims=False)
 
 
-def put(out: jax.Array, tile: jax.Array, at: Index, n: int, dim: int) -> jax.Array:
-    """`out` with `tile` in the place of its tile number `at` (modulo n) of n along `dim`."""
+def put(out: jax.Array, tile: jax.Array, number: Index, n: int, dim: int) -> jax.Array:
+    """Returns `out` with `tile` as its tile `number` (modulo n) of n along `dim`."""
     if out.shape[dim] <= INT32_MAX:
-        return lax.dynamic_update_slice_in_dim(out, tile, at % n * tile.shape[dim], dim)
-    tiles = lax.dynamic_update_index_in_dim(_tiles(out, n, dim), tile, at % n, dim)
+        return lax.dynamic_update_slice_in_dim(out, tile, number % n * tile.shape[dim], dim)
+    tiles = lax.dynamic_update_index_in_dim(_tiles(out, n, dim), tile, number % n, dim)
     return tiles.reshape(out.shape)
 
 

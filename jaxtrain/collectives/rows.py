@@ -22,8 +22,8 @@ from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
 
 
 class Parts(NamedTuple):
-    """Of each other device: rows that go to it, and the first of them; rows that come from it, and
-    the first of them where it has them."""
+    """Rows to exchange with each other device: the number that go to it and the first of them; the
+    number that come from it, and the first of them on that device."""
 
     going: Int[Array, " devices"]
     begins: Int[Array, " devices"]
@@ -32,12 +32,12 @@ class Parts(NamedTuple):
 
 
 class RowExchange(Protocol):
-    """How such rows travel. Inside `jax.shard_map`, over mesh axes `axes`."""
+    """Exchange of such rows, inside `jax.shard_map`, over mesh axes `axes`."""
 
     @property
     def packed(self) -> bool:
-        """Whether a device's rows lie close together before they go; else each other device's
-        begin at a multiple of `room`, as `there` leaves them."""
+        """True if a device's rows are contiguous before they are sent. Else the rows for each other
+        device begin at a multiple of `room`, as `there` leaves them."""
         ...
 
     def there(
@@ -100,8 +100,8 @@ class Ragged:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _there(axes: MeshAxes, room: int, rows: jax.Array, parts: Parts) -> jax.Array:
-    devices, mine = len(parts.going), lax.axis_index(axes)
-    places = jnp.full(devices, mine * room, parts.begins.dtype)
+    devices, device = len(parts.going), lax.axis_index(axes)
+    places = jnp.full(devices, device * room, parts.begins.dtype)
     sizes = parts.going, places, parts.coming
     return _ragged(rows, devices * room, parts.begins, *sizes, axes)
 
@@ -123,13 +123,14 @@ def _ragged(
     coming: jax.Array,
     axes: MeshAxes,
 ) -> jax.Array:
-    """Zeros, `places` rows of them, with what comes laid into them."""
+    """Returns `places` rows: those that `lax.ragged_all_to_all` brings at their offsets, else
+    zeros. begins, sizes, begins_there, coming: its offsets and sizes, in its order."""
     offsets = begins, sizes, begins_there, coming
     all_axes = varying_axes(rows, *offsets)
     empty = vary(jnp.zeros((places, *rows.shape[1:]), rows.dtype), all_axes)
-    given = (vary(each, all_axes) for each in offsets)
+    varied = (vary(offset, all_axes) for offset in offsets)
     name = axes if len(axes) > 1 else axes[0]
-    return lax.ragged_all_to_all(vary(rows, all_axes), empty, *given, axis_name=name)
+    return lax.ragged_all_to_all(vary(rows, all_axes), empty, *varied, axis_name=name)
 
 
 _there.defvjp(

@@ -28,7 +28,7 @@ def stack_tiles(x: Shaped[Array, ...], dim: int, tiles: int) -> Shaped[Array, "{
 
     def sliced(x: jax.Array) -> jax.Array:
         starts = range(0, x.shape[dim], size)
-        return jnp.stack([lax.slice_in_dim(x, at, at + size, axis=dim) for at in starts])
+        return jnp.stack([lax.slice_in_dim(x, i, i + size, axis=dim) for i in starts])
 
     if dim == 0 or not 1 < tiles <= MOST_SLICES or not x.size:
         return transposed(x)

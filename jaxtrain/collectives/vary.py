@@ -1,4 +1,4 @@
-"""What JAX's types know of a value inside shard_map: over which mesh axes it may differ."""
+"""Types of values inside shard_map: the mesh axes over which a value may differ."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ a layer, a microbatch."""
 
 
 def varying_axes(*arrays: jax.typing.ArrayLike) -> MeshAxes:
-    """The mesh axes over which any of them may differ, sorted; () outside shard_map and wherever
-    types are not checked."""
-    found = (jax.typeof(x).manual_axis_type.varying for x in arrays)
-    return tuple(sorted(frozenset[str]().union(*found)))
+    """Returns the mesh axes over which any of them may differ, sorted; () outside shard_map and
+    where types are not checked."""
+    varying = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+    return tuple(sorted(frozenset[str]().union(*varying)))
 
 
 def vary(x: jax.Array, axes: MeshAxes) -> jax.Array:
@@ -32,15 +32,15 @@ def vary(x: jax.Array, axes: MeshAxes) -> jax.Array:
 
 
 def same(x: jax.Array, axes: MeshAxes) -> jax.Array:
-    """`x` typed as equal on all devices of `axes` (nothing moves, nothing is looked at).
+    """Returns `x` typed as equal on all devices of `axes`; nothing is sent or compared.
 
-    For the result of a sum made of permutes, which JAX cannot know to be equal: whoever calls this
-    vouches for it, and a test of the algorithm has to show it. A value that types know to be equal
-    needs no word: leave those to the types.
+    For the result of a sum made of permutes, which JAX cannot know to be equal. The caller must be
+    sure of it, and a test of the algorithm must show it. Not for values that types already know to
+    be equal.
     """
     varying = varying_axes(x)
-    known = tuple(a for a in axes if a in varying)
-    return _same.bind(x, axes=known) if known else x
+    typed = tuple(a for a in axes if a in varying)
+    return _same.bind(x, axes=typed) if typed else x
 
 
 _same = Primitive("same_on_all_devices")

@@ -1,8 +1,8 @@
-"""What compressed sums of gradients carry from step to step, and where it lives.
+"""State that compressed sums of gradients carry from step to step, and its sharding.
 
-An encoding's losses are kept on the device that made them and join its next gradients. So the train
-state has a dim of devices here, the only place where it knows of a mesh: on another one the sum of
-the residuals is what is kept (`redistribute`).
+The error of an encoding stays on the device that made it and is added to its next gradients. So
+these leaves have a dim of devices, and only here does the train state depend on the mesh. A change
+of the mesh preserves the sum of the errors (`redistribute`).
 """
 
 from __future__ import annotations
@@ -42,17 +42,21 @@ class MatrixDims(NamedTuple):
 
 
 class CompressedLeaf(NamedTuple):
-    """A compressed leaf on a mesh: `whole` are the axes it is summed over, `split` the others that
-    its part depends on, both in mesh order."""
+    """A compressed leaf on a mesh.
+
+    summed: mesh axes that it is summed over, in mesh order.
+    split: the other axes, which its part depends on, in mesh order.
+    sizes: of every mesh axis.
+    """
 
     leaf: Leaf
-    whole: tuple[str, ...]
+    summed: tuple[str, ...]
     split: tuple[str, ...]
     sizes: Mapping[str, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part one device sums."""
+        """Shape of the part that one device sums."""
         leaf = self.leaf
         divided = zip(leaf.shape, leaf.optimizer, strict=True)
         return tuple(n // ways(axes, self.sizes) for n, axes in divided)
@@ -64,8 +68,8 @@ class CompressedLeaf(NamedTuple):
         return MatrixDims(*(math.prod(self.shape[d] for d in side) for side in sides))
 
     def takes(self, codec: Codec | PowerSGD | None) -> bool:
-        """Whether the codec can act: PowerSGD needs as many rows and columns as its rank."""
-        if not self.whole or codec is None:
+        """True if the codec can be used: PowerSGD needs as many rows and columns as its rank."""
+        if not self.summed or codec is None:
             return False
         sides = self.matrices
         return not isinstance(codec, PowerSGD) or codec.rank <= min(sides.rows, sides.cols)
@@ -78,9 +82,10 @@ def compressed_parts(
     sizes: Mapping[str, int],
     layout: StageLayout | None = None,
 ) -> dict[str, CompressedLeaf]:
-    """The leaves a compressed reducer encodes; the same ones on every mesh. Those of up to
-    `small_leaf` elements are summed exactly, and for PowerSGD what is no matrix. `layout`: of a
-    pipeline, whose padding does not count."""
+    """Returns the leaves that a compressed reducer encodes, the same on every mesh.
+
+    Leaves of up to `small_leaf` elements are summed exactly; PowerSGD also leaves out everything
+    that is no matrix. layout: of a pipeline, whose padding does not count."""
     if not isinstance(reducer, Compressed):
         return {}
     parts = {}
@@ -95,8 +100,8 @@ def compressed_parts(
         if isinstance(reducer.codec, PowerSGD) and not matrices(leaf.axes):
             continue
         used = {a for dim in leaf.optimizer for a in dim}
-        whole = tuple(a for a in sizes if a not in used)
-        parts[name] = CompressedLeaf(leaf, whole, tuple(a for a in sizes if a in used), sizes)
+        summed = tuple(a for a in sizes if a not in used)
+        parts[name] = CompressedLeaf(leaf, summed, tuple(a for a in sizes if a in used), sizes)
     return parts
 
 
@@ -109,7 +114,7 @@ def no_residuals(
     state: Residuals = {"tripped": jnp.int32(-1)}
     if reducer.error_feedback:
         state["errors"] = {
-            name: jnp.zeros((ways(part.whole, part.sizes), *part.leaf.shape), jnp.float32)
+            name: jnp.zeros((ways(part.summed, part.sizes), *part.leaf.shape), jnp.float32)
             for name, part in parts.items()
         }
     if isinstance(reducer.codec, PowerSGD):
@@ -128,43 +133,43 @@ def _first_factor(
 
 
 def codec_state(residuals: Residuals) -> Residuals:
-    """Those that the sums themselves read and write."""
+    """Returns the residuals that the sums read and write: all but the guard's step."""
     return {name: tree for name, tree in residuals.items() if name != "tripped"}
 
 
 def usable_codec_state(residuals: Residuals) -> Residuals:
-    """`codec_state` as a step may add them. Once the guard has tripped no error is: it is what a
-    codec left that was given up."""
-    found = codec_state(residuals)
-    if "errors" in found:
-        given_up = residuals["tripped"] >= 0
-        found["errors"] = {k: jnp.where(given_up, 0.0, e) for k, e in found["errors"].items()}
-    return found
+    """Returns `codec_state` for use in a step. Once the guard has tripped, errors are zero: the
+    codec that left them is not trusted any more."""
+    state = codec_state(residuals)
+    if "errors" in state:
+        distrusted = residuals["tripped"] >= 0
+        state["errors"] = {k: jnp.where(distrusted, 0.0, e) for k, e in state["errors"].items()}
+    return state
 
 
 def residual_splits(abstract: Residuals, parts: Mapping[str, CompressedLeaf]) -> dict[str, Any]:
-    """How every leaf of the residuals is split: each device has its own."""
+    """Mesh axes of every dim of the residuals, which are different on each device."""
     splits: dict[str, Any] = {"tripped": ()} if abstract else {}
     if "errors" in abstract:
-        splits["errors"] = {k: (part.whole, *part.leaf.optimizer) for k, part in parts.items()}
+        splits["errors"] = {k: (part.summed, *part.leaf.optimizer) for k, part in parts.items()}
     if "factors" in abstract:
         splits["factors"] = {k: (part.split, (), (), ()) for k, part in parts.items()}
     return splits
 
 
 def residual_axes(abstract: Residuals, axes: Mapping[str, LogicalAxes]) -> dict[str, Any]:
-    """The logical axes of errors; () of the others. `axes`: of the parameters."""
-    found = jax.tree.map(lambda leaf: (), abstract)
+    """Logical axes of the residuals: those of the parameters (`axes`) for errors, else ()."""
+    logical = jax.tree.map(lambda leaf: (), abstract)
     if "errors" in abstract:
-        found["errors"] = {k: (None, *axes[k]) for k in abstract["errors"]}
-    return found
+        logical["errors"] = {k: (None, *axes[k]) for k in abstract["errors"]}
+    return logical
 
 
 def stored_splits(
     abstract: Residuals, splits: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """As `residual_splits` for residuals of the shapes that were `stored` (by path below
-    `residuals`), on another mesh: the devices' dim is whole where it is another."""
+    """Returns `residual_splits` for residuals with the shapes in `stored` (by path below
+    `residuals`), saved on another mesh. A dim of devices that has another size is not split."""
 
     def fits(path: KeyPath, leaf: jax.ShapeDtypeStruct, split: Dims) -> Dims:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -176,9 +181,9 @@ def stored_splits(
 
 
 def redistribute(stored: Residuals, abstract: Residuals, first: Residuals) -> Residuals:
-    """Residuals of another mesh on this one. Errors of a leaf are summed and dealt out in equal
-    shares, so that their sum stays what it was (to rounding; exactly for powers of two). Factors
-    of another shape begin again as in `first`: only the speed of PowerSGD's approach is in them."""
+    """Returns residuals of another mesh for this one. Errors of a leaf are summed and divided into
+    equal shares, which preserves their sum (exactly for powers of two, else to rounding). Factors
+    of another shape start again as in `first`; they affect only how fast PowerSGD converges."""
     out = dict(stored)
     if "errors" in abstract:
         out["errors"] = {
@@ -196,7 +201,7 @@ def redistribute(stored: Residuals, abstract: Residuals, first: Residuals) -> Re
 def _deal_out(
     error: Float32[Array, " devices *shape"], count: int
 ) -> Float32[Array, " count *shape"]:
-    """Equal shares of the sum of all devices' errors, for `count` devices."""
+    """Returns equal shares of the sum of all devices' errors, for `count` devices."""
     if len(error) == count:
         return error
     share = error.sum(0, keepdims=True) / count

@@ -1,7 +1,7 @@
-"""Sums of gradients by a compressed reducer: which program a step is, and what it does on a device.
+"""Sums of gradients by a compressed reducer: the choice of a step's program, and the sums.
 
-Whether a step is exact, and with which codec, is the host's choice among compiled steps: on the
-device it would be a branch that holds collectives.
+The host chooses among compiled steps: exact sums, or sums by a codec. On the device this choice
+would be a branch that contains collectives.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ Arrays = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """One of a run's compiled steps. codec None: sums are exact, and what earlier ones lack is
-    added unless the guard has tripped. measured: the exact sums are made too, and the distance to
-    them is in the metrics."""
+    """One of a run's compiled steps.
+
+    codec: None for exact sums, to which the errors of earlier steps are added unless the guard has
+        tripped.
+    measured: exact sums are computed too, and the distance to them is in the metrics.
+    """
 
     codec: Any = None
     measured: bool = False
 
 
 def choose(reducer: Reducer | None, step: int, tripped: int) -> Choice:
-    """The program of step `step`, counted from 0. `tripped`: the step the guard refused, or -1; the
-    host knows of it two steps later, when it dispatches `tripped + 2`, and stays exact from there
-    on. The same after a resume, since the step is part of the state."""
+    """Returns the program of step `step`, counted from 0.
+
+    tripped: the step that the guard refused, or -1. The host learns of it when it dispatches step
+    `tripped + 2`, and sums exactly from there on. A resumed run does the same, since the refused
+    step is part of the state."""
     if not isinstance(reducer, Compressed) or 0 <= tripped <= step - 2:
         return Choice()
     codec, guard = reducer.at(step), reducer.guard
@@ -52,14 +57,18 @@ def choose(reducer: Reducer | None, step: int, tripped: int) -> Choice:
 
 
 def program_key(batch: int, choice: Choice) -> int | tuple[int, Choice]:
-    """Under which a compiled step is kept: the batch size, for exact sums alone."""
+    """Key of a compiled step: the batch size, and the choice unless sums are exact."""
     return batch if choice == Choice() else (batch, choice)
 
 
 @dataclass
 class GuardReader:
-    """The host's side of the guard: `step` is the next to dispatch; it reads the metrics of the
-    step before the last, which are there while the last one runs."""
+    """The host's side of the guard.
+
+    It reads the metrics of the step before the last, which exist while the last one runs.
+    step: the next to dispatch. tripped: the step that the guard refused, or -1.
+    unread: the guard's metric of the last steps.
+    """
 
     step: int = 0
     tripped: int = -1
@@ -67,9 +76,9 @@ class GuardReader:
 
     def choose(self, reducer: Reducer | None) -> Choice:
         if len(self.unread) > 1:
-            seen = self.unread.pop(0)
-            if seen is not None and self.tripped < 0:
-                self.tripped = int(seen)
+            tripped = self.unread.pop(0)
+            if tripped is not None and self.tripped < 0:
+                self.tripped = int(tripped)
         return choose(reducer, self.step, self.tripped)
 
     def push(self, metrics: Mapping[str, Any]) -> None:
@@ -78,7 +87,7 @@ class GuardReader:
 
 
 class CompressedSums(NamedTuple):
-    """What one program does with the leaves that the reducer compresses."""
+    """Sums of the compressed leaves in one program."""
 
     reducer: Compressed
     parts: Mapping[str, CompressedLeaf]
@@ -87,14 +96,14 @@ class CompressedSums(NamedTuple):
     def sum(
         self, grads: Arrays, residuals: Residuals, unit: jax.Array, key: jax.Array
     ) -> tuple[Arrays, Residuals, Arrays]:
-        """Inside shard_map: (sums over `CompressedLeaf.whole`, residuals after, exact sums where
-        measured).
+        """Returns (sums over `CompressedLeaf.summed`, updated residuals, exact sums if measured).
+        Runs inside shard_map.
 
-        unit: what makes sums means. Residuals are means, so that a loss scale or a batch of
-        another size leaves them right. The key of each part of each leaf is its own.
+        unit: divisor that makes a sum a mean. Residuals are means, so that they stay right under
+        another loss scale or batch size. Every part of every leaf has its own key.
         """
         out, exact = {}, {}
-        after: Residuals = {name: dict(tree) for name, tree in residuals.items()}
+        updated: Residuals = {name: dict(tree) for name, tree in residuals.items()}
         for name, g in grads.items():
             part, mean = self.parts[name], g / unit
             error = residuals["errors"][name][0] if "errors" in residuals else None
@@ -105,17 +114,17 @@ class CompressedSums(NamedTuple):
                     own_key = jax.random.fold_in(own_key, lax.axis_index(part.split))
                 total, lost, q = self._compressed(part, mean, error, q, own_key)
                 if q is not None:
-                    after["factors"][name] = same(q, part.whole)[None]
+                    updated["factors"][name] = same(q, part.summed)[None]
             else:
                 total = mean if error is None else mean + error
-                total = gradient_sum("gradients", total, part.whole, self.reducer.by)
+                total = gradient_sum("gradients", total, part.summed, self.reducer.by)
                 lost = None if error is None else jnp.zeros_like(error)
             if lost is not None:
-                after["errors"][name] = lost[None]
+                updated["errors"][name] = lost[None]
             if self.choice.measured:
-                exact[name] = gradient_sum("gradients", mean, part.whole, self.reducer.by) * unit
+                exact[name] = gradient_sum("gradients", mean, part.summed, self.reducer.by) * unit
             out[name] = total * unit
-        return out, after, exact
+        return out, updated, exact
 
     def _compressed(
         self,
@@ -129,20 +138,23 @@ class CompressedSums(NamedTuple):
         Float32[Array, " *shape"] | None,
         Float32[Array, "stack cols rank"] | None,
     ]:
-        """(sum, what it lacks, PowerSGD's next factor) of one leaf."""
-        codec, by, shape = self.choice.codec, self.reducer.by, mean.shape
+        """Returns (sum, its error, PowerSGD's next factor) of one leaf."""
+        codec, algorithm, shape = self.choice.codec, self.reducer.by, mean.shape
         if isinstance(codec, PowerSGD):
             assert q is not None, "PowerSGD's factor is among the residuals"
             stacked = None if error is None else error.reshape(part.matrices)
             state = PowerSGDState(stacked, q)
-            total, state = powersgd_all_reduce(mean.reshape(part.matrices), state, part.whole, by)
+            matrix = mean.reshape(part.matrices)
+            total, state = powersgd_all_reduce(matrix, state, part.summed, algorithm)
             lost = None if state.error is None else state.error.reshape(shape)
-            return same(total.reshape(shape), part.whole), lost, state.q
-        assert isinstance(by, Algorithm), "Compressed lets no codec have another"
+            return same(total.reshape(shape), part.summed), lost, state.q
+        assert isinstance(algorithm, Algorithm), "Compressed accepts no other beside a codec"
         flat = None if error is None else error.reshape(-1)
-        total, lost = all_reduce_with_one_error(mean.reshape(-1), flat, part.whole, codec, key, by)
+        total, lost = all_reduce_with_one_error(
+            mean.reshape(-1), flat, part.summed, codec, key, algorithm
+        )
         lost = None if lost is None else lost.reshape(shape)
-        return same(total.reshape(shape), part.whole), lost, q
+        return same(total.reshape(shape), part.summed), lost, q
 
 
 def all_reduce_with_one_error(
@@ -151,27 +163,29 @@ def all_reduce_with_one_error(
     axes: MeshAxes,
     codec: Codec,
     key: Key[Array, ""],
-    by: Algorithm,
+    algorithm: Algorithm,
 ) -> tuple[Float32[Array, " size"], Float32[Array, " size"] | None]:
-    """`compressed_all_reduce` of `x`, whose owner's error joins the same device's own.
+    """Returns the `compressed_all_reduce` of `x` and one error of its shape on each device.
 
-    What the owner of a tile could not send it sends in its next numbers instead of in the next
-    sum: it is encoded twice, and the state is of the leaf's shape, which any mesh can take over.
+    The device that sums a tile adds the error of encoding the sum to its own error, so it corrects
+    it in its next contribution rather than in the next sum. The state then has the leaf's shape,
+    which any mesh can take over.
     """
     if error is None:
-        return compressed_all_reduce(x, None, axes, codec, key, by)[0], None
+        return compressed_all_reduce(x, None, axes, codec, key, algorithm)[0], None
     tile = math.ceil(x.size / lax.axis_size(axes))
     owner = vary(jnp.zeros(tile, jnp.float32), varying_axes(x))
-    total, after = compressed_all_reduce(x, ErrorState(error, owner), axes, codec, key, by)
-    assert after is not None
-    me, n = lax.axis_index(axes), lax.axis_size(axes)
-    padded = jnp.pad(after.worker, (0, n * tile - x.size))
-    mine = take(padded, me, n, 0) + after.owner
-    return total, put(padded, mine, me, n, 0)[: x.size]
+    state = ErrorState(error, owner)
+    total, state = compressed_all_reduce(x, state, axes, codec, key, algorithm)
+    assert state is not None
+    device, n = lax.axis_index(axes), lax.axis_size(axes)
+    padded = jnp.pad(state.worker, (0, n * tile - x.size))
+    own = take(padded, device, n, 0) + state.owner
+    return total, put(padded, own, device, n, 0)[: x.size]
 
 
 def pay_back(grads: Arrays, residuals: Residuals, unit: jax.Array) -> tuple[Arrays, Residuals]:
-    """On one device: what earlier sums lack joins the gradients, and nothing is lacking now."""
+    """Returns the gradients plus earlier errors, and zero errors: the exact sum on one device."""
     errors = residuals.get("errors", {})
     grads = grads | {k: grads[k] + e[0] * unit for k, e in errors.items()}
     zeros = {"errors": {k: jnp.zeros_like(e) for k, e in errors.items()}} if errors else {}

@@ -1,4 +1,4 @@
-"""Which method attends where an experiment names none."""
+"""Default method of context parallelism, for experiments that name none."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ Method = RingAttention | Ulysses | GatheredKeys | TwoLevel
 
 
 class Heads(NamedTuple):
-    """What attention a model has, on a device before a method trades heads."""
+    """Heads of a model's attention on a device, before a method trades heads."""
 
     heads: int
     kv_heads: int
     causal: bool
 
 
-def choose(found: Iterable[Heads], ways: int, seq: int | None) -> Method:
-    """For a sequence cut over `ways` devices: a ring, zig-zag where any attention is causal and the
-    row is cut into as many chunks, whose hops hide behind arithmetic; where it is not cut so, the
-    trade of heads for which all split; else a ring in order."""
-    every = list(found)
-    ring = RingAttention(zigzag=any(each.causal for each in every))
+def choose(attentions: Iterable[Heads], ways: int, seq: int | None) -> Method:
+    """Returns the method for a sequence split over `ways` devices.
+
+    First choice: a ring, whose hops hide behind arithmetic, in zig-zag order if any attention is
+    causal. Second choice, if the sequence does not divide into its chunks: Ulysses, if all heads
+    split. Else a ring in contiguous order.
+    """
+    attentions = list(attentions)
+    ring = RingAttention(zigzag=any(heads.causal for heads in attentions))
     for method in (ring, Ulysses()):
-        sizes = [dict(heads=each.heads, kv_heads=each.kv_heads) for each in every]
-        if not any(method.violations(ways, seq=seq, **each) for each in sizes):
+        sizes = [dict(heads=heads.heads, kv_heads=heads.kv_heads) for heads in attentions]
+        if not any(method.violations(ways, seq=seq, **size) for size in sizes):
             return method
     return RingAttention(zigzag=False)

@@ -36,8 +36,8 @@ Found = TypeVar("Found")
 
 
 class Kept(NamedTuple):
-    """What the backward pass reads beside the cotangent of o: all of this device's tokens but
-    `starts`."""
+    """Residuals of the backward pass, which also reads the cotangent of o. All but `starts` are of
+    this device's tokens."""
 
     q: Tokens
     k: KeyTokens
@@ -92,34 +92,34 @@ def _forward(
     scheme, transport = call.scheme, call.transport
     me = transport.seats.me()
     moving = transport.begin(scheme.slots(jnp.concatenate([k, v], axis=3)))
-    mine, keys, values = (scheme.alone(x) for x in (q, k, v))
+    queries, keys, values = (scheme.alone(x) for x in (q, k, v))
     scoring = call.scored(scheme.own)
-    kernel = tile_kernel(call.kernel, mine, scoring, documents=starts is not None)
-    own = kernel.forward(mine, keys, values, _own_starts(call, starts, me), scoring)
+    kernel = tile_kernel(call.kernel, queries, scoring, documents=starts is not None)
+    own = kernel.forward(queries, keys, values, _own_starts(call, starts, me), scoring)
     (o, lse), moving = lax.optimization_barrier((own, moving))
-    found = scheme.together(o).astype(jnp.float32), scheme.together(lse)
+    attended = scheme.together(o).astype(jnp.float32), scheme.together(lse)
 
     def tile(moving: Any, hop: Index) -> Attended:
         tiles = _Tiles(call, starts, hop, me)
         return tiles.forward(tiles.queries(q), transport.came(moving, hop, me))
 
     def step(carry: tuple[Attended, Any], hop: Index) -> tuple[Attended, Any]:
-        # The keys to come are on their way while these are multiplied, every hop behind its tiles:
-        # left free, a scheduler finds it hidden behind what merges them, which is soon done.
-        found, moving = lax.optimization_barrier(carry)
+        # The next keys travel while these are multiplied: the barriers put each hop behind its
+        # tiles. Without them a scheduler puts it behind the merge, which is too short to hide it.
+        attended, moving = lax.optimization_barrier(carry)
         new, following = lax.optimization_barrier((tile(moving, hop), transport.onward(moving)))
-        return scheme.merge(found, new, hop, me), following
+        return scheme.merge(attended, new, hop, me), following
 
     if scheme.hops == 0:
-        return found
-    found, moving = _each_hop(call, step, (found, moving), scheme.hops)
-    found, moving = lax.optimization_barrier((found, moving))
-    return scheme.merge(found, tile(moving, scheme.hops), scheme.hops, me)
+        return attended
+    attended, moving = _each_hop(call, step, (attended, moving), scheme.hops)
+    attended, moving = lax.optimization_barrier((attended, moving))
+    return scheme.merge(attended, tile(moving, scheme.hops), scheme.hops, me)
 
 
 def _backward(call: Around, saved: Kept, do: Tokens) -> tuple[Tokens, KeyTokens, KeyTokens, None]:
     scheme, transport = call.scheme, call.transport
-    # Else a compiler may find that the keys have come by before, and keep those of all devices.
+    # Without it a compiler may reuse the forward pass' keys, and keep those of all devices.
     saved, do = lax.optimization_barrier((saved, do))
     q, k, v, starts, o, lse = saved
     me, kv = transport.seats.me(), jnp.concatenate([k, v], axis=3)
@@ -129,11 +129,11 @@ def _backward(call: Around, saved: Kept, do: Tokens) -> tuple[Tokens, KeyTokens,
 
     def tile(moving: Any, hop: Index) -> tuple[jax.Array, ...]:
         tiles = _Tiles(call, starts, hop, me)
-        mine = [tiles.queries(x) for x in (q, do, o, lse)]
-        return tiles.backward(mine, transport.came(moving, hop, me))
+        rows = [tiles.queries(x) for x in (q, do, o, lse)]
+        return tiles.backward(rows, transport.came(moving, hop, me))
 
-    def added(dq: jax.Array, made: Any, arrived: Slots, hop: Index) -> tuple[jax.Array, Slots]:
-        of_queries, *of_both = (dx.astype(jnp.float32) for dx in made)
+    def added(dq: jax.Array, grads: Any, arrived: Slots, hop: Index) -> tuple[jax.Array, Slots]:
+        of_queries, *of_both = (dx.astype(jnp.float32) for dx in grads)
         of_keys = jnp.concatenate(of_both, axis=3)
         dq = scheme.add_queries(dq, of_queries, hop, me)
         return dq, scheme.add_keys(arrived, of_keys, hop, me)
@@ -141,39 +141,40 @@ def _backward(call: Around, saved: Kept, do: Tokens) -> tuple[Tokens, KeyTokens,
     def step(carry: Any, hop: Index) -> Any:
         dq, moving, sums = lax.optimization_barrier(carry)
         travelling = transport.onward(moving), transport.sums(sums, hop, me)
-        made, (following, arrived) = lax.optimization_barrier((tile(moving, hop), travelling))
-        dq, arrived = added(dq, made, arrived, hop)
+        grads, (following, arrived) = lax.optimization_barrier((tile(moving, hop), travelling))
+        dq, arrived = added(dq, grads, arrived, hop)
         return dq, following, transport.put(sums, arrived, hop, me)
 
     if scheme.hops:
         last = scheme.hops
         dq, moving, sums = lax.optimization_barrier(_each_hop(call, step, (dq, moving, sums), last))
-        made, arrived = lax.optimization_barrier(
+        grads, arrived = lax.optimization_barrier(
             (tile(moving, last), transport.sums(sums, last, me))
         )
-        dq, arrived = added(dq, made, arrived, last)
+        dq, arrived = added(dq, grads, arrived, last)
         own = transport.home(own, transport.put(sums, arrived, last, me), last)
     dk, dv = jnp.split(scheme.joined(own), 2, axis=3)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 def _own_starts(call: Around, starts: RowStarts | None, me: Index) -> Any:
-    """As a kernel takes them of a device's own tokens: a document is a run of them."""
+    """Returns the document starts of a device's own tokens, as a kernel takes them."""
     if starts is None:
         return None
     return document_starts(call.scheme.alone(call.scheme.order.take(starts, me)))
 
 
 def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[jax.Array, Slots]:
-    """Of what a device's queries see of its own keys, fp32; those of keys as they travel."""
+    """Returns the gradients (fp32) of attention between a device's own queries and keys; those of
+    keys and values are in the layout in which they travel."""
     scheme, scoring = call.scheme, call.scored(call.scheme.own)
     q, k, v, o, lse, do = (
         scheme.alone(x) for x in (saved.q, saved.k, saved.v, saved.o, saved.lse, do)
     )
     kernel = tile_kernel(call.kernel, q, scoring, documents=saved.starts is not None)
-    mine = Saved(q, k, v, _own_starts(call, saved.starts, me), o, lse)
+    own = Saved(q, k, v, _own_starts(call, saved.starts, me), o, lse)
     dq, dk, dv = (
-        scheme.together(dx).astype(jnp.float32) for dx in kernel.backward(mine, do, scoring)
+        scheme.together(dx).astype(jnp.float32) for dx in kernel.backward(own, do, scoring)
     )
     return dq, scheme.slots(jnp.concatenate([dk, dv], axis=3))
 
@@ -221,25 +222,25 @@ class _Tiles:
 
         return self._where_needed(run, nothing, q, came)
 
-    def backward(self, mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
-        """Gradients of the tiles' queries, keys and values."""
+    def backward(self, rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+        """Returns the gradients of the tiles' queries, keys and values."""
 
-        def run(mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
-            q, do, o, lse = mine
+        def run(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+            q, do, o, lse = rows
             # An infinite sum of exponentials: no weight on any key.
             saved = Saved(q, *self.keys(came), self.starts, o, self._without_hidden(lse, -MASKED))
             return self.kernel(q).backward(saved, do, self.scoring)
 
-        def nothing(mine: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
-            like = (mine[0], *self.keys(came))
+        def nothing(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+            like = (rows[0], *self.keys(came))
             return tuple(full(x.shape, 0.0, x).astype(x.dtype) for x in like)
 
-        return self._where_needed(run, nothing, mine, came)
+        return self._where_needed(run, nothing, rows, came)
 
     def _where_needed(
         self, run: Callable[..., Found], nothing: Callable[..., Found], *operands: Any
     ) -> Found:
-        """Of a branch that devices take differently: there is no collective in it."""
+        """Runs `run` where this hop is needed. Devices may differ: no branch has a collective."""
         needed = self.call.scheme.needed(self.hop, self.me)
         return run(*operands) if needed is True else lax.cond(needed, run, nothing, *operands)
 

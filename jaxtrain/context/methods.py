@@ -33,12 +33,12 @@ class ContextMethod(Protocol):
     """ways: of how many devices the sequence is cut over."""
 
     def order(self, ways: int) -> Order:
-        """Which tokens of a row a device has."""
+        """Returns the order of a row's tokens on devices."""
         ...
 
     def trading(self, ways: int) -> int:
-        """How many devices side by side trade tokens for heads, 1 for none; between as many groups
-        as there are of these keys travel."""
+        """Number of adjacent devices that trade tokens for heads; 1 if none do. Keys travel between
+        groups of this size."""
         ...
 
     def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
@@ -171,8 +171,8 @@ class TwoLevel:
     unroll: bool = True
 
     def __post_init__(self) -> None:
-        found = flag("zigzag", self.zigzag) + flag("unroll", self.unroll)
-        raise_violations(count("group", self.group, 2) + found)
+        flags = flag("zigzag", self.zigzag) + flag("unroll", self.unroll)
+        raise_violations(count("group", self.group, 2) + flags)
 
     def order(self, ways: int) -> Order:
         return Order(max(ways // self.group, 1), self.zigzag)
@@ -187,8 +187,8 @@ class TwoLevel:
                 f"{self} cuts context={ways} into no whole groups; use group="
                 f"{' or '.join(map(str, fits))}"
             ]
-        found = _untraded(self, ways, heads, kv_heads)
-        return found + _uncut(self.order(ways), ways, seq)
+        untraded = _untraded(self, ways, heads, kv_heads)
+        return untraded + _uncut(self.order(ways), ways, seq)
 
     def __call__(
         self,
@@ -238,8 +238,8 @@ def _around(
 
 
 def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
-    """That a row is not cut into whole parts."""
-    # A group's two chunks are its devices' together, of each of which they are whole tokens.
+    """Returns the violation of a row that does not divide into equal parts."""
+    # The two chunks of a group divide into whole tokens of its devices.
     parts = math.lcm(2 * order.groups, ways) if order.zigzag else ways
     if seq is None or seq % parts == 0:
         return []
@@ -263,7 +263,8 @@ def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
 
 
 def _untraded(method: Ulysses | TwoLevel, ways: int, heads: int, kv_heads: int) -> list[str]:
-    """That heads do not split over the devices that trade, of `ways` that cut a row."""
+    """Returns the violations of heads that do not split over the devices that trade them. ways:
+    devices over which a row is split."""
     trading, both = method.trading(ways), math.gcd(heads, kv_heads)
     also = "RingAttention(zigzag=False), which splits no heads"
     fits = [n for n in range(2, ways + 1) if ways % n == both % n == 0]

@@ -1,9 +1,10 @@
-"""Which tokens of a row a device has, where the sequence is cut.
+"""Order of a row's tokens on the devices over which the sequence is split.
 
-In contiguous order device i of n has the i-th n-th of a row. Causal attention then gives the last
-device n times the work of the first. In zig-zag order a row is cut in 2n chunks and device i has
-chunks i and 2n-1-i, an early one and a late one, so that all have the same work (Brandon et al.
-2023, "Striped Attention", has the problem; this order is Llama 3's, Dubey et al. 2024).
+In contiguous order device i of n has part i of n equal parts of a row. Causal attention then gives
+the last device n times the work of the first. In zig-zag order a row is split into 2n chunks and
+device i has chunks i and 2n-1-i, an early one and a late one, so that all devices have the same
+work (Brandon et al. 2023, "Striped Attention", describe the problem; Dubey et al. 2024, Llama 3,
+use this order).
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ Positions = TypeVar("Positions", bound=Any)
 
 @dataclass(frozen=True)
 class Order:
-    """How a row lies on `groups` groups of devices, one after the other; within a group, and where
-    each device is one, in order. zigzag: each has a chunk from the begin and one from the end."""
+    """Order of a row on `groups` groups of devices; within a group tokens are contiguous. zigzag:
+    each group has a chunk from the beginning and one from the end of the row."""
 
     groups: int
     zigzag: bool
 
-    def natural(self, places: Positions, seq: int, where: Callable[..., Any]) -> Positions:
-        """The positions in a row of `seq` tokens of what lies at `places`. where: NumPy's or
-        JAX's."""
+    def natural(self, places: Positions, seq: int, select: Callable[..., Any]) -> Positions:
+        """Returns the positions in a row of `seq` tokens of the tokens at `places`. select: `where`
+        of NumPy or JAX."""
         if not self.zigzag:
             return places
         size = seq // (2 * self.groups)
         block = places // size
         group, late = block // 2, block % 2
-        chunk = where(late == 1, 2 * self.groups - 1 - group, group)
+        chunk = select(late == 1, 2 * self.groups - 1 - group, group)
         return chunk * size + places % size
 
     def permutation(self, seq: int) -> np.ndarray:
@@ -47,7 +48,7 @@ class Order:
         return self.natural(np.arange(seq), seq, np.where)
 
     def positions(self, local: int, axes: MeshAxes) -> Int[Array, " local"]:
-        """Of this device's tokens, inside a shard_map in which `axes` cut the sequence."""
+        """Positions of this device's tokens, inside a shard_map in which `axes` split the row."""
         first = lax.axis_index(axes) * local
         places = first + jnp.arange(local, dtype=jnp.int32)
         return self.natural(places, local * lax.axis_size(axes), jnp.where)
@@ -63,6 +64,6 @@ class Order:
         """One of the chunks of zig-zag order from whole rows [rows, seq]."""
         return self._chunk(row, number, 2 * self.groups)
 
-    def _chunk(self, row: jax.Array, number: Index, of: int) -> jax.Array:
-        size = row.shape[1] // of
+    def _chunk(self, row: jax.Array, number: Index, count: int) -> jax.Array:
+        size = row.shape[1] // count
         return lax.dynamic_slice_in_dim(row, number * size, size, axis=1)

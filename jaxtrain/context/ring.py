@@ -1,8 +1,8 @@
-"""How keys and values come by, and the gradients' sums that go with them come home.
+"""Transport of keys and values between devices, and of the sums of their gradients back.
 
-Devices stand in a ring of `groups` seats, `group` devices side by side in each. `Travelling`: each
-hands on what came to it, so that at no time a device has more than its own and one other's.
-`Gathered`: all have all from the start, and gradients are summed at the end.
+Devices form a ring of `groups` seats, with `group` adjacent devices in each. `Travelling`: each
+seat passes on what it received, so a device never has more than its own keys and those of one
+other. `Gathered`: every device has all keys from the start, and gradients are summed at the end.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Seats:
     def places(self) -> int:
         return 2 * self.groups if self.chunks else self.groups
 
-    def moved(self, slots: Slots, by: int) -> Slots:
-        """What every place has, `by` places on."""
-        ways = range(len(slots))
-        found: list[jax.Array | None] = [None for _ in ways]
-        for of in ways:
-            for to in ways:
+    def moved(self, slots: Slots, distance: int) -> Slots:
+        """Moves the content of every place by `distance` places."""
+        numbers = range(len(slots))
+        sums: list[jax.Array | None] = [None for _ in numbers]
+        for source in numbers:
+            for target in numbers:
                 pairs = [
-                    (seat, there)
+                    (seat, receiver)
                     for seat in range(self.groups)
-                    for slot, there in [self._seat(self._place(of, seat) + by)]
-                    if slot == to
+                    for slot, receiver in [self._seat(self._place(source, seat) + distance)]
+                    if slot == target
                 ]
                 if pairs:
-                    arrived = self._sent(slots[of], pairs)
-                    before = found[to]
-                    found[to] = arrived if before is None else before + arrived
-        return tuple(x for x in found if x is not None)
+                    arrived = self._sent(slots[source], pairs)
+                    earlier = sums[target]
+                    sums[target] = arrived if earlier is None else earlier + arrived
+        return tuple(x for x in sums if x is not None)
 
     def _place(self, slot: int, seat: int) -> int:
         return self.places - 1 - seat if slot else seat
@@ -67,14 +67,15 @@ class Seats:
         return (1, self.places - 1 - place) if place >= self.groups else (0, place)
 
     def _sent(self, x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """From seat to seat; zeros where nothing arrives. What all seats keep is not sent."""
-        if all(seat == there for seat, there in pairs):
-            kept = [seat for seat, _ in pairs]
-            here = jnp.isin(self.me(), jnp.array(kept))
-            return jnp.where(here, x, jnp.zeros((), x.dtype))
+        """Sends `x` from seat to seat; seats that receive nothing get zeros. Nothing is sent if all
+        seats keep theirs."""
+        if all(seat == receiver for seat, receiver in pairs):
+            seats = [seat for seat, _ in pairs]
+            keeps = jnp.isin(self.me(), jnp.array(seats))
+            return jnp.where(keeps, x, jnp.zeros((), x.dtype))
         g = self.group
-        each = [(a * g + i, b * g + i) for a, b in pairs for i in range(g)]
-        return permute(x, self.axes, each)
+        devices = [(a * g + i, b * g + i) for a, b in pairs for i in range(g)]
+        return permute(x, self.axes, devices)
 
 
 class Transport(Protocol):
@@ -84,7 +85,7 @@ class Transport(Protocol):
     def seats(self) -> Seats: ...
 
     def begin(self, own: Slots) -> Any:
-        """What brings the keys of the first hop."""
+        """Starts the transport of the first hop's keys."""
         ...
 
     def came(self, moving: Any, hop: Index, me: Index) -> Slots:
@@ -92,7 +93,7 @@ class Transport(Protocol):
         ...
 
     def onward(self, moving: Any) -> Any:
-        """What brings those of the hop after."""
+        """Starts the transport of the next hop's keys."""
         ...
 
     def no_sums(self, own: Slots) -> Any:
@@ -100,7 +101,7 @@ class Transport(Protocol):
         ...
 
     def sums(self, moving: Any, hop: Index, me: Index) -> Slots:
-        """What gradients of a hop's keys other devices have added up so far."""
+        """Returns the gradients of a hop's keys that other devices have summed so far."""
         ...
 
     def put(self, moving: Any, sums: Slots, hop: Index, me: Index) -> Any:
@@ -108,7 +109,8 @@ class Transport(Protocol):
         ...
 
     def home(self, own: Slots, moving: Any, hops: int) -> Slots:
-        """All gradients of this device's keys: its own, and the others' after the last hop."""
+        """Returns all gradients of this device's keys: its own plus those of the other devices
+        after the last hop."""
         ...
 
 
@@ -150,16 +152,16 @@ class Gathered:
     seats: Seats
 
     def begin(self, own: Slots) -> jax.Array:
-        """[places, ...]."""
-        whole = all_gather(jnp.concatenate(own, axis=1)[None], self.seats.axes, 0, Lax())
+        """Returns the keys of all places, [places, ...]."""
+        gathered = all_gather(jnp.concatenate(own, axis=1)[None], self.seats.axes, 0, Lax())
         if not self.seats.chunks:
-            return whole
-        up, back = jnp.split(whole, 2, axis=2)
+            return gathered
+        up, back = jnp.split(gathered, 2, axis=2)
         return jnp.concatenate([up, jnp.flip(back, 0)])
 
     def came(self, moving: jax.Array, hop: Index, me: Index) -> Slots:
-        at = lax.dynamic_index_in_dim
-        return tuple(at(moving, place, keepdims=False) for place in self._places(hop, me))
+        take = lax.dynamic_index_in_dim
+        return tuple(take(moving, place, keepdims=False) for place in self._places(hop, me))
 
     def onward(self, moving: jax.Array) -> jax.Array:
         return moving
@@ -180,8 +182,8 @@ class Gathered:
         if self.seats.chunks:
             up, back = jnp.split(moving, 2)
             moving = jnp.concatenate([up, jnp.flip(back, 0)], axis=2)
-        (mine,) = sum_scatter("gathered key gradients", moving, self.seats.axes, 0, Lax())
-        slots = jnp.split(mine, len(own), axis=1)
+        (total,) = sum_scatter("gathered key gradients", moving, self.seats.axes, 0, Lax())
+        slots = jnp.split(total, len(own), axis=1)
         return tuple(map(jnp.add, own, slots))
 
     def _places(self, hop: Index, me: Index) -> list[Index]:

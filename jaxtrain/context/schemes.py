@@ -1,10 +1,10 @@
-"""What a device computes with the keys that come by: which of its queries meet which of them.
+"""Tiles that a device computes in each hop: which of its queries attend to which arrived keys.
 
-Three ways, of which each mask and order has one. `Blocks`: all queries and all keys of a device,
-for contiguous order, and where nothing is masked by position. `Pairs`: causal attention in zig-zag
-order. `Chunks`: windows in zig-zag order. Each takes apart what a device has, [batch, tokens, ..],
-into what its kernel is called with, several tiles side by side in the batch, and adds the results
-up again. A device's number here is that of its group.
+There are three schemes; the mask and the order choose one. `Blocks`: all queries and all keys of a
+device, for contiguous order, and for attention that is not masked by position. `Pairs`: causal
+attention in zig-zag order. `Chunks`: windows in zig-zag order. A scheme divides a device's arrays,
+[batch, tokens, ..], into tiles side by side in the batch, with which the kernel is called, and adds
+the results up. A device's number here is the number of its group.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Scheme(Protocol):
 
     @property
     def own(self) -> AttentionMask:
-        """Of a device's queries and its own keys, as `alone` has them."""
+        """Mask between a device's queries and its own keys, in the layout of `alone`."""
         ...
 
     def alone(self, x: jax.Array) -> jax.Array:
-        """What a device has, as it attends to itself."""
+        """Returns a device's array in the layout in which it attends to itself."""
         ...
 
     def together(self, x: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ class Scheme(Protocol):
         ...
 
     def slots(self, x: jax.Array) -> Slots:
-        """What a device has, as it travels."""
+        """Returns a device's array in the layout in which it travels."""
         ...
 
     def joined(self, slots: Slots) -> jax.Array:
@@ -61,23 +61,23 @@ class Scheme(Protocol):
         ...
 
     def mask(self, hop: Index) -> AttentionMask:
-        """Of the tiles of a hop, by the numbers of queries and keys in them."""
+        """Mask of the tiles of a hop, by the numbers of queries and keys in them."""
         ...
 
     def needed(self, hop: Index, me: Index) -> When:
-        """Whether device `me` computes anything in this hop."""
+        """True if device `me` computes anything in this hop."""
         ...
 
     def hidden(self, hop: Index, me: Index) -> When:
-        """Whether the first of two tiles is not there: it was computed in vain."""
+        """True if the first of two tiles does not exist: its result is dropped."""
         ...
 
     def queries(self, x: jax.Array, hop: Index, me: Index) -> jax.Array:
-        """What of a device's own the tiles have as queries."""
+        """Returns the part of a device's array that the tiles have as queries."""
         ...
 
     def keys(self, slots: Slots, hop: Index, me: Index) -> jax.Array:
-        """What of that which came they have as keys."""
+        """Returns the part of the arrived slots that the tiles have as keys."""
         ...
 
     def merge(self, so_far: Attended, new: Attended, hop: Index, me: Index) -> Attended:
@@ -93,7 +93,7 @@ class Scheme(Protocol):
         ...
 
     def starts(self, row: jax.Array, hop: Index, me: Index) -> tuple[jax.Array, jax.Array]:
-        """Of the queries and of the keys of the tiles, from those of whole rows."""
+        """Document starts of the tiles' queries and keys, from those of unsplit rows."""
         ...
 
 
@@ -198,7 +198,7 @@ class Pairs(_InOrder):
         return False
 
     def _early(self, hop: Index, me: Index) -> Bool[Array, ""]:
-        """Whether the keys' device stands before this one: its first chunk then is before both."""
+        """True if the keys' device precedes this one: its first chunk then precedes both chunks."""
         return jnp.asarray(hop <= me)
 
     def queries(self, x: jax.Array, hop: Index, me: Index) -> jax.Array:
@@ -282,7 +282,7 @@ class Chunks:
         return AttentionMask(True, self.window, hop * self.size)
 
     def both(self, hop: Index) -> bool:
-        """Whether any device's first chunk has one so far before it."""
+        """True if the first chunk of any device has a chunk `hop` chunks before it."""
         return int(hop) < self.order.groups
 
     def needed(self, hop: Index, me: Index) -> When:
@@ -317,11 +317,11 @@ class Chunks:
         return jnp.zeros_like(x), x
 
     def starts(self, row: jax.Array, hop: Index, me: Index) -> tuple[jax.Array, jax.Array]:
-        every = 2 * self.order.groups
-        places = (me, every - 1 - me)
-        own = tuple(self.order.chunk(row, at) for at in places)
-        theirs = tuple(self.order.chunk(row, (at - hop) % every) for at in places)
-        return self.keys(own, hop, me), self.keys(theirs, hop, me)
+        chunks = 2 * self.order.groups
+        numbers = (me, chunks - 1 - me)
+        queries = tuple(self.order.chunk(row, number) for number in numbers)
+        keys = tuple(self.order.chunk(row, (number - hop) % chunks) for number in numbers)
+        return self.keys(queries, hop, me), self.keys(keys, hop, me)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -331,5 +331,5 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _reach(window: int, size: int) -> int:
-    """How many pieces of `size` tokens before its own the first query of a piece sees into."""
+    """Number of earlier pieces of `size` tokens that the first query of a piece sees into."""
     return -(-(window - 1) // size)

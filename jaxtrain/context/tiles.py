@@ -1,4 +1,4 @@
-"""Which kernel attends between tokens of different places, and how its results are merged."""
+"""Kernel for attention between tokens of different places, and the merge of its results."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from jaxtrain.attention.online_softmax import MASKED, Scoring
 
 
 def tile_kernel(kernel: Any, q: Heads, scoring: Scoring, *, documents: bool) -> FusedKernel:
-    """What attends from queries like q to as many keys: `kernel`, the platform's own settled, where
-    it gives the log-sum-exp and computes what is asked, else `Blockwise`; on an accelerator that is
-    said. documents: whether there are starts; of a mask with an offset those of queries and keys
-    are two."""
+    """Returns the kernel for queries like q and as many keys.
+
+    That is `kernel` (the platform's choice resolved) if it returns the log-sum-exp and accepts the
+    problem, else `Blockwise`, with a warning on an accelerator. documents: there are document
+    starts; under a mask with an offset, queries and keys have separate ones.
+    """
     platform = kernel.platform if isinstance(kernel, PlatformKernel) else jax.default_backend()
     if isinstance(kernel, PlatformKernel):
         kernel = kernel.settled(q, scoring, documents=documents)
-    asked: dict[str, Any] = dict(
+    problem: dict[str, Any] = dict(
         documents=documents, between=not scoring.mask.causal or bool(scoring.mask.offset)
     )
-    if isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **asked):
+    if isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **problem):
         return kernel
     if platform != "cpu":
         warnings.warn(portable(platform, q, scoring), stacklevel=2)
-    found = choose(
+    fallback = choose(
         platform, dtype=jnp.float32, seq=q.shape[1], head_dim=q.shape[3], documents=documents
     )
-    assert isinstance(found, Blockwise), "of fp32 there is no fused kernel anywhere"
-    return found
+    assert isinstance(fallback, Blockwise), "no platform has a fused kernel for fp32"
+    return fallback
 
 
 def merged(a: Attended, b: Attended) -> Attended:

@@ -1,4 +1,4 @@
-"""What the trainer asks of data: two protocols, which a user's own data may satisfy as well."""
+"""Interfaces of data for the trainer: two protocols, which a user's own data may satisfy."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def check_split(split: str) -> None:
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**31 - 1) -> list[str]:
-    """What is wrong with a field that counts something."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and least <= value <= most:
+    """Returns the violations of a field that counts something."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if integer and least <= value <= most:
         return []
     return [f"{name}={value!r} must be a whole number of at least {least} and at most {most}"]

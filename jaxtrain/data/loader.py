@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Rows(Protocol):
-    """What a loader asks of a dataset: its rows, in whatever form `place` takes."""
+    """Rows of a dataset, in the form that a loader's `place` takes."""
 
     def rows(self, indices: np.ndarray, /) -> Any: ...
 
@@ -74,14 +74,13 @@ class Loader:
             self.wait_s += self._clock() - began
 
     def peek(self, count: int) -> list[tuple[int, Any]]:
-        """The next `count` of them, which `next` gives again; they are held until then. Raises what
-        `next` does."""
+        """Returns the next `count` batches, which `next` returns again. Raises as `next` does."""
         waited = self.wait_s
-        found = [self.next() for _ in range(count)]
+        batches = [self.next() for _ in range(count)]
         with self._changed:
-            self._ready.extendleft(reversed(found))
+            self._ready.extendleft(reversed(batches))
         self.wait_s = waited
-        return found
+        return batches
 
     def __next__(self) -> tuple[int, Any]:
         return self.next()

@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 
 
 class MixtureOrder:
-    """Which part gives each row. `turns` is a pure function of (weights, seed, indices).
+    """The part that each row comes from. `turns` is a pure function of (weights, seed, indices).
 
     Exact up to 2**33 rows: weights are rounded to multiples of 2**-30.
     """
@@ -94,13 +94,13 @@ class MixtureOrder:
         return Turn(part=part, row=row)
 
     def _block(self, block: int) -> Turn:
-        before = self.before(block)
-        counts = self.before(block + 1) - before
+        first = self.before(block)
+        counts = self.before(block + 1) - first
         places = permutation(self.block, "mixture", self.seed, block)
         part, row = np.empty_like(places), np.empty_like(places)
         for number, own in enumerate(np.split(places, np.cumsum(counts)[:-1])):
             part[own] = number
-            row[np.sort(own)] = before[number] + np.arange(len(own))
+            row[np.sort(own)] = first[number] + np.arange(len(own))
         return Turn(part=part, row=row)
 
     def rows_within(self, lengths: np.ndarray) -> int:

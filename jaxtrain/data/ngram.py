@@ -70,18 +70,19 @@ def pair_counts(documents: Iterable[bytes]) -> np.ndarray:
 
 
 def _chunks(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-    """Documents joined, each between ENDs, in arrays of a few MB: counting per file is slow."""
-    held: list[np.ndarray] = []
+    """Yields documents, each between ENDs, joined to arrays of a few MB: counting per file is
+    slow."""
+    joined: list[np.ndarray] = []
     size = 0
     end = np.array([END], dtype=np.int32)
     for document in documents:
-        held += [np.frombuffer(document, dtype=np.uint8), end]
+        joined += [np.frombuffer(document, dtype=np.uint8), end]
         size += len(document)
         if size > CHUNK_BYTES:
-            yield np.concatenate([end, *held])
-            held, size = [], 0
-    if held:
-        yield np.concatenate([end, *held])
+            yield np.concatenate([end, *joined])
+            joined, size = [], 0
+    if joined:
+        yield np.concatenate([end, *joined])
 
 
 class _Components(NamedTuple):

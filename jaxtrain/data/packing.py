@@ -106,11 +106,11 @@ class PackedDataset:
         return self.vocabulary.decode(ids)
 
     def index(self, epoch: int) -> PackingIndex:
-        """The epoch's packing index, opened once."""
-        found = self._indices.get(epoch)
-        if found is None:
+        """Returns the epoch's packing index, which is opened once."""
+        index = self._indices.get(epoch)
+        if index is None:
             name = f"packing-{self.store.digest[:16]}-{self.seed}-{epoch}.index"
-            found = cached_index(
+            index = cached_index(
                 self.cache_dir / name,
                 self.store.lengths,
                 seed=self.seed,
@@ -118,9 +118,9 @@ class PackedDataset:
                 digest=self.store.digest,
             )
             # A batch spans at most the end of one epoch and the start of the next.
-            kept = {e: i for e, i in self._indices.items() if e >= epoch - 1}
-            self._indices = {**kept, epoch: found}
-        return found
+            recent = {e: i for e, i in self._indices.items() if e >= epoch - 1}
+            self._indices = {**recent, epoch: index}
+        return index
 
     def rows(self, indices: np.ndarray) -> Batch:
         indices = np.asarray(indices, dtype=np.int64)
@@ -145,19 +145,19 @@ class PackedDataset:
         begin = pieces[:, None] * self.seq
         place = begin + np.arange(self.seq + 1)
         real = place < self.tokens
-        # Padding repeats the stream's last token, an eos, and is known by its segment of 0.
+        # Padding repeats the stream's last token, an eos, and has segment 0.
         np.minimum(place, self.tokens - 1, out=place)
-        at = np.searchsorted(starts, place, side="right") - 1
-        offset = place - starts[at]
-        document = order[at]
+        number = np.searchsorted(starts, place, side="right") - 1
+        offset = place - starts[number]
+        document = order[number]
         tokens = self._tokens(self.store.starts[document] + offset)
         learnt = real[:, 1:] & (offset[:, 1:] >= self.store.prompts[document[:, 1:]])
         if self.isolate_documents:
-            learnt &= at[:, 1:] == at[:, :-1]
-            segments = at[:, :-1] - at[:, :1] + 1
+            learnt &= number[:, 1:] == number[:, :-1]
+            segments = number[:, :-1] - number[:, :1] + 1
             positions = np.minimum(offset[:, :-1], place[:, :-1] - begin)
         else:
-            segments = np.ones_like(at[:, :-1])
+            segments = np.ones_like(number[:, :-1])
             positions = np.broadcast_to(np.arange(self.seq), segments.shape)
         inside = real[:, :-1]
         return {

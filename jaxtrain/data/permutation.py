@@ -25,23 +25,24 @@ def permutation(n: int, *key: int | str) -> np.ndarray:
 
 
 def shuffle(indices: np.ndarray, n: int, *key: int | str) -> np.ndarray:
-    """[...] int64: where a permutation of 0 .. n-1, a function of (n, key), takes `indices`.
+    """Returns the images of `indices` (int64) under a permutation of 0 .. n-1 set by (n, key).
 
-    Nothing of size n is made: a Feistel network on the next even power of two, applied again while
-    it leads out of the range (Black and Rogaway 2002, Ciphers with arbitrary finite domains).
+    Nothing of size n is allocated: a Feistel network on the next even power of two is applied again
+    while its result is out of range (Black and Rogaway 2002, Ciphers with arbitrary finite
+    domains).
     """
     half = max(1, -(-(n - 1).bit_length() // 2))
     keys = [_start((*key, turn)) for turn in range(4)]
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
-    found = np.array(indices, dtype=np.uint64)
-    outside = np.ones(found.shape, dtype=bool)
+    images = np.array(indices, dtype=np.uint64)
+    outside = np.ones(images.shape, dtype=bool)
     while outside.any():
-        left, right = found[outside] >> shift, found[outside] & mask
+        left, right = images[outside] >> shift, images[outside] & mask
         for start in keys:
             left, right = right, left ^ (_mix(right, start) & mask)
-        found[outside] = left << shift | right
-        outside = found >= n
-    return found.astype(np.int64)
+        images[outside] = left << shift | right
+        outside = images >= n
+    return images.astype(np.int64)
 
 
 def _start(key: tuple[int | str, ...]) -> np.uint64:

@@ -48,11 +48,12 @@ class JsonLines(FileSource):
         except UnicodeDecodeError as error:
             raise ValueError(undecodable(path, error, offset=offset)) from error
         except RecursionError:
-            where = f"{path}:{_line_number(path, offset)}"
-            raise ValueError(f"{where}: nests too deep; take the line out") from None
+            line_name = f"{path}:{_line_number(path, offset)}"
+            raise ValueError(f"{line_name}: nests too deep; take the line out") from None
         except json.JSONDecodeError as error:
-            where = f"{path}:{_line_number(path, offset)}"
-            raise ValueError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+            line_name = f"{path}:{_line_number(path, offset)}"
+            reason = f"not JSON: {error.msg} (column {error.colno})"
+            raise ValueError(f"{line_name}: {reason}") from error
         except ValueError as error:
             raise ValueError(f"{path}:{_line_number(path, offset)}: {error}") from error
 

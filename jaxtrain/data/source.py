@@ -1,7 +1,7 @@
-"""Where documents come from: the standard library's own source, text files.
+"""Sources of documents: Python's standard library, and text files.
 
 A source lists *pieces* (a file, or a range of one) without reading them, and reads any piece by
-itself: so a corpus is tokenised in parallel, and known again by names, sizes and times alone.
+itself. So a corpus is tokenised in parallel, and recognised by names, sizes and times alone.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ def fingerprint(source: Source, split: str) -> str:
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether the document known by `key` is among the `fraction` held out."""
+    """True if the document with this `key` is in the `fraction` that is held out."""
     hashed = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(hashed[:8], "big") < fraction * 2**64
 
 
-def check_paths(name: str, given: str | tuple[str, ...]) -> list[str]:
-    """What is wrong with a field that holds the path or the glob of files, or a tuple of them."""
-    wrong = [each for each in as_tuple(given) if not isinstance(each, str) or not each]
-    found = [
-        f"{name} has {each!r}; a path or a glob is a text such as 'books/*.txt'" for each in wrong
+def check_paths(name: str, paths: str | tuple[str, ...]) -> list[str]:
+    """Returns the violations of a field with a path or glob of files, or with a tuple of them."""
+    violations = [
+        f"{name} has {path!r}; a path or a glob is a text such as 'books/*.txt'"
+        for path in as_tuple(paths)
+        if not isinstance(path, str) or not path
     ]
-    return found or store_violations(name, given)
+    return violations or store_violations(name, paths)
 
 
 def check_fraction(held_out: float) -> list[str]:
@@ -107,17 +108,17 @@ class StdlibSource:
     def pieces(self, split: str) -> tuple[Piece, ...]:
         check_split(split)
         root = sysconfig.get_path("stdlib")
-        found = []
+        pieces = []
         for name in sorted(_stdlib_names(root)):
             if is_held_out(name, self.held_out) == (split == "held_out"):
                 path = os.path.join(root, name)
-                found.append(_piece(path, name=name))
-        if not found:
+                pieces.append(_piece(path, name=name))
+        if not pieces:
             raise ValueError(
                 f"{root} holds no .py files for split {split!r} with held_out={self.held_out}; "
                 "use a Python whose standard library is not zipped, or TextFiles"
             )
-        return tuple(found)
+        return tuple(pieces)
 
     def read(self, piece: Piece, split: str) -> Iterator[Document]:
         try:
@@ -217,15 +218,15 @@ def read_bytes(path: str) -> bytes:
 
 
 def undecodable(path: str, error: UnicodeDecodeError, *, offset: int) -> str:
-    at = offset + error.start
+    position, byte = offset + error.start, error.object[error.start]
     return (
-        f"{path} is not UTF-8 at byte {at} (0x{error.object[error.start]:02x}, {error.reason}); "
+        f"{path} is not UTF-8 at byte {position} (0x{byte:02x}, {error.reason}); "
         "convert the file or leave it out of the pattern"
     )
 
 
 def matching_files(patterns: tuple[str, ...]) -> list[str]:
-    """Sorted files that match; ValueError names every pattern that matches none."""
+    """Returns the sorted files that match; ValueError names every pattern that matches none."""
     matches = {
         pattern: [
             name
@@ -234,12 +235,12 @@ def matching_files(patterns: tuple[str, ...]) -> list[str]:
         ]
         for pattern in patterns
     }
-    if empty := [pattern for pattern, found in matches.items() if not found]:
+    if empty := [pattern for pattern, files in matches.items() if not files]:
         raise ValueError(
             f"no file matches {', '.join(map(repr, empty))} (from {os.getcwd()}); "
             "check the path, or run from the directory it is relative to"
         )
-    return sorted({name for found in matches.values() for name in found})
+    return sorted({name for files in matches.values() for name in files})
 
 
 def split_files(patterns: tuple[str, ...], apart: tuple[str, ...], split: str) -> list[str]:

@@ -101,20 +101,20 @@ class TextData:
             yield from documents(source, split)
 
     def absent(self, splits: Iterable[str]) -> list[str]:
-        """What of it is not on this machine: patterns that match no file, a tokenizer's own file.
-        Files are listed, not read."""
-        found = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
+        """Returns a message for each part that this machine lacks: a pattern that matches no file,
+        the tokenizer's file. Files are listed, not read."""
+        missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
         for split, (_, source) in itertools.product(splits, self._parts()):
             list_files = source.files if isinstance(source, TokenFiles) else source.pieces
             try:
                 list_files(split)
             except (ValueError, OSError) as error:
-                found.append(str(error))
-        return list(dict.fromkeys(found))
+                missing.append(str(error))
+        return list(dict.fromkeys(missing))
 
     @property
     def has_text(self) -> bool:
-        """Whether `documents` can give every part's text: token files have none."""
+        """True if `documents` can return every part's text: token files have none."""
         return not any(isinstance(source, TokenFiles) for _, source in self._parts())
 
     def _parts(self) -> tuple[tuple[float, Any], ...]:

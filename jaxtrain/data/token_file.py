@@ -101,8 +101,8 @@ def write_token_file(
 def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
     """Join files of one vocabulary, streaming; the result depends on the documents alone."""
     if len({(file.vocab, file.tokenizer) for file in files}) != 1:
-        found = ", ".join(f"{file.path} (vocab {file.vocab})" for file in files) or "none"
-        raise ValueError(f"only token files of one tokenizer can be joined; found {found}")
+        listed = ", ".join(f"{file.path} (vocab {file.vocab})" for file in files) or "none"
+        raise ValueError(f"only token files of one tokenizer can be joined; found {listed}")
     tokens = [len(file.tokens) for file in files]
     documents = sum(len(file.prompts) for file in files)
     bases = list(accumulate(tokens, initial=0))
@@ -117,9 +117,9 @@ def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
     write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
 
 
-def _chain(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+def _chain(first: np.ndarray, following: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     yield first
-    yield from rest
+    yield from following
 
 
 def check_ids(ids: np.ndarray, *, vocab: int, path: Path, position: int) -> None:
@@ -170,7 +170,7 @@ class TokenFiles:
         return TokenStore(files=files, documents=self._select(files, split))
 
     def files(self, split: str) -> list[str]:
-        """Those of the split. Raises ValueError with each pattern that matches none."""
+        """Returns the split's files. Raises ValueError with each pattern that matches none."""
         paths = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split)
         if not paths:
             raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
@@ -214,8 +214,8 @@ class TokenStore:
         owner = np.searchsorted(self.bases, addresses, side="right") - 1
         out = np.empty(addresses.shape, dtype=np.int32)
         for number in np.unique(owner):
-            mine = owner == number
-            out[mine] = self.files[number].tokens[addresses[mine] - self.bases[number]]
+            own = owner == number
+            out[own] = self.files[number].tokens[addresses[own] - self.bases[number]]
         return out
 
     def refuse(self, address: int, *, vocab: int) -> None:
@@ -223,8 +223,8 @@ class TokenStore:
         number = int(np.searchsorted(self.bases, address, side="right")) - 1
         position = address - int(self.bases[number])
         file = self.files[number]
-        found = file.tokens[position : position + 1]
-        check_ids(found, vocab=vocab, path=file.path, position=position)
+        token = file.tokens[position : position + 1]
+        check_ids(token, vocab=vocab, path=file.path, position=position)
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:

@@ -121,8 +121,8 @@ def _claim(
     parts.mkdir(parents=True, exist_ok=True)
     path = parts / "job.json"
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        differ = [name for name in job if found.get(name) != job[name]]
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        differ = [name for name in job if earlier.get(name) != job[name]]
         if differ:
             raise ValueError(
                 f"{parts} was begun with a different {', '.join(differ)}; finish that job, or "

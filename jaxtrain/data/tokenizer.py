@@ -111,9 +111,9 @@ class ByteTokenizer:
 
         # GPT-2's alphabet: printable bytes stand for themselves, the others for later characters.
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = (byte for byte in range(256) if byte not in plain)
+        unprintable = (byte for byte in range(256) if byte not in plain)
         letters = {byte: chr(byte) for byte in plain}
-        letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+        letters |= {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
         tokenizer = Tokenizer(models.BPE({char: byte for byte, char in letters.items()}, []))
         tokenizer.add_special_tokens([EOS])
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -203,14 +203,14 @@ class TokenizerFile:
 
     def __post_init__(self) -> None:
         problems = store_violations("path", self.path)
-        for name, given in (("path", self.path), ("eos", self.eos)):
-            if not isinstance(given, str) or not given:
-                problems.append(f"{name}={given!r} must be a text of one character or more")
+        for name, value in (("path", self.path), ("eos", self.eos)):
+            if not isinstance(value, str) or not value:
+                problems.append(f"{name}={value!r} must be a text of one character or more")
         if problems:
             raise ValueError("TokenizerFile: " + "; ".join(problems))
 
     def absent(self) -> list[str]:
-        """That the file is not there; nothing is read."""
+        """Returns a message if the file does not exist; nothing is read."""
         if Path(self.path).is_file():
             return []
         return [f"there is no tokenizer {self.path} (from {Path.cwd()})"]
@@ -250,15 +250,15 @@ ON_A_TEXT = (
 
 
 @contextmanager
-def panics_are_errors(what: str = ON_A_TEXT) -> Iterator[None]:
-    """Raises ValueError, `what`, where the library panics, which is no Exception: on a text for
-    which a pattern of the tokenizer.json needs too many tries, for one."""
+def panics_are_errors(message: str = ON_A_TEXT) -> Iterator[None]:
+    """Raises ValueError with `message` if the library panics, which is no Exception: for example on
+    a text for which a pattern of the tokenizer.json needs too many tries."""
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{message}: {error}") from error
 
 
 class HuggingFaceVocabulary:
@@ -305,13 +305,13 @@ class HuggingFaceVocabulary:
 
     def begins_with(self) -> int | None:
         """The special token that its post-processor puts before a text, if any."""
-        plain, whole = self._without_and_with()
-        return whole[0] if whole[:1] != plain[:1] else None
+        plain, processed = self._without_and_with()
+        return processed[0] if processed[:1] != plain[:1] else None
 
     def bare(self) -> HuggingFaceVocabulary:
         """The same, without a post-processor that puts special tokens around a text."""
-        plain, whole = self._without_and_with()
-        if plain == whole:
+        plain, processed = self._without_and_with()
+        if plain == processed:
             return self
         content = json.dumps({**json.loads(self.json), "post_processor": None}, ensure_ascii=False)
         return HuggingFaceVocabulary(content, eos=self.eos_token)

@@ -1,7 +1,7 @@
-"""Every fault on purpose, and whether the run is the same for it.
+"""Injects every fault into a run, and checks that its results stay the same.
 
-`drill.py` has all faults happen to one run; `machine_drill.py` has machines of another come and go.
+`drill.py` injects all faults into one run; `machine_drill.py` removes and returns machines.
 
-Does not belong here: the faults themselves, which any run can be given (fault_tolerance/). To read
-first: "Chaos Engineering" (Basiri et al. 2016).
+Not here: the faults themselves, which any run can be given (fault_tolerance/). Read first: "Chaos
+Engineering" (Basiri et al. 2016).
 """

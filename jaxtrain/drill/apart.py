@@ -1,4 +1,4 @@
-"""Runs of a drill that stand on something of their own: a small disk, a network that can be cut."""
+"""Runs of a drill in an environment of their own: a small disk, a network that can be cut."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.machine_faults import run_command
 
 SMALL = "64m"
-"""Of the disk that is filled: some checkpoints of a drilled experiment."""
+"""Size of the disk that is filled: a few checkpoints of a drilled experiment."""
 
 
 class NotHere(Exception):
-    """Why this machine does not have what a run stands on."""
+    """This machine cannot provide a run's environment; the message says why."""
 
 
-class Apart(NamedTuple):
-    """One such run. faults: on it; steps: it takes; told: what must be said. stands_on: given its
-    folder and the number of processes; raises NotHere. processes: it is on so many, and held
-    against an undisturbed run on as many. as_command: by `jaxtrain launch`, a process of its own.
-    """
+class IsolatedRun(NamedTuple):
+    """A run in its own environment. faults: on it; steps: it takes; expected: texts that must
+    appear in its output. stands_on: provides the environment, from folder and number of processes;
+    raises NotHere. processes: if not None, their number, and it is compared with an undisturbed run
+    on as many. as_command: runs by `jaxtrain launch`, in a process of its own."""
 
     run: str
     faults: tuple[Fault, ...]
     steps: int
-    told: tuple[str, ...]
+    expected: tuple[str, ...]
     stands_on: Callable[[Path, int], AbstractContextManager[Network | None]]
     processes: int | None = None
     as_command: bool = False
 
 
-def apart(processes: int) -> list[Apart]:
-    """Saves are 5 steps apart: of a disk that is full for 8 one fails at least, and the run goes
-    on; a kill while it is full has it begin again from the save before."""
+def isolated_runs(processes: int) -> list[IsolatedRun]:
+    """The runs. Saves are 5 steps apart, so a disk that is full for 8 steps fails at least one, and
+    the run goes on; after a kill while it is full, the run restarts from the save before."""
     last = processes - 1
     full = (Fault("full", 9), Fault("full", 29), Fault("kill", 33, "step", last))
     refused = tuple(f"NOT SAVED checkpoint step {step} " for step in (10, 15, 30))
-    hangs = tuple(f"process {each} of {processes} has not moved" for each in range(processes))
+    hangs = tuple(f"process {process} of {processes} has not moved" for process in range(processes))
     readonly = (Fault("readonly", 9), Fault("readonly", 29), Fault("kill", 33, "step", last))
     errors = (Fault("raise", 12, "load"), Fault("raise", 20, "callback"))
     paused = ("launch: stood still itself for",)
     return [
-        Apart("full disk", full, 44, refused, small_disk),
-        Apart("read-only directory", readonly, 44, refused, small_disk),
-        Apart("cut network", (Fault("cut", 9, "step", last),), 24, hangs, cut_network),
-        Apart("one process", errors, 28, (), nothing_special, processes=1),
-        Apart("paused launch", (Fault("pause", 9),), 24, paused, nothing_special, as_command=True),
+        IsolatedRun("full disk", full, 44, refused, small_disk),
+        IsolatedRun("read-only directory", readonly, 44, refused, small_disk),
+        IsolatedRun("cut network", (Fault("cut", 9, "step", last),), 24, hangs, cut_network),
+        IsolatedRun("one process", errors, 28, (), nothing_special, processes=1),
+        IsolatedRun(
+            "paused launch", (Fault("pause", 9),), 24, paused, nothing_special, as_command=True
+        ),
     ]
 
 
 @contextmanager
 def nothing_special(folder: Path, processes: int) -> Iterator[None]:
-    """A folder as any other."""
+    """An ordinary folder."""
     yield
 
 
@@ -73,18 +75,18 @@ def small_disk(folder: Path, processes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        while os.path.ismount(folder):  # once more where it was made read-only
+        while os.path.ismount(folder):  # a second time if it was made read-only
             run_command("umount", "--lazy", str(folder))
 
 
 @contextmanager
 def cut_network(folder: Path, processes: int) -> Iterator[Network]:
-    """One of its own for so many processes."""
+    """A network of its own for `processes` processes."""
     if reason := why_not():
         raise NotHere(reason)
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(network(processes))
+            created = stack.enter_context(network(processes))
         except OSError as error:
             raise NotHere(str(error)) from error
-        yield made
+        yield created

@@ -1,7 +1,7 @@
 """A network for the processes of one machine: each in a namespace of its own, all on one bridge.
 
-Linux's network namespaces make of one machine as many as there are processes, as far as the network
-can tell, and a link between them can be cut. The network of the machine itself is not touched.
+With Linux's network namespaces, one machine looks to the network like one per process, and the link
+between two can be cut. The machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ BRIDGE, SUBNET = "hub0", "10.213.0"
 
 PROGRAMS = ("unshare", "nsenter", "ip")
 
-# The collectives of CPUs listen at what the host's name resolves to; an address is its own. Of the
-# end of this process the kernel tells by the pipe, and the namespace goes with its last process.
+# CPU collectives listen at the address of the host's name; an address resolves to itself. When this
+# process ends, its pipe closes, the holder ends, and with it the namespace.
 _HOLD = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 
 MAPPED = "unshare --map-root-user --mount"
-"""What gives a user who is not root namespaces of his own, where the kernel lets him."""
+"""Command that gives namespaces to a user who is not root, if the kernel allows it."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """addresses: of each process. holders: a process in the namespace of each."""
+    """addresses: of each process. holders: ids of processes that keep the namespaces alive."""
 
     addresses: tuple[str, ...]
     holders: tuple[int, ...]
 
     def prefix(self, process: int) -> list[str]:
-        """What a command begins with to run where `process` is."""
-        of = f"/proc/{self.holders[process]}/ns"
-        return ["nsenter", f"--net={of}/net", f"--uts={of}/uts", "--"]
+        """Prefix of a command that is to run in the namespace of `process`."""
+        namespaces = f"/proc/{self.holders[process]}/ns"
+        return ["nsenter", f"--net={namespaces}/net", f"--uts={namespaces}/uts", "--"]
 
     def cut(self, process: int) -> None:
-        """From here on nothing reaches `process`, and nothing comes from it."""
+        """Cuts the link of `process` in both directions."""
         ip(self.prefix(process), f"link set {LINK} down")
 
     def mend(self, process: int) -> None:
-        """As before it was cut."""
+        """Restores the link of `process`."""
         ip(self.prefix(process), f"link set {LINK} up")
 
 
 def why_not() -> str:
-    """Why there can be no such network here; "" where there can."""
+    """Reason why such a network is impossible here; empty if it is possible."""
     if sys.platform != "linux":
         return "only Linux has network namespaces"
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
@@ -65,8 +65,8 @@ def why_not() -> str:
 
 @contextmanager
 def network(processes: int) -> Iterator[Network]:
-    """One for so many processes, gone at the end of the block and with this process. Raises OSError
-    with what the kernel refuses."""
+    """Creates a network for `processes` processes; it ends with the block or with this process.
+    Raises OSError with the kernel's reason."""
     with ExitStack() as stack:
         addresses = [f"{SUBNET}.{process + 1}" for process in range(processes)]
         hub = _holder(stack, "hub")
@@ -76,19 +76,19 @@ def network(processes: int) -> Iterator[Network]:
             lines.append(f"link add port{process} type veth peer name {LINK} netns {holder}")
             lines.append(f"link set port{process} master {BRIDGE} up")
         ip(["nsenter", f"--net=/proc/{hub}/ns/net", "--"], *lines)
-        found = Network(tuple(addresses), tuple(holders))
+        created = Network(tuple(addresses), tuple(holders))
         for process, address in enumerate(addresses):
             own = ("link set lo up", f"addr add {address}/24 dev {LINK}", f"link set {LINK} up")
-            ip(found.prefix(process), *own)
-        yield found
+            ip(created.prefix(process), *own)
+        yield created
 
 
 def _holder(stack: ExitStack, name: str) -> int:
-    """A process that waits in namespaces of its own, as a host of that name."""
+    """Starts a process in namespaces of its own, with host name `name`; returns its id."""
     command = ["unshare", "--net", "--uts", sys.executable, "-S", "-c", _HOLD, name]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     holder = subprocess.Popen(command, **pipes, start_new_session=True)
-    stack.callback(holder.communicate)  # its input ends, and it with it
+    stack.callback(holder.communicate)  # closes its input, which ends it
     assert holder.stdout is not None and holder.stderr is not None
     if not holder.stdout.readline():
         raise OSError(holder.stderr.read().decode(errors="replace").strip())

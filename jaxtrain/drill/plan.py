@@ -1,11 +1,11 @@
-"""What a drill does: which faults happen to which run, in what order."""
+"""The faults of a drill: which ones, on which run, in what order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.drill.apart import apart
+from jaxtrain.drill.apart import isolated_runs
 from jaxtrain.drill.machine_drill import faults_of_machines
 from jaxtrain.experiment import LossSpikes
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
@@ -15,15 +15,15 @@ SAVES, APART, FIRST = 5, 8, 8
 """Steps between saves, between faults, and before the first fault."""
 
 SPIKES = LossSpikes(above=20, window=24, patience=2, back=1, skip_more=1)
-"""What is done about a loss that jumps; its steps come again before the next fault."""
+"""Policy for a loss spike; its steps are repeated before the next fault."""
 
 
 def kinds(processes: int) -> list[Fault]:
-    """Each fault once, as they come; on the last process, and where it says so on the first, which
-    coordinates. `nan` and `spike` change what is learned, and are part of the undisturbed run too:
-    it is told which batches the second costs."""
+    """Each fault once, in order; on the last process, or on the first one, which coordinates. `nan`
+    and `spike` change what is learned, so the undisturbed run has them too: it is configured with
+    the batches that the spike skips."""
     last = processes - 1
-    told = [
+    table = [
         ("kill", "step", last), ("kill", "step", 0), ("exit", "load", last),
         ("stop", "step", last), ("stop", "load", last), ("stop", "save", 0),
         ("stop", "callback", last), ("hang", "load", last), ("hang", "callback", 0),
@@ -35,12 +35,12 @@ def kinds(processes: int) -> list[Fault]:
     ]  # fmt: skip
     return [
         Fault(kind, FIRST + APART * number, phase, process)
-        for number, (kind, phase, process) in enumerate(told)
+        for number, (kind, phase, process) in enumerate(table)
     ]
 
 
 def skipped(spike: Fault) -> tuple[int, int]:
-    """(steps, batches): where the run goes back to for it, and what it goes on without."""
+    """(steps, batches): the step the run returns to after the spike, and batches it skips."""
     begins = spike.step + 1
     good = (begins - SPIKES.back - 1) // SAVES * SAVES
     return good, begins + SPIKES.patience - 1 - good + SPIKES.skip_more
@@ -48,7 +48,7 @@ def skipped(spike: Fault) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a drill does. runs: name of a run -> its faults, in their order."""
+    """The faults of a drill. runs: name of a run -> its faults, in order."""
 
     runs: dict[str, tuple[Fault, ...]]
 
@@ -70,15 +70,15 @@ class Listing:
 
 
 def listed(processes: int) -> Listing:
-    """The faults of `drill` on so many processes. Raises ValueError for fewer than two."""
+    """The faults of `drill` on `processes` processes. Raises ValueError for fewer than two."""
     refuse_few(processes)
     crash, machines = crashes(processes), faults_of_machines(FIRST, processes)
     runs = {"disturbed": tuple(kinds(processes)), "crash": (crash,), "machines": machines}
-    return Listing(runs | {each.run: each.faults for each in apart(processes)})
+    return Listing(runs | {isolated.run: isolated.faults for isolated in isolated_runs(processes)})
 
 
 def crashes(processes: int) -> Fault:
-    """One that comes again at each start."""
+    """A fault that is repeated in each start."""
     return Fault("crash", FIRST, "step", processes - 1)
 
 

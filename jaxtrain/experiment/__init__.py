@@ -1,6 +1,6 @@
-"""The hinge: an experiment is a frozen value, loaded from a Python file and checked against a mesh.
+"""An experiment: a frozen value, loaded from a Python file and checked against a mesh.
 
-Below this package nobody has heard of an Experiment; above it everything takes one.
+Packages below this one do not import Experiment; packages above take one as input.
 """
 
 from jaxtrain.experiment.fields import (

@@ -1,4 +1,4 @@
-"""What an experiment says. Values, not names of values; nothing here depends on a mesh."""
+"""Fields of an experiment. They hold values, not names of values, and do not depend on a mesh."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from jaxtrain.telemetry.profiler import Steps
 from jaxtrain.violations import at_least, count, positive, raise_violations
 
 SEEDS = 2**32
-"""JAX's keys take so many: a seed beyond would draw what a smaller one draws."""
+"""Seeds of JAX's keys. A larger seed would draw the same numbers as a smaller one."""
 
 
 MOST_CHECKED = 32
-"""Steps of a self-check; their batches are held at once."""
+"""Most steps of a self-check; their batches are in memory together."""
 
 
 @dataclass(frozen=True)
 class LossSpikes:
-    """A loss that jumps, and stays up: the run goes back to a save from before it and takes other
-    batches from there on. PaLM (Chowdhery et al. 2022, section 5.1) went back 100 steps or so, and
-    passed over 200 to 500 batches.
+    """Rollback after a loss spike: the run returns to a save from before it and continues with
+    other batches. PaLM (Chowdhery et al. 2022, section 5.1) went back about 100 steps and skipped
+    200 to 500 batches.
 
-    above: a loss is high that is so many times the scale of the losses before it above their
-      median. The scale is 1.4826 times their median absolute deviation, the standard deviation of
-      numbers that are normal (Hampel 1974).
-    least: and so much above the median, in the loss's unit (nats).
-    window: how many losses that were not high are held, the newest; fewer are judged by none.
-    patience: so many high losses in a row are a spike. Nothing is saved meanwhile.
-    back: steps, at least, between the save that is gone back to and the first high loss; where no
-      save is as old, it is the oldest from before the spike, and where there is none at all the
-      state that the run began with.
-    skip_more: the batches taken since that save are skipped, and so many after them.
-    most: spikes that are acted on in a run; later ones are told, and the run goes on.
+    above: a loss is high if it exceeds the median of earlier losses by this many times their scale.
+      The scale is 1.4826 times their median absolute deviation, the standard deviation of normal
+      numbers (Hampel 1974).
+    least: smallest excess over the median of a high loss, in the loss's unit (nats).
+    window: number of recent losses that were not high; with fewer, no loss is judged.
+    patience: this many high losses in a row are a spike. Nothing is saved meanwhile.
+    back: least steps between the save that is restored and the first high loss. If no save is as
+      old, the oldest from before the spike is restored; without one, the run's initial state.
+    skip_more: the batches taken since that save are skipped, and this many after them.
+    most: spikes that are acted on in a run; later ones are reported, and the run continues.
 
-    A loss that is not finite is none: its step is skipped.
+    A loss that is not finite does not count: its step is skipped.
     """
 
     above: float = 10.0
@@ -70,25 +69,26 @@ class LossSpikes:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the numbers of a run are what they should be. What a device computes or keeps
-    wrongly ends the run without a save of that state; the newest checkpoint goes on (see `jaxtrain
-    launch`).
+    """Checks of a run's numbers. If a device computes or stores wrong numbers, the run ends without
+    a save of that state; the newest checkpoint continues (see `jaxtrain launch`). None disables a
+    check.
 
-    replicas: every so many steps, and before each save, copies of the same part of the state on
-    several devices are compared, bit for bit; those with most of three or more against them are
-    named, of two both. replay: every so many steps one is taken twice from the same state and
-    batch, and must come out the same to the bit; a copy of the state is held meanwhile. self_check:
-    so many first steps of a start, 32 at most, are taken before it, twice: as they will be, and in
-    a safe configuration (XLA's own collectives, the plain kernels, no rematerialisation, no
-    compiler options of the mesh). Losses and gradient norms must agree within 1e-5, in 16 bits
-    3e-2, or the run is refused before anything of it is saved. A copy of the state and the batches
-    are held meanwhile, and the safe step has the larger activations. None is never.
-
-    spikes: what is done about a loss that jumps, None for nothing. With `replay`, the same batches
-    are taken once more first, and skipped where the spike comes again.
-    skip_batches: pairs (steps, batches), ascending: after so many steps so many batches of the data
-    are passed over. Steps keep their numbers, and schedules with them. A start may add pairs that
-    lie before it no more than it may drop those it has passed; what was skipped is in each save.
+    replicas: steps between comparisons, bit for bit, of the copies of the same part of the state on
+      several devices; they are also compared before each save. Devices that differ from most of
+      three or more are named; of two, both are.
+    replay: steps between replays. A replay takes one step twice from the same state and batch; both
+      must be equal to the bit. A copy of the state is in memory meanwhile.
+    self_check: this many first steps of a start, 32 at most, are taken twice before it: as
+      configured, and in a safe configuration (XLA's own collectives, the plain kernels, no
+      rematerialisation, no compiler options of the mesh). Losses and gradient norms must agree
+      within 1e-5, in 16 bits 3e-2; otherwise the run is refused before anything is saved. A copy of
+      the state and the batches are in memory meanwhile, and the safe step has the larger
+      activations.
+    spikes: reaction to a loss spike, None for none. With `replay`, the same batches are taken once
+      more first, and skipped if the spike occurs again.
+    skip_batches: pairs (steps, batches), ascending: after that many steps, that many batches of the
+      data are skipped. Steps keep their numbers, and schedules with them. A start may neither add
+      pairs that lie before it nor drop those it has passed; each save has what was skipped.
     """
 
     replicas: int | None = None
@@ -98,64 +98,70 @@ class Health:
     skip_batches: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        given = {"replicas": self.replicas, "replay": self.replay, "self_check": self.self_check}
-        found = [v for k, n in given.items() if n is not None for v in count(k, n, 1)]
-        if not found and (self.self_check or 0) > MOST_CHECKED:
-            found = [
+        intervals = {
+            "replicas": self.replicas,
+            "replay": self.replay,
+            "self_check": self.self_check,
+        }
+        violations = [v for k, n in intervals.items() if n is not None for v in count(k, n, 1)]
+        if not violations and (self.self_check or 0) > MOST_CHECKED:
+            violations = [
                 f"self_check={self.self_check} steps are more than rounding allows to compare; use "
                 f"{MOST_CHECKED} or fewer, such as 3"
             ]
-        found += [v for v in kind_violations(self) if v.startswith("spikes=")]
-        raise_violations(found + _skip_violations(self.skip_batches))
+        violations += [v for v in kind_violations(self) if v.startswith("spikes=")]
+        raise_violations(violations + _skip_violations(self.skip_batches))
 
 
-def _skip_violations(given: Any) -> list[str]:
-    pairs = isinstance(given, tuple) and all(
-        isinstance(each, tuple)
-        and len(each) == 2
-        and not count("steps", each[0], 0)
-        and not count("batches", each[1], 1)
-        for each in given
+def _skip_violations(value: Any) -> list[str]:
+    pairs = isinstance(value, tuple) and all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and not count("steps", pair[0], 0)
+        and not count("batches", pair[1], 1)
+        for pair in value
     )
-    if pairs and list(given) == sorted(set(given)):
+    if pairs and list(value) == sorted(set(value)):
         return []
     return [
-        f"skip_batches={given!r} must be pairs (steps done, batches skipped), ascending; use for "
+        f"skip_batches={value!r} must be pairs (steps done, batches skipped), ascending; use for "
         "example skip_batches=((900, 300),)"
     ]
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How the same mathematics is run. None lets the platform decide.
+    """Settings of how a step runs. They do not change its mathematics. None lets the platform
+    decide.
 
-    mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for
-      models that describe themselves, gspmd for others.
+    mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for models
+      that describe themselves, gspmd for others.
     loop: how the loop over layers runs (unrolled, remat, prefetch).
     attention: an attention kernel of `jaxtrain.attention`; None is the platform's own.
-    grouped_matmul: what multiplies experts' rows, of `jaxtrain.moe`; None is the platform's own.
-    collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`) by what they move.
-    check_vma: JAX's types of what varies over which mesh axis, a proof against a forgotten
-      reduction; False only where a library kernel refuses it.
-    reducer: what sums gradients over the mesh axes on which a leaf is whole, in the explicit step:
-      `data`, and `fsdp` where it splits nothing of the leaf. What it splits is reduce-scattered, by
-      `collectives`. `Rounded` sends them in bfloat16. `Compressed` changes what is learned, a
+    grouped_matmul: the multiplication of experts' rows, of `jaxtrain.moe`; None is the platform's
+      own.
+    collectives: algorithms of the explicit step (`Lax`, `Ring`, `Recursive`), by the data they
+      move.
+    check_vma: JAX's types of what varies over which mesh axis, which detect a forgotten reduction;
+      False only if a library kernel refuses it.
+    reducer: sums gradients over the mesh axes on which a leaf is replicated, in the explicit step:
+      `data`, and `fsdp` if it does not split the leaf. Axes that split it are reduce-scattered, by
+      `collectives`. `Rounded` sends sums in bfloat16. `Compressed` changes the result of training a
       little, and a resumed run keeps it.
-    small_leaf: gradients of leaves up to so many elements (a device's part) are summed, scattered
-      and, updated by ZeRO-1 and 2, gathered together; leaves of up to so many in all are not
-      compressed.
-    reduce_layers: sum the gradients of each layer within the backward pass, beside the arithmetic
-      of the layer below it, and not once a step after it; `small_leaf` then counts in a layer. With
-      microbatches the bytes of these sums are sent once each: `microbatches` times as many. What
-      is not stacked over layers, or is scattered once a step first (ZeRO), is summed at the end as
-      ever.
+    small_leaf: gradients of leaves with up to this many elements (a device's part) are summed,
+      scattered and, with ZeRO-1 and 2, gathered together; leaves with up to this many elements in
+      total are not compressed.
+    reduce_layers: sum the gradients of each layer within the backward pass, concurrent with the
+      layer below, and not once a step after it; `small_leaf` then counts in a layer. Each
+      microbatch sends these sums: `microbatches` times as many bytes. Leaves that are not stacked
+      over layers, or are first scattered once a step (ZeRO), are still summed at the end.
     pipeline: the schedule of a mesh's `stage` axis.
-    context: how attention sees whole rows where a mesh's `context` axis cuts them, in the explicit
-      step: a method of `jaxtrain.context`; None is the one that suits mesh and heads.
-    expert_chunk: tokens of a device that go to their experts at one time, None for all of them:
-      less memory for what is sent, which is made again in the backward pass.
-    health: checks of what devices compute and keep, and what is done about spikes of the loss,
-      which changes what is learned; a resumed run may change it.
+    context: a method of `jaxtrain.context` for attention over rows that a mesh's `context` axis
+      splits, in the explicit step; None is the one that suits mesh and heads.
+    expert_chunk: tokens of a device that go to their experts at one time, None for all of them.
+      Less memory for sent rows, which are recomputed in the backward pass.
+    health: checks of what devices compute and store, and the reaction to spikes of the loss, which
+      changes what is learned; a resumed run may change it.
     """
 
     mode: str | None = None
@@ -173,10 +179,10 @@ class Execution:
     expert_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        found = count("small_leaf", self.small_leaf, 0)
+        violations = count("small_leaf", self.small_leaf, 0)
         if self.expert_chunk is not None:
-            found += count("expert_chunk", self.expert_chunk)
-        raise_violations(kind_violations(self) or found)
+            violations += count("expert_chunk", self.expert_chunk)
+        raise_violations(kind_violations(self) or violations)
 
 
 def seed_violations(seed: int) -> list[str]:
@@ -186,11 +192,11 @@ def seed_violations(seed: int) -> list[str]:
 
 
 LONGEST_SAMPLE = 2**20
-"""Tokens; no model is known to read more."""
+"""Tokens; no known model reads more."""
 
 
 def length_violations(tokens: int) -> list[str]:
-    """A continuation whose keys and values no device would hold."""
+    """Returns a violation for a continuation too long for any device's memory."""
     if tokens <= LONGEST_SAMPLE:
         return []
     return [f"tokens={tokens} is more than a sample may have; use {LONGEST_SAMPLE} or less"]
@@ -200,8 +206,8 @@ def length_violations(tokens: int) -> list[str]:
 class Sample:
     """A continuation generated when training ends.
 
-    prompt: the text that is continued. tokens: how many are drawn. temperature: logits are divided
-    by it; 0 is greedy.
+    prompt: the text that is continued. tokens: number of tokens drawn. temperature: divides the
+      logits; 0 is greedy.
     """
 
     prompt: str
@@ -219,10 +225,9 @@ class Sample:
 @dataclass(frozen=True)
 class Evaluation:
     """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
-    over `final_batches` after the last step. None: the whole of it. A batch is the experiment's (of
-    a `BatchRamp` the largest), whatever `microbatches` cuts it into. sample: a continuation to end
-    with.
-    """
+    over `final_batches` after the last step. None: all batches of the split. A batch is the
+    experiment's (the largest of a `BatchRamp`), regardless of `microbatches`. sample: a
+    continuation at the end."""
 
     every: int = 100
     batches: int | None = 8
@@ -240,11 +245,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logging:
-    """every: steps between logged lines, whose speeds are means since the line before. profile:
-    steps to trace. tensorboard: write events; None where tensorboardX is installed, and a run is
-    refused where it is asked for and is not. callbacks: code of your own that a run calls: frozen
-    dataclasses that inherit from `Callback`, or functions (or classes) at the top of a module that
-    each start calls, with nothing, to make one. A resumed run may have others."""
+    """every: steps between logged lines, whose speeds are means since the previous line. profile:
+    steps to trace.
+    tensorboard: write events; None: if tensorboardX is installed. True without tensorboardX is
+      refused.
+    callbacks: your own code that a run calls: frozen dataclasses that inherit from `Callback`, or
+      functions (or classes) at the top of a module that each start calls without arguments to make
+      one. A resumed run may have others.
+    """
 
     every: int = 10
     profile: Steps | None = None
@@ -260,37 +268,41 @@ class Logging:
         raise_violations(violations)
 
 
-def _optimizer(given: Any) -> Any:
-    """The optimizer that it is, or stands for."""
-    if isinstance(given, optax.GradientTransformation):
-        return Optax(given)
-    made = not isinstance(given, type) and not hasattr(given, "build") and makes_value(given)
-    return Optax(given) if made else given
+def _optimizer(optimizer: Any) -> Any:
+    """Wraps an optax transformation, or a function that returns one, in `Optax`."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return Optax(optimizer)
+    is_factory = (
+        not isinstance(optimizer, type)
+        and not hasattr(optimizer, "build")
+        and makes_value(optimizer)
+    )
+    return Optax(optimizer) if is_factory else optimizer
 
 
 @dataclass(frozen=True)
 class Experiment:
     """One training run, on any mesh.
 
-    model: a config with `build`, or a module-level function rngs -> nnx.Module whose
-      `loss(batch, *, key)` returns (sum, count), and where
-      you like a dict of other sums.
+    model: a config with `build`, or a module-level function rngs -> nnx.Module whose `loss(batch,
+      *, key)` returns (sum, count) and, optionally, a dict of other sums.
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
-    optimizer: such as `AdamW(3e-4)`; or a transformation of optax's, or a function that returns
-      one, either of which is held as an `Optax`. steps: of the whole run; schedules end there.
+    optimizer: such as `AdamW(3e-4)`; or an optax transformation, or a function that returns one,
+      either of which is stored as an `Optax`. steps: of the complete run; schedules end there.
     batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
     clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
-      (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner), which
-      evaluation, sample and nothing else then use. precision: the dtypes. sharding: how tensors
-      are split over mesh axes. execution: how the step is run. checkpoints: when the run is saved
-      and what is kept, None for never. logging: how often metrics are written, and where.
-      fine_tuning: weights to begin with, and which
-      parameters are trained; None trains all of them from their initialisation.
+      (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner). Only
+      evaluation and sample use them.
+    precision: the dtypes. sharding: how tensors are split over mesh axes. execution: how the step
+      is run. checkpoints: when the run is saved and what is kept, None for never. logging: how
+      often metrics are written, and where.
+    fine_tuning: initial weights, and which parameters are trained; None trains all of them from
+      their initialisation.
+    seed: of initial weights, dropout and the order of the data. evaluation: when the held-out loss
+      is computed, None for never.
 
-    Raises ValueError that lists every field of the wrong kind, with what to write instead; what
-    depends on other fields or on a mesh is told by `check` and `train`.
-    seed: of initial weights, dropout and the order of the data. evaluation: when the held-out
-    loss is taken, None for never.
+    Raises ValueError that lists every field of the wrong kind, with a remedy. `check` and `train`
+    report what depends on other fields or on a mesh.
     """
 
     model: Any
@@ -314,12 +326,13 @@ class Experiment:
         violations = kind_violations(self)
         object.__setattr__(self, "optimizer", _optimizer(self.optimizer))
         for name, method in (("data", "open"), ("optimizer", "build")):
-            held = getattr(self, name)
-            if isinstance(held, type) or not callable(getattr(held, method, None)):
+            value = getattr(self, name)
+            if isinstance(value, type) or not callable(getattr(value, method, None)):
                 example = {"data": "TextData()", "optimizer": "AdamW(3e-4)"}[name]
-                call = "call it, or " if callable(held) and not isinstance(held, type) else ""
+                call = "call it, or " if callable(value) and not isinstance(value, type) else ""
                 violations.append(
-                    f"{name}={held!r} has no {method}; {call}use a value such as jaxtrain.{example}"
+                    f"{name}={value!r} has no {method}; "
+                    f"{call}use a value such as jaxtrain.{example}"
                 )
         if isinstance(self.seed, int):
             violations += seed_violations(self.seed)
@@ -327,5 +340,5 @@ class Experiment:
 
     @property
     def sample(self) -> Sample | None:
-        """What the run ends with, if anything."""
+        """The sample at the end of the run; None if there is none."""
         return None if self.evaluation is None else self.evaluation.sample

@@ -1,4 +1,4 @@
-"""What a run begins with, and which of its parameters it trains.
+"""A run's initial weights, and the parameters that it trains.
 
 Leaves are named as everywhere: `period.0.attention.query`. A pattern is of `fnmatch`: `*` stands
 for any text, dots included.
@@ -18,11 +18,10 @@ Patterns = tuple[str, ...]
 
 @dataclass(frozen=True)
 class FromHuggingFace:
-    """The weights of a folder as `transformers` writes it. The model is
-    `huggingface_config(folder)`, or one whose parameters have the same shapes (padding of the
-    vocabulary aside).
+    """The weights of a folder in `transformers`' format. The model is `huggingface_config(folder)`,
+    or one whose parameters have the same shapes (except padding of the vocabulary).
 
-    folder: config.json beside safetensors, as `transformers` writes them.
+    folder: has config.json and safetensors, as `transformers` writes them.
     """
 
     folder: str | Path
@@ -33,14 +32,13 @@ class FromHuggingFace:
 
 @dataclass(frozen=True)
 class FromRun:
-    """The parameters of another run's checkpoint, each chunk verified as it is read.
+    """The parameters of another run's checkpoint; each chunk is verified when read.
 
     run_dir: that run's directory. step: None for the newest. averaged: its averaged weights
-    (`ema_decay`) where it keeps any.
+      (`ema_decay`) if it has any.
     leaves: patterns of the parameters to take; the others are initialised. None takes all, and
-    refuses a run that has not just the same ones, of the same shapes. trust: modules of your own
-    (`"my_package"`, or a tuple) that are imported where the run's config.json names their classes
-    or functions.
+      refuses a run whose parameters or shapes differ. trust: your own modules (`"my_package"`, or a
+      tuple) that may be imported if the run's config.json names their classes or functions.
     """
 
     run_dir: str | Path
@@ -62,10 +60,10 @@ class FromRun:
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (Hu et al. 2021): a matrix is used as w + (alpha / rank) A B, and only A
-    [in, rank] and B [rank, out] are trained. A begins normal with variance 1 / in, B at 0.
+    [in, rank] and B [rank, out] are trained. A starts normal with variance 1 / in, B at 0.
 
-    targets: patterns of the matrices; those of blocks can have adapters. Of a mixture of experts
-    each has A and B of its own.
+    targets: patterns of the matrices; those of blocks can have adapters. Each expert of a mixture
+      has its own A and B.
     rank: columns of A. alpha: A B is multiplied by alpha / rank.
     """
 
@@ -82,12 +80,12 @@ class LoRA:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """start: what the parameters begin with, at the first start of a run only: a resumed one has
-    its own. Optimizer state, step and data begin anew. None: initialised.
+    """start: initial parameters, at the first start of a run only: a resumed run has its own.
+    Optimizer state, step and data start anew. None: initialised.
 
     trainable: patterns of the parameters that are trained. All others are frozen: they have no
-    optimizer state, no gradient and no average. None: all, or with `lora` its adapters alone.
-    lora: adapters, trained beside what `trainable` names.
+      optimizer state, no gradient and no average. None: all, or with `lora` its adapters alone.
+    lora: adapters, trained in addition to what `trainable` names.
     """
 
     start: FromHuggingFace | FromRun | None = None
@@ -99,12 +97,12 @@ class FineTuning:
 
 
 def module_violations(name: str, modules: str | tuple[str, ...]) -> list[str]:
-    """What is wrong with a field that names modules."""
+    """Returns violations of a field that names modules."""
     return [
-        f"{name} has {each!r}, which is no module's name; write it as `import` has it, such as "
+        f"{name} has {module!r}, which is no module's name; write it as `import` has it, such as "
         f'{name}="my_package"'
-        for each in as_modules(modules)
-        if not isinstance(each, str) or not all(part.isidentifier() for part in each.split("."))
+        for module in as_modules(modules)
+        if not isinstance(module, str) or not all(part.isidentifier() for part in module.split("."))
     ]
 
 
@@ -113,10 +111,12 @@ def as_modules(modules: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def pattern_violations(name: str, patterns: Patterns | None) -> list[str]:
-    """What is wrong with a field that holds patterns."""
+    """Returns violations of a field that holds patterns."""
     if patterns is None:
         return []
     if isinstance(patterns, tuple) and not patterns:
         return [f"{name}=() names nothing; give a pattern such as ('period.*',), or None"]
-    wrong = [each for each in patterns if not isinstance(each, str) or not each]
-    return [f"{name} has {each!r}; a pattern is a text such as 'period.*'" for each in wrong]
+    invalid = [pattern for pattern in patterns if not isinstance(pattern, str) or not pattern]
+    return [
+        f"{name} has {pattern!r}; a pattern is a text such as 'period.*'" for pattern in invalid
+    ]

@@ -1,4 +1,4 @@
-"""Whether a field holds what its annotation says; what to write instead where it does not."""
+"""Checks that a field's value has the kind of its annotation, and suggests a replacement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESETS = {
         name: f"{name}()" for name in ("data_parallel", "fsdp", "tensor", "zero1", "zero2")
     },
 }
-"""Values of `jaxtrain` that are known by a name, by the field they belong to."""
+"""Named values of `jaxtrain`, by the field they belong to."""
 
 WORDS = {
     int: "a whole number",
@@ -32,24 +32,25 @@ WORDS = {
 
 
 def kind_violations(value: Any) -> list[str]:
-    """Each field of the dataclass that is of another kind than its annotation, with its remedy."""
+    """Returns a violation, with its remedy, for each field whose value is not of its annotation's
+    kind."""
     hints = typing.get_type_hints(type(value))
-    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return [
-        f"{name}={held!r} is a {type(held).__name__}; use {_remedy(name, held, hints[name])}"
-        for name, held in given.items()
-        if not _fits(held, hints[name])
+        f"{name}={stored!r} is a {type(stored).__name__}; use {_remedy(name, stored, hints[name])}"
+        for name, stored in values.items()
+        if not _fits(stored, hints[name])
     ]
 
 
 def takes_none(owner: type, name: str) -> bool:
-    """Whether None may stand in the field."""
+    """Returns True if the field accepts None."""
     kinds = _kinds(_hint(owner, name))
     return Any in kinds or types.NoneType in kinds
 
 
 def takes(owner: type, name: str, value: Any) -> bool:
-    """Whether a union of kinds that is the field's has the value's."""
+    """Returns True if the field's annotation is a union that includes the value's kind."""
     hint = _hint(owner, name)
     return len(_kinds(hint)) > 1 and Any not in _kinds(hint) and _fits(value, hint)
 
@@ -65,7 +66,7 @@ def _hint(owner: type, name: str) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of any other annotation itself. Of `tuple[str, ...]` a tuple."""
+    """Returns the members of a union, or the annotation itself. `tuple[str, ...]` becomes tuple."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if union else (hint,)
     return tuple(typing.get_origin(member) or member for member in members)
@@ -79,7 +80,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return bool in kinds
     try:
         return isinstance(value, (*kinds, int) if float in kinds else kinds)
-    except TypeError:  # a protocol, which no value is held to here
+    except TypeError:  # a protocol, which is not checked here
         return False
 
 
@@ -102,30 +103,30 @@ def _first_hint(kind: Any) -> Any:
     return typing.get_type_hints(kind)[dataclasses.fields(kind)[0].name]
 
 
-def makes_value(given: Any) -> bool:
-    """Whether it is a function, or a class, that is called with nothing."""
+def makes_value(value: Any) -> bool:
+    """Returns True if the value is a function, or a class, that is called without arguments."""
     try:
-        inspect.signature(given).bind()
-    except (TypeError, ValueError):  # it is neither, asks for something, or does not say
+        inspect.signature(value).bind()
+    except (TypeError, ValueError):  # not callable, has required arguments, or no signature
         return False
     return True
 
 
 def callback_violations(name: str, callbacks: tuple[Any, ...]) -> list[str]:
-    """What is none, of a field of callbacks."""
+    """Returns a violation for each item of `callbacks` that is not a callback."""
     return [
-        f"{name}[{i}]={each!r} is no callback; use a value whose class inherits from "
+        f"{name}[{index}]={callback!r} is no callback; use a value whose class inherits from "
         "jaxtrain.Callback, or a function (or class) of no arguments that makes one"
-        for i, each in enumerate(callbacks)
-        if isinstance(each, type) or not callable(getattr(each, "after_step", None))
-        if not makes_value(each)
+        for index, callback in enumerate(callbacks)
+        if isinstance(callback, type) or not callable(getattr(callback, "after_step", None))
+        if not makes_value(callback)
     ]
 
 
-def field_meant(error: BaseException, known: Mapping[str, Any]) -> str:
-    """The field nearest to a misspelt one, of the dataclasses that go by these names."""
-    found = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
-    kind = found and known.get(found[1])
-    if not found or not dataclasses.is_dataclass(kind):
+def field_meant(error: BaseException, classes: Mapping[str, Any]) -> str:
+    """Returns a hint with the field nearest to a misspelt one. classes: dataclasses by name."""
+    match = re.fullmatch(r"(\w+)\.__init__\(\).*unexpected keyword argument '(\w+)'", str(error))
+    kind = match and classes.get(match[1])
+    if not match or not dataclasses.is_dataclass(kind):
         return ""
-    return did_you_mean(found[2], [each.name for each in dataclasses.fields(kind)])
+    return did_you_mean(match[2], [field.name for field in dataclasses.fields(kind)])

@@ -1,4 +1,4 @@
-"""Experiments from Python files, and as config.json has them."""
+"""Loads experiments from Python files, and converts them to config.json's form."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from jaxtrain.optim.plain import Optax
 
 
 def load_experiment(path: str | Path) -> Experiment:
-    """experiment() of a Python file. Raises ValueError that says what is missing or not allowed:
-    no such file or function, a lambda or closure in a field, an object that is not a value."""
+    """Returns the value of experiment() in a Python file. Raises ValueError if the file or the
+    function is missing, or if a field holds a lambda, a closure or an object that is not a value.
+    """
     path = local_path("experiment", path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
@@ -35,7 +36,7 @@ def load_experiment(path: str | Path) -> Experiment:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file; an experiment file ends in .py")
     module = importlib.util.module_from_spec(spec)
-    # Files beside it can be imported, as for a script; what is installed comes first.
+    # Files in its folder can be imported, as for a script; installed modules come first.
     folder = path.parent.resolve()
     _refuse_mistaken_imports(path, folder)
     _folders.add(folder)
@@ -64,16 +65,16 @@ def load_experiment(path: str | Path) -> Experiment:
 
 
 _folders: set[Path] = set()
-"""Those of the experiment files that were loaded."""
+"""Folders of the experiment files that were loaded."""
 
 
 def _refuse_mistaken_imports(path: Path, folder: Path) -> None:
-    """Raises ValueError where a file imports one beside it, and one of that name beside another
-    experiment file was imported before: Python would give it that."""
+    """Raises ValueError if a file imports a module of its folder, and a module with that name from
+    another experiment's folder is already imported: Python would return that one."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # told when it is loaded
+        return  # reported when it is loaded
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -82,29 +83,31 @@ def _refuse_mistaken_imports(path: Path, folder: Path) -> None:
             names.add(node.module or "")
     for name in sorted({name.partition(".")[0] for name in names} - {""}):
         imported = getattr(sys.modules.get(name), "__file__", None)
-        beside = [each for each in (folder / f"{name}.py", folder / name) if each.exists()]
-        if imported is None or not beside:
+        candidates = [
+            candidate for candidate in (folder / f"{name}.py", folder / name) if candidate.exists()
+        ]
+        if imported is None or not candidates:
             continue
-        others = _folders - {folder}
-        if others & set(Path(imported).resolve().parents[:2]):
+        other_folders = _folders - {folder}
+        if other_folders & set(Path(imported).resolve().parents[:2]):
             raise ValueError(
-                f"{path} imports {name} and means {beside[0]}, and {imported}, beside another "
+                f"{path} imports {name} and means {candidates[0]}, and {imported}, beside another "
                 "experiment file, is imported by that name; load the two in different processes, "
                 "or give one of the files another name"
             )
 
 
 def _error_at_line(error: BaseException, path: Path, module: types.ModuleType) -> str:
-    """The error, and the line of the file it came from."""
+    """Returns the error's text, with the line of the file that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     path = path.resolve()
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
-    at = f"line {lines[-1]}: " if lines else ""
-    return f"{at}{type(error).__name__}: {error}{field_meant(error, vars(module))}"
+    location = f"line {lines[-1]}: " if lines else ""
+    return f"{location}{type(error).__name__}: {error}{field_meant(error, vars(module))}"
 
 
 def config_of(value: Any) -> Any:
-    """A JSON-able form: dataclasses by field with their class, functions as module:name.
+    """Returns a value's JSON form: dataclasses by field with their class, functions as module:name.
 
     Raises ValueError that lists every field that is not a scalar, a tuple, a frozen dataclass or a
     module-level function.
@@ -123,7 +126,7 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Optax):  # as it was written: a function, or optax's own
+    if isinstance(value, Optax):  # stored as written: a function, or an optax transformation
         return _config(value.given, path, violations)
     if isinstance(value, optax.GradientTransformation):
         violations.append(
@@ -159,6 +162,6 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
 
 
 def stored_name(thing: Any) -> str:
-    """A class or a function as config.json names it: module:name."""
+    """Returns the name of a class or a function in config.json: module:name."""
     module = thing.__module__.removeprefix("jaxtrain_experiment_")
     return f"{module}:{thing.__qualname__}"

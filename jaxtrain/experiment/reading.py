@@ -1,4 +1,5 @@
-"""The value that a part of config.json stands for: checked whole, then built."""
+"""Rebuilds the value that a part of config.json represents: all of it is checked before it is
+built."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from jaxtrain.experiment.load import stored_name
 from jaxtrain.experiment.vocabulary import CLASSES, DTYPES, FUNCTIONS, Slot, slots_of
 from jaxtrain.violations import raise_violations
 
-Made = Callable[[], Any]
-"""Builds what was checked."""
+Maker = Callable[[], Any]
+"""Builds a checked value."""
 
 Trust = str | tuple[str, ...]
-"""Modules of the caller's own, with all below them, that a stored experiment may name."""
+"""The caller's own modules, with their submodules, that a stored experiment may name."""
 
 NAMED = re.compile(r"[^:\n]+:[^\W\d][\w.<>]*")
-"""module:name. The module of an experiment file is the file's name, whatever that is."""
+"""module:name. The module of an experiment file is the file's name."""
 INFINITIES = ("inf", "-inf", "nan")
 LARGEST = 2**63
-"""No number of an experiment takes more bits."""
+"""Bound of an experiment's integers."""
 
 WORDS = {
     bool: "true or false",
@@ -38,9 +39,9 @@ WORDS = {
 
 
 class Reader:
-    """Reads stored values. `violations` collects what is wrong with them; `foreign` the names that
-    are neither of this library nor of a trusted module. Raises ValueError for a `trust` that names
-    no module. anybody: look at values only, whatever module their classes are of."""
+    """Reads stored values. violations: what is wrong with them. foreign: paths of names outside
+    this library and the trusted modules. Raises ValueError if `trust` does not name modules.
+    anybody: check values only, whatever the module of their classes."""
 
     def __init__(self, trust: Trust = (), *, anybody: bool = False) -> None:
         raise_violations(module_violations("trust", trust))
@@ -48,9 +49,9 @@ class Reader:
         self.violations: list[str] = []
         self.foreign: list[str] = []
 
-    def read(self, stored: Any, slot: Slot, path: str) -> Made:
-        """What makes the value; it may be called where there are no violations. Nothing is imported
-        or built before."""
+    def read(self, stored: Any, slot: Slot, path: str) -> Maker:
+        """Returns a function that builds the value. Call it only if there are no violations.
+        Nothing is imported or built until then."""
         if isinstance(stored, dict):
             return self._object(stored, slot, path)
         if isinstance(stored, list):
@@ -58,18 +59,18 @@ class Reader:
         if isinstance(stored, str):
             return self._text(stored, slot, path)
         kinds = (*slot.scalars, int) if float in slot.scalars else slot.scalars
-        whole = isinstance(stored, int) and not isinstance(stored, bool)
+        is_integer = isinstance(stored, int) and not isinstance(stored, bool)
         if not slot.anything and type(stored) not in kinds:
             self._wrong(stored, slot, path)
-        elif whole and not -LARGEST <= stored < LARGEST:
+        elif is_integer and not -LARGEST <= stored < LARGEST:
             self.violations.append(f"{path} is a number beyond 64 bits; no field takes one")
         return lambda: stored
 
-    def _object(self, stored: dict[str, Any], slot: Slot, path: str) -> Made:
+    def _object(self, stored: dict[str, Any], slot: Slot, path: str) -> Maker:
         name = stored.get("class")
         if not isinstance(name, str):
             return self._refused(f"{path}.class is {_shown(name)}; every object names its class")
-        fields = {key: each for key, each in stored.items() if key != "class"}
+        fields = {key: item for key, item in stored.items() if key != "class"}
         kind = CLASSES.get(name)
         if kind is None:
             return self._foreign_object(name, fields, slot, path)
@@ -77,7 +78,9 @@ class Reader:
             return self._wrong(name, slot, path)
         return self._built(kind, fields, slots_of(kind), path)
 
-    def _built(self, kind: type, fields: dict[str, Any], slots: dict[str, Slot], path: str) -> Made:
+    def _built(
+        self, kind: type, fields: dict[str, Any], slots: dict[str, Slot], path: str
+    ) -> Maker:
         self.violations += [
             f"{path}.{name} is no field of {kind.__name__}; read it with the version that wrote it"
             for name in sorted(fields.keys() - slots.keys())
@@ -87,14 +90,14 @@ class Reader:
             for f in dataclasses.fields(kind)
             if f.name in slots and f.name not in fields and _required(f)
         ]
-        made = {
-            name: self.read(each, slots[name], f"{path}.{name}")
-            for name, each in fields.items()
+        makers = {
+            name: self.read(item, slots[name], f"{path}.{name}")
+            for name, item in fields.items()
             if name in slots
         }
-        return lambda: kind(**{name: make() for name, make in made.items()})
+        return lambda: kind(**{name: make() for name, make in makers.items()})
 
-    def _foreign_object(self, name: str, fields: dict[str, Any], slot: Slot, path: str) -> Made:
+    def _foreign_object(self, name: str, fields: dict[str, Any], slot: Slot, path: str) -> Maker:
         if not self._may(name, slot, path):
             return _nothing
 
@@ -104,9 +107,9 @@ class Reader:
                 raise ValueError(f"{path}: {name} is no dataclass")
             inner = Reader(self.trust)
             try:
-                made = inner._built(kind, fields, slots_of(kind), path)
+                maker = inner._built(kind, fields, slots_of(kind), path)
                 if not inner.violations:
-                    return made()
+                    return maker()
             except Exception as error:  # whatever the user's annotations and constructor raise
                 raise ValueError(
                     f"{path}: {name} cannot be made ({type(error).__name__}: {error})"
@@ -115,47 +118,50 @@ class Reader:
 
         return make
 
-    def _tuple(self, stored: list[Any], slot: Slot, path: str) -> Made:
+    def _tuple(self, stored: list[Any], slot: Slot, path: str) -> Maker:
         if slot.anything:
             items = [slot] * len(stored)
         else:
             fitting = [
-                found * len(stored) if repeats else found
-                for found, repeats in slot.tuples
-                if repeats or len(found) == len(stored)
+                slots * len(stored) if repeats else slots
+                for slots, repeats in slot.tuples
+                if repeats or len(slots) == len(stored)
             ]
             if not fitting:
                 return self._wrong(stored, slot, path)
             items = list(fitting[0])
-        made = [
-            self.read(each, item, f"{path}[{i}]")
-            for i, (each, item) in enumerate(zip(stored, items, strict=True))
+        makers = [
+            self.read(stored_item, item, f"{path}[{i}]")
+            for i, (stored_item, item) in enumerate(zip(stored, items, strict=True))
         ]
-        return lambda: tuple(make() for make in made)
+        return lambda: tuple(make() for make in makers)
 
-    def _text(self, stored: str, slot: Slot, path: str) -> Made:
+    def _text(self, stored: str, slot: Slot, path: str) -> Maker:
         if str in slot.scalars or Path in slot.scalars:
             return lambda: stored
         if float in slot.scalars and stored in INFINITIES:
             return lambda: float(stored)
-        known = slot.functions | (DTYPES if slot.dtypes else {}) | (_NAMES if slot.anything else {})
-        if stored in known:
-            return lambda: known[stored]
-        named = NAMED.fullmatch(stored) is not None
-        if slot.anything and not (named and self._trusts(stored)):
+        values = (
+            slot.functions | (DTYPES if slot.dtypes else {}) | (_NAMES if slot.anything else {})
+        )
+        if stored in values:
+            return lambda: values[stored]
+        is_name = NAMED.fullmatch(stored) is not None
+        if slot.anything and not (is_name and self._trusts(stored)):
             return lambda: stored
-        if not named or not slot.open:
+        if not is_name or not slot.open:
             return self._wrong(stored, slot, path)
         return (lambda: self._import(stored)) if self._may(stored, slot, path) else _nothing
 
     def _trusts(self, name: str) -> bool:
         module = name.partition(":")[0]
         return self.anybody or any(
-            module == each or module.startswith(f"{each}.") for each in self.trust
+            module == trusted or module.startswith(f"{trusted}.") for trusted in self.trust
         )
 
     def _may(self, name: str, slot: Slot, path: str) -> bool:
-        """Whether what is not of this library may stand there; says why not."""
+        """Returns True if a class or function of another library is allowed there; otherwise adds a
+        violation."""
         if NAMED.fullmatch(name) is None:
             self._refused(f"{path}.class is {_shown(name)}; a class is named as module:name")
         elif not slot.open:
@@ -175,36 +181,36 @@ class Reader:
         return False
 
     def _import(self, name: str) -> Any:
-        """What a trusted module itself defines by that name. Raises ValueError where it does not,
-        or cannot be imported."""
+        """Returns the object that a trusted module itself defines by that name. Raises ValueError
+        if it defines none, or cannot be imported."""
         module, _, path = name.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            target: Any = importlib.import_module(module)
             for part in path.split("."):
-                found = getattr(found, part)
+                target = getattr(target, part)
         except Exception as error:  # whatever the user's module raises
             raise ValueError(
                 f"{name} cannot be imported ({type(error).__name__}: {error}); it can be read only "
                 f"where what made it can be imported"
             ) from error
-        defined = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', '')}"
+        defined = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
         if defined != name:
             raise ValueError(f"{name} is {defined}, which is not that module's own")
-        return found
+        return target
 
-    def _refused(self, violation: str) -> Made:
+    def _refused(self, violation: str) -> Maker:
         self.violations.append(violation)
         return _nothing
 
-    def _wrong(self, stored: Any, slot: Slot, path: str) -> Made:
+    def _wrong(self, stored: Any, slot: Slot, path: str) -> Maker:
         return self._refused(f"{path} is {_shown(stored)}; a run has {_wanted(slot)} there")
 
 
 _NAMES = {
-    **{stored_name(each): each for held in FUNCTIONS.values() for each in held},
+    **{stored_name(function): function for group in FUNCTIONS.values() for function in group},
     **{name: dtype for name, dtype in DTYPES.items() if ":" in name},
 }
-"""Functions and dtypes of this library's, for fields of the user's own classes."""
+"""Functions and dtypes of this library, for fields of the user's own classes."""
 
 
 def _nothing() -> Any:
@@ -222,10 +228,10 @@ def _shown(stored: Any) -> str:
 
 
 def _wanted(slot: Slot) -> str:
-    """What may stand there, in words."""
-    found = [kind.__name__ for kind in slot.dataclasses]
-    found += ["a list"] if slot.tuples else []
-    found += ["a dtype"] if slot.dtypes else []
-    found += ["a function"] if slot.functions else []
-    found += [WORDS[each] for each in slot.scalars]
-    return " or ".join(dict.fromkeys(found))
+    """Describes in words what the slot accepts."""
+    words = [kind.__name__ for kind in slot.dataclasses]
+    words += ["a list"] if slot.tuples else []
+    words += ["a dtype"] if slot.dtypes else []
+    words += ["a function"] if slot.functions else []
+    words += [WORDS[kind] for kind in slot.scalars]
+    return " or ".join(dict.fromkeys(words))

@@ -1,4 +1,4 @@
-"""Single fields of an experiment from the command line: `optimizer.weight_decay=0.1`."""
+"""Sets single fields of an experiment from the command line: `optimizer.weight_decay=0.1`."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in CLASSES.values()},
     **{name: getattr(sharding, name) for name in PRESETS["sharding"]},
 }
-"""What a setting may call: the classes that a stored experiment may have, and sharding presets."""
+"""Callables of a setting: classes that a stored experiment may have, and sharding presets."""
 
 VALUES: dict[str, Any] = {
-    **{f.__name__: f for made in FUNCTIONS.values() for f in reversed(made)},
+    **{f.__name__: f for group in FUNCTIONS.values() for f in reversed(group)},
     **{name: getattr(jnp, name) for name in DTYPES if hasattr(jnp, name)},
     **{name: getattr(precision, name) for name in PRESETS["precision"]},
 }
-"""What it may name. Of two functions of one name the first of the vocabulary: ours before JAX's."""
+"""Names of a setting. The vocabulary's first function wins: ours before JAX's."""
 
 
 def with_fields(experiment: Experiment, settings: Sequence[str]) -> Experiment:
-    """The experiment with `path=value` settings applied, such as optimizer.weight_decay=0.1.
+    """Returns the experiment with `path=value` settings applied, such as
+    optimizer.weight_decay=0.1.
 
     Values are Python literals, or are written as in an experiment file: precision=bf16,
-    sharding="zero1() | tensor()", optimizer="SGD(0.1)"; nothing but `MAKERS` is called. Raises
-    ValueError listing every unknown path (with the nearest field), every value of another kind than
-    the one it replaces, and None where no None may stand.
+    sharding="zero1() | tensor()", optimizer="SGD(0.1)"; only `MAKERS` are called. Raises ValueError
+    listing every unknown path (with the nearest field), every value of another kind than the one it
+    replaces, and every None where it is not allowed.
     """
-    if isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
+    if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
         raise ValueError(f"settings={settings!r}; give a list of texts, such as ['precision=bf16']")
     violations = []
     for setting in settings:
@@ -64,29 +65,29 @@ def with_fields(experiment: Experiment, settings: Sequence[str]) -> Experiment:
 
 
 def _names(path: str) -> list[str]:
-    """Of `period.0.mlp`, and of `period[0].mlp`, as other errors have it."""
+    """Splits `period.0.mlp`, and `period[0].mlp` as other errors write it, into names."""
     return re.sub(r"\[(\d+)\]", r".\1", path).split(".")
 
 
-def _refuse_other_kinds(before: Experiment, after: Experiment) -> None:
-    """What a run could not store, as far as a setting has brought it in."""
+def _refuse_other_kinds(previous: Experiment, updated: Experiment) -> None:
+    """Raises ValueError if a setting adds a value that a run could not store."""
     try:
-        configs = [{"experiment": config_of(each)} for each in (before, after)]
+        configs = [{"experiment": config_of(experiment)} for experiment in (previous, updated)]
     except ValueError:  # one with a closure in it trains in memory, and is not stored at all
         return
-    known, found = map(unreadable, configs)
-    if new := [each for each in found if each not in known]:
+    earlier, later = map(unreadable, configs)
+    if new := [violation for violation in later if violation not in earlier]:
         raise ValueError("; ".join(new))
 
 
 def _replace(value: Any, path: list[str], text: str) -> Any:
-    name, rest = path[0], path[1:]
+    name, remaining = path[0], path[1:]
     if isinstance(value, tuple):
         if not name.isdecimal() or int(name) >= len(value):
             raise ValueError(f"{name!r} is no index of a tuple of {len(value)}")
-        at = int(name)
-        item = _replace(value[at], rest, text) if rest else _value(text)
-        return (*value[:at], item, *value[at + 1 :])
+        index = int(name)
+        item = _replace(value[index], remaining, text) if remaining else _value(text)
+        return (*value[:index], item, *value[index + 1 :])
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if name not in fields:
         near = difflib.get_close_matches(name, fields, n=1)
@@ -95,12 +96,12 @@ def _replace(value: Any, path: list[str], text: str) -> Any:
         )
         hint = f"did you mean {near[0]!r}?" if near else hint
         raise ValueError(f"{type(value).__name__} has no field {name!r}; {hint}")
-    new = _replace(getattr(value, name), rest, text) if rest else _read(value, name, text)
+    new = _replace(getattr(value, name), remaining, text) if remaining else _read(value, name, text)
     return dataclasses.replace(value, **{name: new})
 
 
 def _read(owner: Any, name: str, text: str) -> Any:
-    """The value that the text is for this field."""
+    """Returns the field's value from its text."""
     old = getattr(owner, name)
     words = isinstance(old, str) or takes(type(owner), name, text)
     new = _literal(text) if words else _value(text)
@@ -109,7 +110,7 @@ def _read(owner: Any, name: str, text: str) -> Any:
     if new is None and takes_none(type(owner), name):
         return None
     if dataclasses.is_dataclass(new) or isinstance(new, types.FunctionType):
-        return new  # held to the field's kind with the whole experiment
+        return new  # checked against the field's kind with the experiment
     holds_value = dataclasses.is_dataclass(old) or isinstance(old, types.FunctionType)
     scalar = isinstance(old, (bool, int, float, str, tuple))
     if new is None or holds_value or (scalar and type(new) is not type(old)):
@@ -123,7 +124,7 @@ def _read(owner: Any, name: str, text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as one may write it: of a dataclass or a function the name alone."""
+    """Returns a value as a user may write it; only the name of a dataclass or a function."""
     if isinstance(value, types.FunctionType):
         return value.__name__
     return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
@@ -134,7 +135,7 @@ def _one(kind: type) -> str:
 
 
 def _another(word: str) -> str:
-    """What to write in place of a word, where a dataclass or a function stands."""
+    """Returns a remedy for a word given in place of a dataclass or a function."""
     if word in VALUES:
         return f"give {word} without quotes"
     if near := _near(word):
@@ -152,7 +153,7 @@ def _near(word: str) -> str | None:
 
 
 def _literal(text: str) -> Any:
-    """The Python literal; the text itself where it is none."""
+    """Returns the Python literal; the text itself if it is none."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # also of endless brackets
@@ -160,7 +161,8 @@ def _literal(text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """The literal, or what an expression of `MAKERS` and `VALUES` makes; else the text itself."""
+    """Returns the literal, or the value of an expression of `MAKERS` and `VALUES`; else the
+    text."""
     if (new := _literal(text)) is not text:
         return new
     try:
@@ -180,7 +182,8 @@ def _value(text: str) -> Any:
 
 
 def _evaluate(node: ast.AST) -> Any:
-    """A setting is data, and not a program: what it names and calls is in two tables."""
+    """Evaluates a setting as data, not as a program: it names and calls only the two tables'
+    entries."""
     if isinstance(node, ast.Call):
         return _call(node)
     if isinstance(node, ast.Name | ast.Attribute):
@@ -209,21 +212,21 @@ def _call(node: ast.Call) -> Any:
     name = _name(node.func)
     if name not in MAKERS:
         raise ValueError(f"{name} makes no value of an experiment{_meant(name)}")
-    given = [str(word.arg) for word in node.keywords]
-    if "None" in given or any(isinstance(each, ast.Starred) for each in node.args):
+    names = [str(word.arg) for word in node.keywords]
+    if "None" in names or any(isinstance(argument, ast.Starred) for argument in node.args):
         raise ValueError(f"{ast.unparse(node)}: name each field, without * and **")
-    if twice := [each for each in given if given.count(each) > 1]:
+    if twice := [word for word in names if names.count(word) > 1]:
         raise ValueError(f"{name}: {twice[0]} is given twice")
-    arguments = [_evaluate(each) for each in node.args]
+    arguments = [_evaluate(argument) for argument in node.args]
     named = {str(word.arg): _evaluate(word.value) for word in node.keywords}
     try:
         return MAKERS[name](*arguments, **named)
-    except Exception as error:  # whatever a constructor makes of what it was given
+    except Exception as error:  # whatever a constructor raises
         raise ValueError(f"{name}: {error}{field_meant(error, MAKERS)}") from error
 
 
 def _name(node: ast.AST) -> str:
-    """`AdamW`, also of `jaxtrain.AdamW`."""
+    """Name of a node, without `jaxtrain.`: `AdamW`, also for `jaxtrain.AdamW`."""
     return ast.unparse(node).removeprefix("jaxtrain.")
 
 

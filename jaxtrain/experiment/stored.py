@@ -1,4 +1,5 @@
-"""An experiment back from a run's config.json, which is data: `vocabulary` has what it may name."""
+"""Reads an experiment from a run's config.json, which is data: `vocabulary` lists the names it may
+use."""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ RESUMABLE = (
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
 )
-"""Fields a resumed run may change: none of them changes what is learned, but for what `health` does
-about spikes of the loss: which batches were skipped is in each save. A reducer may: compressed sums
-do, and `small_leaf` says which leaves they are of."""
+"""Fields a resumed run may change. They do not change what is learned, except `health`'s reaction
+to spikes of the loss: each save has the skipped batches. A reducer is not one of them: compressed
+sums change what is learned, and `small_leaf` selects their leaves."""
 
 
 def own_attention(experiment: Any) -> str:
-    """The name of the attention kernel of a user's own that a stored experiment has; "" where the
-    kernel is this library's."""
+    """Returns the name of a stored experiment's user-defined attention kernel; "" for this
+    library's."""
     execution = experiment.get("execution") if isinstance(experiment, dict) else None
     kernel = execution.get("attention") if isinstance(execution, dict) else None
     name = kernel.get("class") if isinstance(kernel, dict) else kernel
@@ -53,8 +54,8 @@ def own_attention(experiment: Any) -> str:
 
 
 def resumable(*experiments: Any) -> tuple[str, ...]:
-    """The fields that may differ between stored experiments of one run: `RESUMABLE`, and not the
-    attention where one of them has a kernel of a user's own, which may compute anything."""
+    """Returns the fields that may differ between stored experiments of one run: `RESUMABLE`,
+    without the attention if one of them has a user's own kernel, which may compute anything."""
     own = any(map(own_attention, experiments))
     return tuple(name for name in RESUMABLE if not (own and name == ATTENTION))
 
@@ -80,24 +81,24 @@ MOVED = {
     }.items()
     for name in names.split()
 }
-"""Classes and functions as older runs name them -> where those are now."""
+"""Names of classes and functions in older runs -> their present names."""
 
 
 class ForeignField(ValueError):
-    """A field holds a class or a function that is not of this library, nor trusted."""
+    """A field holds a class or a function that is neither of this library nor trusted."""
 
 
 def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
-    """One field of the experiment that a run directory was made from, as the value it was; its
-    default, where the run is older than the field.
+    """Returns one field of a run directory's experiment as a value; its default if the run is older
+    than the field.
 
-    What it names is one of this library's own classes and functions, and each value is of the kind
-    that its field is annotated with: both are checked before anything is built. trust: modules of
-    the caller's own, with all below them, that are imported where it names them.
+    Names in it are this library's own classes and functions, and each value has the kind of its
+    field's annotation: both are checked before anything is built. trust: the caller's own modules,
+    with their submodules, that may be imported.
 
-    Raises ForeignField where the field is an object of another module's, and ValueError with all
-    that is wrong with it: there is no run, a name that is not trusted or can't be imported (classes
-    and functions of an experiment file are known to that file alone), a value of another kind.
+    Raises ForeignField if the field is another module's object, and ValueError with all that is
+    wrong: no run, a name that is not trusted or can't be imported (only an experiment file itself
+    knows its classes and functions), a value of another kind.
     """
     path = Path(run_dir) / NAME
     stored = completed(read_config(Path(run_dir)) or {}).get("experiment")
@@ -107,8 +108,8 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
     make = reader.read(stored[name], slots_of(Experiment)[name], name)
     if reader.violations:
         kind = ForeignField if reader.foreign == [name] else ValueError
-        what = "is not of this library" if reader.foreign else "cannot be read"
-        raise kind(f"{path}: the run's {name} {what}:\n  " + "\n  ".join(reader.violations))
+        problem = "is not of this library" if reader.foreign else "cannot be read"
+        raise kind(f"{path}: the run's {name} {problem}:\n  " + "\n  ".join(reader.violations))
     try:
         return make()
     except ValueError as error:
@@ -116,70 +117,72 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
 
 
 def unreadable(config: dict[str, Any]) -> list[str]:
-    """Values of other kinds than their fields', such as `tied=1`: a run that stored them would
-    train, and could not be read. What JSON makes of them is what is read: a number of NumPy's is a
-    number there."""
+    """Returns violations for values of other kinds than their fields', such as `tied=1`: a run that
+    stored them would train, and could not be read. The JSON form is checked: a number of NumPy's is
+    a number there."""
     reader = Reader(anybody=True)
-    stored = json.loads(json_text(config["experiment"], what="the experiment"))
+    stored = json.loads(json_text(config["experiment"], name="the experiment"))
     reader.read(stored, Slot(dataclasses=(Experiment,)), "experiment")
     return reader.violations
 
 
 def refuse_unreadable(config: dict[str, Any]) -> None:
-    """Raise ValueError where there is anything `unreadable`."""
-    if found := unreadable(config):
+    """Raises ValueError if there are `unreadable` values."""
+    if violations := unreadable(config):
         raise ValueError(
-            "a run with these values could not be read again:\n  " + "\n  ".join(found)
+            "a run with these values could not be read again:\n  " + "\n  ".join(violations)
         )
 
 
 def completed(config: dict[str, Any], experiment: Experiment | None = None) -> dict[str, Any]:
-    """What `config_of` stored, as it would be stored today: fields that it is older than have their
-    defaults, and what has moved is where it is now.
+    """Returns a stored `config_of` in today's form: missing newer fields have their defaults, and
+    moved names are replaced.
 
-    experiment: one at hand, whose classes' defaults are known too. Of no other class that is not of
-    this library is anything called.
+    experiment: its classes' defaults are used too. Other classes outside this library are not
+      called.
     """
     stored = config.get("experiment")
     if not isinstance(stored, dict) or "class" not in stored:
         return config
     stored = dict(stored)
-    if "sample" in stored:  # once a field beside `evaluation`
+    if "sample" in stored:  # formerly a field of the experiment
         sample, evaluation = stored.pop("sample"), stored.get("evaluation")
         if isinstance(evaluation, dict):
             stored["evaluation"] = {"sample": sample, **evaluation}
-    known = CLASSES | {stored_name(kind): kind for kind in _classes_in(experiment)}
-    return {**config, "experiment": _completed(stored, known)}
+    classes = CLASSES | {stored_name(kind): kind for kind in _classes_in(experiment)}
+    return {**config, "experiment": _completed(stored, classes)}
 
 
 def _classes_in(value: Any) -> set[type]:
-    """The dataclasses of a value and of all that it holds."""
+    """Returns the dataclasses of a value and of all values inside it."""
     if isinstance(value, tuple):
-        return {kind for each in value for kind in _classes_in(each)}
+        return {kind for item in value for kind in _classes_in(item)}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return set()
-    held = (getattr(value, field.name) for field in dataclasses.fields(value))
-    return {type(value), *(kind for each in held for kind in _classes_in(each))}
+    field_values = (getattr(value, field.name) for field in dataclasses.fields(value))
+    return {type(value), *(kind for item in field_values for kind in _classes_in(item))}
 
 
-def _completed(stored: Any, known: dict[str, type]) -> Any:
+def _completed(stored: Any, classes: dict[str, type]) -> Any:
     if isinstance(stored, list):
-        return [_completed(each, known) for each in stored]
+        return [_completed(item, classes) for item in stored]
     if isinstance(stored, str):
         return MOVED.get(stored, stored)
     if not isinstance(stored, dict):
         return stored
-    found = {name: _completed(each, known) for name, each in stored.items()}
-    name = found.get("class")
-    if name == stored_name(Splash) and isinstance(size := found.pop("block", None), int):
-        # Once one size for all tiles.
-        found["blocks"] = config_of(SplashBlocks()) | dict.fromkeys(SplashBlocks().sizes(), size)
-    if name == stored_name(BlockConfig) and found.get("adapters", ...) is None:
-        del found["adapters"]  # once a field, which was None in every run
-    for field in dataclasses.fields(known[name]) if isinstance(name, str) and name in known else ():
-        given = field.default
+    updated = {name: _completed(item, classes) for name, item in stored.items()}
+    name = updated.get("class")
+    if name == stored_name(Splash) and isinstance(size := updated.pop("block", None), int):
+        # Formerly one size for all tiles.
+        updated["blocks"] = config_of(SplashBlocks()) | dict.fromkeys(SplashBlocks().sizes(), size)
+    if name == stored_name(BlockConfig) and updated.get("adapters", ...) is None:
+        del updated["adapters"]  # formerly a field, None in every run
+    for field in (
+        dataclasses.fields(classes[name]) if isinstance(name, str) and name in classes else ()
+    ):
+        default = field.default
         if field.default_factory is not dataclasses.MISSING:
-            given = field.default_factory()
-        if field.init and field.name not in found and given is not dataclasses.MISSING:
-            found[field.name] = config_of(given)
-    return found
+            default = field.default_factory()
+        if field.init and field.name not in updated and default is not dataclasses.MISSING:
+            updated[field.name] = config_of(default)
+    return updated

@@ -1,8 +1,9 @@
-"""The classes and functions that a stored experiment may name, by the fields that may hold them.
+"""Classes and functions that a stored experiment may name, by the fields that may hold them.
 
-config.json is data, perhaps a stranger's. A name in it is looked up among these objects, which are
-imported already, and never imported by what it spells. Most follow from the annotations, walked
-from `Experiment`; this file says who fills those that leave it open: a protocol, `Any`, a function.
+config.json is data, possibly from an untrusted source. A name in it is looked up among these
+objects, which are imported already; it is never imported. Most entries follow from the annotations,
+starting at `Experiment`; this file has the entries for open annotations: a protocol, `Any`, a
+function.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Mixture, "parts"): (Source, TokenFiles),
     (Logging, "callbacks"): (),
 }
-"""What stands for `Any` in a field."""
+"""Values allowed in fields annotated with `Any`."""
 
 PROTOCOLS: dict[Any, tuple[type, ...]] = {
     Algorithm: (Lax, Ring, Recursive),
@@ -123,11 +124,11 @@ FUNCTIONS: dict[Any, tuple[Callable[..., Any], ...]] = {
 
 DTYPES = {
     name: dtype
-    for each in ("bfloat16", "float16", "float32", "float64")
+    for name_of_dtype in ("bfloat16", "float16", "float32", "float64")
     for name, dtype in (
-        (each, each),  # a text, or a numpy dtype
-        (f"jax.numpy:{each}", getattr(jnp, each)),
-        (stored_name(np.dtype(each).type), np.dtype(each).type),
+        (name_of_dtype, name_of_dtype),  # a text, or a numpy dtype
+        (f"jax.numpy:{name_of_dtype}", getattr(jnp, name_of_dtype)),
+        (stored_name(np.dtype(name_of_dtype).type), np.dtype(name_of_dtype).type),
     )
 }
 """Floating types, by every name under which `config_of` stores one."""
@@ -136,12 +137,13 @@ SCALARS = (bool, int, float, str, Path, types.NoneType)
 
 
 class Slot(NamedTuple):
-    """What may stand in a field, or in a tuple of it.
+    """Values that a field, or an item of its tuple, accepts.
 
-    scalars of `SCALARS`; dataclasses; tuples: for each tuple annotation the slots of its items, and
-    whether the one of them repeats; functions by stored name; dtypes: whether a name of `DTYPES`.
-    open: whether a class or function that is not of this library may, where its module is trusted.
-    anything: a field of such a class, whose annotation is not understood here.
+    scalars: of `SCALARS`. dataclasses: classes. tuples: for each tuple annotation the slots of its
+      items, and True if its one slot repeats. functions: by stored name. dtypes: names of `DTYPES`
+      are accepted.
+    open: classes and functions outside this library are accepted if their module is trusted.
+      anything: a field of such a class, whose annotation is not understood here.
     """
 
     scalars: tuple[type, ...] = ()
@@ -154,11 +156,11 @@ class Slot(NamedTuple):
 
 
 def slot_of(hint: Any, of_any: tuple[Any, ...] | None = None) -> Slot:
-    """What an annotation lets stand. of_any: what stands for `Any` in it."""
+    """Returns the slot of an annotation. of_any: values allowed for `Any` in it."""
     if isinstance(hint, tuple) or typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = hint if isinstance(hint, tuple) else typing.get_args(hint)
-        if any((typing.get_origin(each) or each) is np.dtype for each in members):
-            # `DTypeLike`, a union of all that numpy takes for one.
+        if any((typing.get_origin(member) or member) is np.dtype for member in members):
+            # `DTypeLike`, a union of all that numpy accepts as a dtype.
             return Slot(dtypes=True, scalars=_only_none(members))
         return _joined([slot_of(member, of_any) for member in members])
     if hint is Any and of_any is not None:
@@ -166,7 +168,9 @@ def slot_of(hint: Any, of_any: tuple[Any, ...] | None = None) -> Slot:
     if hint in PROTOCOLS:
         return slot_of(PROTOCOLS[hint])._replace(open=True)
     if hint in FUNCTIONS:
-        return Slot(functions={stored_name(each): each for each in FUNCTIONS[hint]}, open=True)
+        return Slot(
+            functions={stored_name(function): function for function in FUNCTIONS[hint]}, open=True
+        )
     if hint in SCALARS:
         return Slot(scalars=(hint,))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -185,10 +189,10 @@ def _only_none(members: tuple[Any, ...]) -> tuple[type, ...]:
 
 def _joined(slots: list[Slot]) -> Slot:
     return Slot(
-        scalars=tuple(each for slot in slots for each in slot.scalars),
-        dataclasses=tuple(each for slot in slots for each in slot.dataclasses),
-        tuples=tuple(each for slot in slots for each in slot.tuples),
-        functions={name: each for slot in slots for name, each in slot.functions.items()},
+        scalars=tuple(entry for slot in slots for entry in slot.scalars),
+        dataclasses=tuple(entry for slot in slots for entry in slot.dataclasses),
+        tuples=tuple(entry for slot in slots for entry in slot.tuples),
+        functions={name: entry for slot in slots for name, entry in slot.functions.items()},
         dtypes=any(slot.dtypes for slot in slots),
         open=any(slot.open for slot in slots),
         anything=any(slot.anything for slot in slots),
@@ -197,21 +201,22 @@ def _joined(slots: list[Slot]) -> Slot:
 
 @lru_cache(maxsize=256)
 def slots_of(kind: type) -> dict[str, Slot]:
-    """Of the fields that a dataclass is made from, by name."""
+    """Returns the slots of a dataclass's init fields, by name."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     return {name: slot_of(hints[name], ANY.get((kind, name))) for name in names}
 
 
-def _reached(kind: type, found: dict[str, type]) -> dict[str, type]:
-    """A dataclass of this library and all that its fields may hold, by stored name."""
-    if stored_name(kind) not in found:
-        found[stored_name(kind)] = kind
+def _reached(kind: type, classes: dict[str, type]) -> dict[str, type]:
+    """Adds to `classes` a dataclass of this library and all that its fields may hold, by stored
+    name."""
+    if stored_name(kind) not in classes:
+        classes[stored_name(kind)] = kind
         for name, slot in slots_of(kind).items():
             assert not _unknown(slot), f"{kind.__qualname__}.{name}: say in this file what it holds"
             for inner in _held(slot):
-                _reached(inner, found)
-    return found
+                _reached(inner, classes)
+    return classes
 
 
 def _held(slot: Slot) -> list[type]:
@@ -224,4 +229,4 @@ def _unknown(slot: Slot) -> bool:
 
 
 CLASSES = _reached(Experiment, {})
-"""The dataclasses of this library that an experiment may hold, by the name config.json has."""
+"""Dataclasses of this library that an experiment may hold, by their name in config.json."""

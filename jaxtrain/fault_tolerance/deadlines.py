@@ -1,4 +1,4 @@
-"""How long a process may say nothing, or be in one phase; and which of several is to blame."""
+"""Deadlines of silent processes and of phases, and the processes to blame beyond one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COLLECTIVE = ("step", "first step")
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds. Raises ValueError for one that is not above 0.
+    """Deadlines in seconds. Raises ValueError for one that is not above 0.
 
-    silence: without a word of the thread that tells what a process is at. step: in a step, in
-    waiting for a batch, and in one call of a callback; or `step_times` medians of a step, where
-    that is longer. join, open, compile, restore, first_step, evaluate, save, finish: in that phase.
+    silence: without a report of the process's sampler thread. step: in a step, in waiting for a
+    batch, and in one call of a callback; or `step_times` medians of a step, if that is longer.
+    join, open, compile, restore, first_step, evaluate, save, finish: in that phase.
     """
 
     silence: float = 14
@@ -36,33 +36,35 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         raise_violations(
-            said for each in fields(self) for said in positive(each.name, getattr(self, each.name))
+            text
+            for field in fields(self)
+            for text in positive(field.name, getattr(self, field.name))
         )
 
-    def of(self, phase: str, median_s: float) -> float:
-        """Of a phase, where a step takes `median_s`."""
+    def limit_s(self, phase: str, median_s: float) -> float:
+        """Deadline of `phase` in seconds, if the median step takes `median_s`."""
         if phase in ("step", "load", "callback"):
             return max(self.step, self.step_times * median_s)
         return getattr(self, {"start": "join"}.get(phase, phase.replace(" ", "_")))
 
 
 class Late(NamedTuple):
-    """A process that is beyond a deadline. what: "silent", or "hangs". seconds: for how long."""
+    """A process beyond a deadline, for `seconds`. kind: "silent" or "hangs"."""
 
     process: int
-    what: str
+    kind: str
     seconds: float
     sample: Sample
 
 
 def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> list[Late]:
-    """The processes to blame when one or more are beyond a deadline; none where none is.
+    """Returns the processes to blame if any is beyond a deadline, else none.
 
-    Those whose sampler is behind come first: the others wait for them. Those in a step wait in its
-    collectives for all that are not, and are beyond nothing while one of those is within its own
-    deadline. Else those that are not in a step are to blame; else all that are the fewest steps on,
-    of whom the last to come may have `EVERY_S` left: before that, the others waited for it. now:
-    of the clock that the samples are of.
+    First those whose sampler is behind: the others wait for them. Processes in a step wait in its
+    collectives for all that are not in one, and do not count while one of those is within its own
+    deadline. Else the processes outside steps are to blame; else all at the lowest step, once the
+    last of them has less than `EVERY_S` left: before that, the others waited for it. now: by the
+    clock of the samples.
     """
     beyond = [
         process
@@ -70,16 +72,18 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
         if _quiet(sample, now) > deadlines.silence
         or now - sample.now.since > _deadline(sample, deadlines)
     ]
-    others = [p for p, sample in samples.items() if sample.now.phase not in COLLECTIVE]
-    if any(p not in beyond for p in others):
-        beyond = [p for p in beyond if p in others or _quiet(samples[p], now) > deadlines.silence]
+    outside_steps = [p for p, sample in samples.items() if sample.now.phase not in COLLECTIVE]
+    if any(p not in beyond for p in outside_steps):
+        beyond = [
+            p for p in beyond if p in outside_steps or _quiet(samples[p], now) > deadlines.silence
+        ]
     if not beyond:
         return []
     behind = min(deadlines.silence, 2.5 * EVERY_S)
     silent = [p for p, sample in samples.items() if _quiet(sample, now) > behind]
     if silent:
         return [Late(p, "silent", _quiet(samples[p], now), samples[p]) for p in silent]
-    blamed = [p for p in beyond if p in others] or list(samples)
+    blamed = [p for p in beyond if p in outside_steps] or list(samples)
     least = min(samples[p].now.step for p in blamed)
     last = [p for p in blamed if samples[p].now.step == least]
     if any(now - samples[p].now.since < _deadline(samples[p], deadlines) - EVERY_S for p in last):
@@ -88,9 +92,9 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
 
 
 def _deadline(sample: Sample, deadlines: Deadlines) -> float:
-    return deadlines.of(sample.now.phase, sample.now.median_s)
+    return deadlines.limit_s(sample.now.phase, sample.now.median_s)
 
 
 def _quiet(sample: Sample, now: float) -> float:
-    """Since its sampler last wrote; nothing before it did, which is the phase's matter."""
-    return now - sample.at if sample.at else 0.0
+    """Seconds since its sampler last wrote; 0 before it did, when the phase's deadline applies."""
+    return now - sample.sampled_at if sample.sampled_at else 0.0

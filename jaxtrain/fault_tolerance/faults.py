@@ -1,4 +1,4 @@
-"""Faults on purpose: each of a kind, at a step and in a phase, on one process, once."""
+"""Fault injection: each fault of a kind, at a step and in a phase, on one process, once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import did_you_mean, raise_violations
 
 FAULTS = "JAXTRAIN_FAULTS"
-"""The environment variable that has a process's faults, and first the folder where those that
-happened are marked."""
+"""Environment variable with a process's faults; first in it is the folder with markers of faults
+that happened."""
 
 KINDS = {
     "kill": "SIGKILL, as the kernel does where memory is short",
@@ -60,21 +60,21 @@ KINDS = {
     "delete": "a file of the newest checkpoint is removed, and then SIGKILL",
     "foreign": "the newest checkpoint is of another experiment, and then SIGKILL",
 }
-"""Kind -> what happens."""
+"""Kind -> description."""
 
 STATE = ("flip", "wrong", "nan", "spike")
-"""Kinds that need the state: they happen before a step, whatever their phase."""
+"""Kinds that change the state: they happen before a step, in any phase."""
 
 SLOW_S, SLOW_STEPS, SOON_S, FULL_STEPS, PAUSE_S = 0.5, 30, 0.05, 8, 12
 
 DISKS = {"full": (fill, empty), "readonly": (make_readonly, make_writable)}
-"""Kind -> what is done to a run directory's disk, and what undoes it."""
+"""Kind -> what changes a run directory's disk, and what restores it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: one of KINDS. step: how many are done when it happens, or more. phase: one of PHASES;
-    process: to which it happens. Raises ValueError with every violation."""
+    """kind: one of KINDS. step: it happens once this many steps are done. phase: one of PHASES;
+    process: the affected one. Raises ValueError with every violation."""
 
     kind: str
     step: int
@@ -82,60 +82,60 @@ class Fault:
     process: int = 0
 
     def __post_init__(self) -> None:
-        found = []
+        violations = []
         if self.kind not in KINDS:
-            found.append(f"{self.kind!r} is no fault{did_you_mean(self.kind, KINDS)}")
+            violations.append(f"{self.kind!r} is no fault{did_you_mean(self.kind, KINDS)}")
         if self.phase not in PHASES:
-            found.append(f"{self.phase!r} is no phase{did_you_mean(self.phase, PHASES)}")
-        raise_violations(found, f"fault {self}")
+            violations.append(f"{self.phase!r} is no phase{did_you_mean(self.phase, PHASES)}")
+        raise_violations(violations, f"fault {self}")
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}.{self.phase.replace(' ', '_')}:{self.process}"
 
 
 def read_fault(text: str) -> Fault:
-    """`KIND@STEP`, with `.PHASE` and `:PROCESS` where they are not "step" and 0. Raises
+    """Parses `KIND@STEP`, with `.PHASE` and `:PROCESS` unless they are "step" and 0. Raises
     ValueError."""
-    found = re.fullmatch(r"(\w+)@(\d+)(?:\.(\w+))?(?::(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(\w+)@(\d+)(?:\.(\w+))?(?::(\d+))?", text)
+    if match is None:
         raise ValueError(
             f"fault {text!r} is not written as KIND@STEP.PHASE:PROCESS, such as kill@20 or "
             f"stop@12.load:1; kinds are {', '.join(KINDS)}"
         )
-    kind, step, phase, process = found.groups()
+    kind, step, phase, process = match.groups()
     return Fault(kind, int(step), (phase or "step").replace("_", " "), int(process or 0))
 
 
 def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
-    """The environment that gives the processes their faults; {} where there are none."""
+    """Environment that passes the faults to the processes; {} if there are none."""
     return {FAULTS: json.dumps([str(folder), *map(str, faults)])} if faults else {}
 
 
 class Injector(Callback):
-    """Makes the faults of this process happen, told of every phase and of the run. Raises
-    ValueError for those that would strike more than the run."""
+    """Injects the faults of this process; it is called at every phase, and by the run. Raises
+    ValueError for faults that would affect more than the run."""
 
-    def __init__(self, given: str, process: int, run_dir: Path) -> None:
-        folder, *texts = json.loads(given)
+    def __init__(self, variable: str, process: int, run_dir: Path) -> None:
+        folder, *texts = json.loads(variable)
         self._folder, self._run_dir = Path(folder), run_dir
-        self._slow_until, self._before = -1, ""
+        self._slow_until, self._previous_phase = -1, ""
         self._disks: dict[str, int] = {}
-        """Kind of `DISKS` -> the step after which it is undone."""
-        told = [read_fault(text) for text in texts]
-        mine = [f for f in told if f.process == process or f.kind == "spike"]
-        self._faults = [f for f in mine if f.kind not in STATE]
-        self._of_state = [f for f in mine if f.kind in STATE]
-        kinds = {fault.kind for fault in mine}
+        """Kind of `DISKS` -> the step after which the disk is restored."""
+        faults = [read_fault(text) for text in texts]
+        own = [f for f in faults if f.process == process or f.kind == "spike"]
+        self._faults = [f for f in own if f.kind not in STATE]
+        self._of_state = [f for f in own if f.kind in STATE]
+        kinds = {fault.kind for fault in own}
         violations = refuse_large(run_dir) if "full" in kinds else []
         violations += refuse_mounting() if "readonly" in kinds else []
         violations += refuse_shared_link() if "cut" in kinds else []
         raise_violations(violations)
-        for kind in DISKS:  # a process may have ended before it was undone
-            if any(f.kind == kind and (self._folder / str(f)).exists() for f in mine):
+        for kind in DISKS:  # a process may have ended before it was restored
+            if any(f.kind == kind and (self._folder / str(f)).exists() for f in own):
                 DISKS[kind][1](run_dir)
 
     def __call__(self, now: Now) -> None:
-        loaded, self._before = self._before == "load", now.phase
+        loaded, self._previous_phase = self._previous_phase == "load", now.phase
         if now.phase == "step" and loaded and now.step < self._slow_until:  # once in each
             time.sleep(SLOW_S)
         for kind, until in list(self._disks.items()):
@@ -157,7 +157,7 @@ class Injector(Callback):
                 change_state(fault.kind, run._session)
 
     def _first(self, fault: Fault) -> bool:
-        """Whether it has not happened in this start or one before it. A crash always does."""
+        """True if it has not happened in this start or an earlier one. Always True for a crash."""
         if fault.kind == "crash":
             return True
         try:
@@ -192,22 +192,22 @@ class Injector(Callback):
         DISKS[kind][0](self._run_dir)
 
     def _clean(self) -> None:
-        """All but the marks of what has happened, which any process would have happen again."""
+        """Removes all but the markers of faults: without one, its fault would happen again."""
         for path in self._folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif "@" not in path.name:
                 path.unlink()
 
-    def _damage(self, how: str) -> None:
-        """A file of the newest committed step, and the process with it: a run reads its checkpoints
-        when it begins."""
+    def _damage(self, kind: str) -> None:
+        """Damages a file of the newest committed step, and kills the process: a run reads its
+        checkpoints only at its start."""
         from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
 
         checkpoints = self._run_dir / CHECKPOINTS
         for step in committed_steps(checkpoints)[-1:]:
-            if how == "foreign":
+            if kind == "foreign":
                 _make_foreign(checkpoints / str(step))
                 continue
             packs = (checkpoints / str(step)).rglob("*.pack")
@@ -215,9 +215,9 @@ class Injector(Callback):
             data = pack.read_bytes()
             middle = len(data) // 2
             pack.unlink()  # an earlier step may hold the same file
-            if how == "corrupt":
+            if kind == "corrupt":
                 pack.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-            if how == "truncate":
+            if kind == "truncate":
                 pack.write_bytes(data[:middle])
         _signal(signal.SIGKILL)
 
@@ -227,7 +227,7 @@ def _signal(number: int) -> None:
 
 
 def _make_foreign(step: Path) -> None:
-    """The step's manifest says that another experiment saved it, and is else as it was."""
+    """Changes the experiment in the step's manifest, and nothing else."""
     from jaxtrain.state_format.manifest import read_manifest, write_manifest
 
     manifest = read_manifest(step)
@@ -238,7 +238,7 @@ def _make_foreign(step: Path) -> None:
 
 
 def _pause_launch() -> None:
-    """Stop this process's parent for a while; it is awakened whatever becomes of this one."""
+    """Pauses this process's parent; it resumes even if this process ends."""
     launch = os.getppid()
     awaken = ["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {launch}"]
     subprocess.Popen(awaken, start_new_session=True)

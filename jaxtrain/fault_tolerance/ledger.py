@@ -1,9 +1,9 @@
-"""Where the wall time of a run went, over all its starts.
+"""The wall time of a run by phase, over all its starts.
 
-A line of JSON for each start, and for each wait between two, in the run directory. Seconds of the
-steps that had to be taken again, by a later start or after a spike of the loss, are lost; goodput
-is the share of the wall time that went into steps that were not (Jiang et al. 2024, section 6.1,
-call it effective training time).
+The run directory has a line of JSON for each start, and for each wait between two. Seconds of steps
+that had to be repeated, by a later start or after a spike of the loss, are lost. Goodput is the
+share of the wall time in steps that were not lost (Jiang et al. 2024, section 6.1, call it
+effective training time).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxtrain.files.regular import read_text, write_text
 
 NAME = "ledger.jsonl"
 OPEN = "ledger_open.json"
-"""In the run directory, the entry of a start that goes on, as of a moment ago."""
+"""File in the run directory: the entry of the current start, updated regularly."""
 KEEP_S, WRITE_S = 5.0, 2.0
-"""How often it is written, and how long the end of a start waits for that."""
+"""Seconds between its updates, and most seconds that the end of a start waits for one."""
 
 KINDS = {
     "start": "init", "join": "init", "open": "init",
@@ -39,13 +39,13 @@ KINDS = {
     "evaluate": "evaluate", "save": "save", "restore": "restore", "finish": "finish",
     "hang": "hang", "waiting": "waiting", LOST: "lost",
 }  # fmt: skip
-"""Phase of a process -> where the ledger has its seconds; "hang" and "waiting" are none of its own:
-all waited for a process that did not move, and for the next start."""
+"""Phase of a process -> part of the ledger. Two are not phases: "hang", when all waited for a stuck
+process, and "waiting", for the next start."""
 
 
 class Entry(NamedTuple):
-    """One start, of process 0, or a wait between two. began, ended: Unix times. seconds: phase ->
-    seconds. first, done: steps before it, -1 where it did not come to know, and at its end."""
+    """One start, seen by process 0, or a wait between two. began, ended: Unix times. seconds: phase
+    -> seconds. first: steps before it, -1 if unknown; done: steps at its end."""
 
     began: float
     ended: float
@@ -56,47 +56,46 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """wall_s: seconds of all starts and the waits between them. seconds: where they went; they sum
-    to it."""
+    """wall_s: seconds of all starts and waits. seconds: the parts, which sum to it."""
 
     wall_s: float
     seconds: Mapping[str, float]
 
     @property
     def goodput(self) -> float:
-        """The share of the wall time in steps that were not lost."""
+        """Share of the wall time in steps that were not lost."""
         return self.seconds.get("step", 0.0) / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
-        parts = sorted(self.seconds.items(), key=lambda each: -each[1])
+        parts = sorted(self.seconds.items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {s:.1f}" for name, s in parts if s >= 0.05)
         return f"{self.wall_s:.1f} s, goodput {self.goodput:.0%} ({shares})"
 
 
 def entry_of(
-    now: Now, at: float, *, began: float, ended: float, still_since: float = math.inf
+    now: Now, ended_clock: float, *, began: float, ended: float, still_since: float = math.inf
 ) -> Entry:
-    """Of a start that ended, as far as its process has told. at: the monotonic time of `ended`;
-    still_since: since when a process, this or another, did not move, and this one in no new phase.
-    What it had not told yet was before its first phase."""
+    """The entry of a start that ended, from the last report `now`. ended_clock: monotonic time of
+    `ended`; still_since: since when any process was stuck, while this one entered no new phase.
+    Time that was not reported counts as its first phase."""
     spent = dict(now.spent)
-    still = min(max(now.since, still_since), max(now.since, at))
+    still = min(max(now.since, still_since), max(now.since, ended_clock))
     spent[now.phase] = spent.get(now.phase, 0.0) + still - now.since
-    if at > still:
-        spent["hang"] = at - still
+    if ended_clock > still:
+        spent["hang"] = ended_clock - still
     spent["start"] = spent.get("start", 0.0) + ended - began - sum(spent.values())
     return Entry(began, ended, spent, now.first, now.step)
 
 
 def add_entry(run_dir: Path, entry: Entry) -> None:
-    """To the ledger of a run."""
+    """Adds an entry to the ledger of a run."""
     record(run_dir / NAME, entry._asdict())
 
 
 class OpenEntry:
-    """The entry of a start that goes on, from now on. Every few seconds it is written beside the
-    ledger as it would be now: a later start takes it over from one that was killed together with
-    whoever watched it. A thread of its own writes: a disk that hangs holds nobody up."""
+    """The entry of the current start. Every few seconds it is written beside the ledger: if this
+    start and its supervisor are killed together, a later start takes it over. A thread of its own
+    writes, so that a hanging disk delays nothing."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._kept = run_dir, -math.inf
@@ -104,7 +103,7 @@ class OpenEntry:
         self._writer: threading.Thread | None = None
 
     def keep(self, now: Now) -> None:
-        """Once steps are taken: the run directory is this start's."""
+        """Writes the entry, once steps are taken: the run directory then belongs to this start."""
         busy = self._writer is not None and self._writer.is_alive()
         if now.first < 0 or busy or time.monotonic() - self._kept < KEEP_S:
             return
@@ -114,21 +113,21 @@ class OpenEntry:
         self._writer.start()
 
     def wait(self) -> None:
-        """For what is on its way to the disk; not for ever."""
+        """Waits for a write in progress, but not for ever."""
         if self._writer is not None:
             self._writer.join(WRITE_S)
 
     def close(self, now: Now, still_since: float = math.inf) -> None:
-        """The start ends: its entry is added to the ledger. still_since: as for `entry_of`."""
+        """Ends the start: adds its entry to the ledger. still_since: as for `entry_of`."""
         self.wait()
-        if now.first >= 0:  # else the directory may be another's, who goes on
+        if now.first >= 0:  # else the directory may belong to another run
             self._take_over()
         add_entry(self._run_dir, self._entry(now, still_since))
 
     def _entry(self, now: Now, still_since: float = math.inf) -> Entry:
-        at = time.monotonic()
-        ended = self._began + at - self._clock
-        return entry_of(now, at, began=self._began, ended=ended, still_since=still_since)
+        clock = time.monotonic()
+        ended = self._began + clock - self._clock
+        return entry_of(now, clock, began=self._began, ended=ended, still_since=still_since)
 
     def _write(self, entry: Entry, *, first: bool) -> None:
         if first:
@@ -141,41 +140,41 @@ class OpenEntry:
             os.replace(unfinished, path)
 
     def _take_over(self) -> None:
-        """Add what an earlier start has left to the ledger, and remove it."""
+        """Moves the open entry of an earlier start to the ledger."""
         path, ledger = self._run_dir / OPEN, self._run_dir / NAME
         with suppress(OSError, ValueError, TypeError):
             entry = Entry(**parse_json(read_text(path)))
             lines = [*_unwritten.get(ledger, ())]
             lines += read_lines(ledger) if ledger.exists() else []
-            known = {line.get("began") for line in lines}
-            if entry.began < self._began and entry.began not in known:
+            recorded = {line.get("began") for line in lines}
+            if entry.began < self._began and entry.began not in recorded:
                 add_entry(self._run_dir, entry)
         with suppress(OSError):
             path.unlink()
 
 
 def record(path: Path, value: Mapping[str, object]) -> None:
-    """A line of JSON, in a file of a run directory. What a full disk has no room for is written
-    with the next line of any file: the run is worth more than what is told of it."""
+    """Adds a line of JSON to a file of a run directory. A line that a full disk has no space for is
+    written with the next line of any file: the run matters more than its log."""
     _unwritten.setdefault(path, []).append(value)
-    for each, values in list(_unwritten.items()):
+    for file, values in list(_unwritten.items()):
         with suppress(OSError, ValueError):
             while values:
-                add_line(each, values[0])
+                add_line(file, values[0])
                 del values[0]
-            del _unwritten[each]
+            del _unwritten[file]
 
 
 _unwritten: dict[Path, list[Mapping[str, object]]] = {}
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:
-    """Raises ValueError where there is none, or a line of it cannot be read."""
+    """Returns the ledger of a run. Raises ValueError if there is none, or if a line is invalid."""
     return sum_up(read_entries(run_dir))
 
 
 def read_entries(run_dir: str | Path) -> list[Entry]:
-    """The starts and waits of a run, in their order. Raises ValueError as `read_ledger`."""
+    """Returns starts and waits of a run, in order. Raises ValueError as `read_ledger`."""
     path = Path(run_dir) / NAME
     try:
         lines = read_lines(path)
@@ -192,16 +191,16 @@ def read_entries(run_dir: str | Path) -> list[Entry]:
 
 
 def sum_up(entries: Sequence[Entry]) -> Ledger:
-    """The ledger of all starts and waits, in their order."""
+    """Returns the ledger of starts and waits, given in order."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for number, entry in enumerate(entries):
         for phase, spent in entry.seconds.items():
             seconds[KINDS[phase]] += spent
-        # Steps that any later start began before were taken again.
+        # Steps after the beginning of any later start were repeated.
         again = min((e.first for e in entries[number + 1 :] if e.first >= 0), default=entry.done)
-        taken = max(1, entry.done - entry.first)
+        step_count = max(1, entry.done - entry.first)
         if entry.first >= 0 and again < entry.done:
-            lost = entry.seconds.get("step", 0.0) * min(1.0, (entry.done - again) / taken)
+            lost = entry.seconds.get("step", 0.0) * min(1.0, (entry.done - again) / step_count)
             seconds["step"] -= lost
             seconds["lost"] += lost
     return Ledger(sum(seconds.values()), {k: v for k, v in seconds.items() if v})

@@ -1,4 +1,4 @@
-"""Faults of what a process runs on: a disk that is full, a link that is down."""
+"""Faults of a process's environment: a full or read-only disk, a link that is down."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LINK = "jaxtrain0"
-"""The interface of each process to the others, in a network that a drill makes."""
+"""Network interface of each process, in a network that a drill makes."""
 
 ZEROS = "zeros"
-"""A file in the run directory, which has all that was free."""
+"""File in the run directory that fills the disk."""
 
 LARGEST = 2**30
-"""Bytes of a file system that may be filled: a larger one has others' files."""
+"""Most bytes of a file system that may be filled: a larger one may be shared."""
 
 
 def refuse_large(run_dir: Path) -> list[str]:
-    """Why the file system of a run directory must not be filled."""
-    there = next(
-        each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists()
+    """Violation if a run directory's file system must not be filled."""
+    existing = next(
+        path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists()
     )
-    size = shutil.disk_usage(there).total
+    size = shutil.disk_usage(existing).total
     if size <= LARGEST:
         return []
     return [
@@ -36,7 +36,7 @@ def refuse_large(run_dir: Path) -> list[str]:
 
 
 def fill(run_dir: Path) -> None:
-    """Leave no byte free."""
+    """Fills the disk to the last byte."""
     size = 2**20
     with (run_dir / ZEROS).open("wb", buffering=0) as file:
         while size:
@@ -49,37 +49,37 @@ def fill(run_dir: Path) -> None:
 
 
 def empty(run_dir: Path) -> None:
-    """As before it was filled."""
+    """Frees the disk again."""
     (run_dir / ZEROS).unlink(missing_ok=True)
 
 
 def refuse_mounting() -> list[str]:
-    """Why a run directory cannot be made read-only."""
+    """Violation if a run directory cannot be made read-only."""
     return [] if os.geteuid() == 0 else ["readonly: only root may mount; run it as root"]
 
 
 def make_readonly(run_dir: Path) -> None:
-    """Nothing can be made, opened to be written or removed there: it is mounted over itself. Raises
-    OSError with what mount says."""
+    """Makes the directory read-only, by a bind mount over itself. Raises OSError with the message
+    of mount."""
     run_command("mount", "--bind", str(run_dir), str(run_dir))
     run_command("mount", "-o", "remount,bind,ro", str(run_dir))
 
 
 def make_writable(run_dir: Path) -> None:
-    """As before it was made read-only."""
+    """Removes the read-only mount."""
     if run_dir.exists() and os.statvfs(run_dir).f_flag & os.ST_RDONLY:
         run_command("umount", "--lazy", str(run_dir))
 
 
 def run_command(*command: str) -> None:
-    """Raises OSError with what it says where it fails."""
+    """Runs a command. Raises OSError with its message if it fails."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise OSError(ran.stderr.strip())
 
 
 def refuse_shared_link() -> list[str]:
-    """Why there is no link to cut: a machine's own is not ours."""
+    """Violation if there is no own link to cut: a machine's link is not ours."""
     if LINK in (name for _, name in socket.if_nameindex()):
         return []
     return [
@@ -89,12 +89,12 @@ def refuse_shared_link() -> list[str]:
 
 
 def cut_link() -> None:
-    """Of this process to the others, until the network is mended."""
+    """Cuts this process's link to the others, until the network is repaired."""
     ip([], f"link set {LINK} down")
 
 
 def ip(prefix: Sequence[str], *lines: str) -> None:
-    """ip(8) of a command's beginning, given these lines. Raises OSError with what it says."""
+    """Runs ip(8) on these lines, after the command `prefix`. Raises OSError with its message."""
     ran = subprocess.run(
         [*prefix, "ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True,
         check=False,

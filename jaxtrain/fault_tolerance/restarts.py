@@ -1,4 +1,4 @@
-"""Whether to begin again after a failure, and when."""
+"""Decides whether a run restarts after a failure, and when."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from jaxtrain.violations import at_least, count, positive, raise_violations
 
 class Failure(NamedTuple):
     """Why the processes of one start ended. process: the one to blame. kind: "crashed" (it exited,
-    or a fault of its own ended it), "refused" (it refused what an earlier start took), "left" (it
-    exited well before the run was done), "killed" (by SIGKILL), "lost" (with its machine), "hangs",
-    "silent", or "wrong" (numbers of the run are). what: in words. step: it had done. at: seconds.
-    first: steps done before that start, -1 where it did not come to know. cause: how it ended, with
-    the last that it said. still: since when it had not moved, of the clock of `at`, where it hangs
-    or is silent. wrong: processes whose numbers are certain to be wrong; none where that is one of
-    several and cannot be told.
-    """
+    or a fault of its own ended it), "refused" (it refused input that an earlier start accepted),
+    "left" (it exited with success before the run was done), "killed" (by SIGKILL), "lost" (with its
+    machine), "hangs", "silent", or "wrong" (wrong numbers). what: description. step: done so far.
+    at: seconds. first: steps done before that start, -1 if unknown. cause: how it ended, with its
+    last output. still: since when it was stuck, by the clock of `at`, if it hangs or is silent.
+    wrong: processes that certainly have wrong numbers; () if one of several has."""
 
     process: int
     kind: str
@@ -35,9 +33,9 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often all processes may be started again: `most` times within `within_s` seconds, after a
-    wait that doubles from `first_wait_s` to `longest_wait_s` while no step is won. Raises
-    ValueError with every violation."""
+    """Limits of restarts: `most` within `within_s` seconds, each after a wait that doubles from
+    `first_wait_s` to `longest_wait_s` while no step is gained. Raises ValueError with every
+    violation."""
 
     most: int = 10
     within_s: float = 3600
@@ -61,7 +59,7 @@ class Exhausted(NamedTuple):
 
 
 class RestartHistory:
-    """The failures so far, and what follows from the next one."""
+    """The failures of a run so far; decides whether, and when, the run restarts after the next."""
 
     def __init__(self, restarts: Restarts) -> None:
         self._restarts, self._waits = restarts, 0
@@ -69,10 +67,10 @@ class RestartHistory:
         self._latest: Failure | None = None
 
     def decide(self, failure: Failure) -> float | Exhausted:
-        """Seconds to wait before all are started again, or why they are not."""
-        rule, before = self._restarts, self._latest
+        """Returns seconds to wait before all are restarted, or why they are not."""
+        rule, previous = self._restarts, self._latest
         self._latest = failure
-        if before is not None and _same(before, failure):
+        if previous is not None and _same(previous, failure):
             return Exhausted(
                 True,
                 f"the same failure twice, after step {failure.step} in phase {failure.phase}: "
@@ -87,7 +85,7 @@ class RestartHistory:
                 f"(--restarts {rule.most}); {failure.what}",
             )
         self._times.append(failure.at)
-        won = before is None or failure.step > before.step
+        won = previous is None or failure.step > previous.step
         self._waits = 0 if won else self._waits + 1
         return min(rule.longest_wait_s, rule.first_wait_s * 2**self._waits)
 
@@ -97,24 +95,24 @@ TRANSIENT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|MissingProcesses|Too many open files|Network|"
     r"is in use by|cannot start a process|No such file|Transport endpoint|No space left"
 )
-"""In what a process says of a network or a file system, which may be well a moment later."""
+"""Messages about a network or a file system, whose problem may pass."""
 
 
 def _same(a: Failure, b: Failure) -> bool:
-    """Whether two failures are of the program rather than of a machine: it crashed of itself, or
-    its numbers were wrong in the same way, at the same step. Where neither start had won a step
-    that says nothing: there it must have been for the same reason, and none that passes. Meeting
-    the others fails for reasons of the network, where it is no refusal."""
+    """True if two failures come from the program, not from a machine: it crashed by itself, or its
+    numbers were wrong in the same way, at the same step. If a start gained no step, the cause must
+    also be the same, and not one that may pass. A crash while joining the others is the network's,
+    unless it is a refusal."""
     alike = (a.kind, a.phase, a.step, a.wrong) == (b.kind, b.phase, b.step, b.wrong)
     if not alike or a.kind not in ("crashed", "refused", "left", "wrong"):
         return False
     if a.phase in ("start", "join") and a.kind == "crashed":
         return False
-    if all(each.step > each.first >= 0 for each in (a, b)):
+    if all(failure.step > failure.first >= 0 for failure in (a, b)):
         return True
     return _plain(a.cause) == _plain(b.cause) and not TRANSIENT.search(a.cause)
 
 
 def _plain(cause: str) -> str:
-    """Without addresses and numbers, which are of one process."""
+    """The text without addresses and numbers, which differ between processes."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", cause)

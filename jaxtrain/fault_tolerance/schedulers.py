@@ -1,8 +1,8 @@
-"""What a scheduler is given to start one process on each host of a mesh: texts, for three of them.
+"""Job files for three schedulers, which start one process on each host of a mesh.
 
-One process a host with all its devices, told where the others are as each scheduler can: `train`
-reads SLURM's own variables, the others spell flags. A process that fails ends the job's attempt;
-the scheduler starts all of them again, and they go on from the newest whole checkpoint.
+One process per host uses all its devices, and finds the others as each scheduler allows: `train`
+reads SLURM's own variables, the other schedulers pass flags. A process that fails ends the job's
+attempt; the scheduler restarts all of them, and they go on from the newest undamaged checkpoint.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.violations import raise_violations
 
 PORT = 8476
-"""Where process 0 listens."""
+"""Port on which process 0 listens."""
 
 WARNING_S = 300
-"""How long before its time is up a job is told, so that it saves."""
+"""Seconds of warning before a job's time limit, so that it saves."""
 
 ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run for a scheduler. name: of letters, digits and dashes, a letter first, as Kubernetes
-    wants it. command: of each process, `train ...`. run_dir: what it has as its --run-dir.
-    Kubernetes alone asks for the image, of containers that have jaxtrain, and for the claim, of a
-    volume that all hosts write to."""
+    """A run for a scheduler. name: letters, digits and dashes, a letter first, as Kubernetes
+    requires. command: of each process, `train ...`. run_dir: its --run-dir. For Kubernetes only:
+    image, with jaxtrain installed, and claim, of a volume that all hosts write to."""
 
     name: str
     spec: MeshSpec
@@ -49,18 +48,18 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """Of each host."""
+        """GPUs of each host."""
         return self.spec.devices_per_host if self.spec.chip.platform == "gpu" else 0
 
     @property
     def tpus(self) -> int:
-        """Chips of each host."""
+        """TPU chips of each host."""
         chip = self.spec.chip
         return self.spec.devices_per_host // chip.devices_per_chip if chip.platform == "tpu" else 0
 
 
 def job_name(experiment: str) -> str:
-    """After the experiment's file, short enough for the name of a pod that has it as a part."""
+    """Name from the experiment's file, short enough to be part of a pod's name."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(experiment).stem.lower()).strip("-")
     named = name if name[:1].isalpha() else f"run-{name}"
     return named[:40].strip("-")
@@ -96,9 +95,9 @@ def slurm(job: Job) -> str:
 
 
 def kubernetes(job: Job) -> str:
-    """A JobSet (jobset.x-k8s.io), as JSON, which kubectl reads as it reads YAML.
+    """A JobSet (jobset.x-k8s.io) as JSON, which kubectl reads like YAML.
 
-    Raises ValueError for a run directory that is no whole path, and for several TPU slices.
+    Raises ValueError for a run directory that is no absolute path, and for several TPU slices.
     """
     raise_violations(_unfit_for_kubernetes(job))
     jobs = {
@@ -119,7 +118,7 @@ def kubernetes(job: Job) -> str:
     # One slice is one pool of nodes; pods of it are not spread over two.
     pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     never = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    whole = {
+    job_set = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": job.name, **({"annotations": pool} if job.tpus else {})},
@@ -130,7 +129,7 @@ def kubernetes(job: Job) -> str:
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": jobs}}],
         },
     }
-    return json.dumps(whole, indent=2) + "\n"
+    return json.dumps(job_set, indent=2) + "\n"
 
 
 TRAIN = "train"
@@ -140,7 +139,7 @@ ACCELERATORS = {
     "tpu_v4": "tpu-v4-podslice", "tpu_v5e": "tpu-v5-lite-podslice", "tpu_v5p": "tpu-v5p-slice",
     "tpu_v6e": "tpu-v6e-slice", "tpu7x": "tpu7x",
 }  # fmt: skip
-"""Chip -> what nodes that have it are labelled with (Google's table of TPUs in GKE)."""
+"""Chip -> label of its nodes (Google's table of TPUs in GKE)."""
 
 
 def _pod(job: Job) -> dict[str, object]:
@@ -148,14 +147,14 @@ def _pod(job: Job) -> dict[str, object]:
         *("--coordinator", f"{job.name}-workers-0-0.{job.name}:{PORT}"),
         *("--processes", str(job.hosts), "--process", "$(JOB_COMPLETION_INDEX)"),
     ]
-    # Of what a pod writes elsewhere nothing is there for the next one.
+    # What a pod writes elsewhere is lost for the next one.
     mounts = [
         {"name": "run", "mountPath": str(job.run_dir), "subPath": str(job.run_dir).strip("/")}
     ]
     volumes: list[object] = [
         {"name": "run", "persistentVolumeClaim": {"claimName": job.claim}},
     ]
-    if job.gpus:  # NCCL's, which the 64 MB of a container are too few for
+    if job.gpus:  # for NCCL: a container's default of 64 MB is too small
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     chips = {"nvidia.com/gpu": job.gpus, "google.com/tpu": job.tpus}
@@ -182,20 +181,20 @@ def _pod(job: Job) -> dict[str, object]:
 
 
 def _unfit_for_kubernetes(job: Job) -> list[str]:
-    found = []
+    violations = []
     if not job.run_dir.is_absolute():
-        found.append(
+        violations.append(
             f"--run-dir {job.run_dir}: a pod has the volume of --claim there; give a whole path, "
             f"such as /runs/{job.run_dir.name}"
         )
     if job.spec.topology:
         slice_ = math.prod(map(int, job.spec.topology.split("x"))) * job.spec.chip.devices_per_chip
         if slice_ != job.spec.devices:
-            found.append(
+            violations.append(
                 f"{job.spec.where} has {job.spec.devices // slice_} slices of {job.spec.topology}, "
                 "and a JobSet is written for one; use a mesh of one slice"
             )
-    return found
+    return violations
 
 
 def ray(job: Job) -> str:
@@ -278,7 +277,7 @@ SCHEDULERS = {"slurm": slurm, "k8s": kubernetes, "ray": ray}
 
 
 def submission(scheduler: str, file: Path) -> list[str]:
-    """The command that gives a scheduler its text, alone in the folder of `file`."""
+    """Command that submits the file; a scheduler may copy its folder, which has nothing else."""
     if scheduler == "ray":  # which copies the folder to wherever it runs the script
         return [
             "ray",

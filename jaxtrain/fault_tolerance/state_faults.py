@@ -1,4 +1,4 @@
-"""Faults of the state: what a chip that computes or keeps wrongly does to it."""
+"""Faults of the state, as from a chip that computes or stores wrongly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxtrain.run.session import Session
 from jaxtrain.step.state import TrainState
 
 TURNED = -4.0
-"""What parameters are multiplied by, so that the loss jumps and stays up for a while."""
+"""Factor of the parameters: the loss jumps and stays high for a while."""
 
 
 def change_state(kind: str, session: Session) -> None:
-    """ "flip", "spike": now. "wrong", "nan": in the next step, once."""
+    """Applies "flip" and "spike" now, "wrong" and "nan" in the next step, once."""
     if kind == "flip":
         session.state = flipped(session.state)
     elif kind == "spike":
@@ -31,9 +31,9 @@ def change_state(kind: str, session: Session) -> None:
 
 
 def flipped(state: TrainState) -> TrainState:
-    """With a bit of the first word of the first parameter changed on the first device of this
-    process, and nowhere else. One in the middle: the lowest may be gone again when the next update
-    is rounded."""
+    """The state with one bit changed in the first word of the first parameter, only on this
+    process's first device. A bit in the middle: rounding in the next update could undo the lowest
+    one."""
     name = min(state.params)
     leaf = state.params[name]
     parts = [shard.data for shard in leaf.addressable_shards]
@@ -42,27 +42,27 @@ def flipped(state: TrainState) -> TrainState:
     words = first.reshape(-1).view(f"uint{8 * size}")
     words[0] ^= words.dtype.type(1 << 9 * size // 2)
     parts[0] = jax.device_put(first, next(iter(parts[0].devices())))
-    made = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-    return replace(state, params={**state.params, name: made})
+    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    return replace(state, params={**state.params, name: changed})
 
 
-def _wrong(found: tuple[TrainState, Any]) -> tuple[TrainState, Any]:
-    state, metrics = found
+def _wrong(result: tuple[TrainState, Any]) -> tuple[TrainState, Any]:
+    state, metrics = result
     return flipped(jax.block_until_ready(state)), metrics
 
 
 def _not_finite(program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """Of parameters that are not numbers the gradients are none, and the step is skipped; the
-    parameters are those before it."""
-    kept = jax.tree.map(jnp.copy, state.params)
+    """A step on parameters that are NaN: its gradients are NaN, so it is skipped. The parameters
+    are restored afterwards."""
+    previous = jax.tree.map(jnp.copy, state.params)
     name = min(state.params)
     spoiled = {**state.params, name: state.params[name] * jnp.nan}
     state, metrics = program(replace(state, params=spoiled), batch)
-    return replace(state, params=kept), metrics
+    return replace(state, params=previous), metrics
 
 
 Act = Callable[[Any, TrainState, Any], Any]
-"""What does a step, given the program of it, state and batch."""
+"""Runs a step: (program, state, batch) -> result."""
 
 
 def _plain(program: Any, state: TrainState, batch: Any) -> Any:
@@ -70,29 +70,27 @@ def _plain(program: Any, state: TrainState, batch: Any) -> Any:
 
 
 def _once(session: Session, act: Act, again: Act = _plain) -> None:
-    """Have the next step done by `act`, and by `again` where it is taken a second time."""
+    """Runs the next step by `act`; if it is repeated, by `again`."""
     programs = dict(session.compiled)
-    session.compiled.update(
-        {which: _Faulty(session, programs, which, act, again) for which in programs}
-    )
+    session.compiled.update({key: _Faulty(session, programs, key, act, again) for key in programs})
 
 
 @dataclass(eq=False)
 class _Faulty:
-    """In the place of the compiled program `which` until it has run once; takes the same memory."""
+    """Replaces the compiled program `key` until it has run once; needs the same memory."""
 
     session: Session
     programs: dict[Any, Any]
-    which: Any
+    key: Any
     act: Act
     again: Act
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
-        program = self.programs[self.which]
-        if self.session.compiled[self.which] is program:
+        program = self.programs[self.key]
+        if self.session.compiled[self.key] is program:
             return self.again(program, state, batch)
         self.session.compiled.update(self.programs)
         return self.act(program, state, batch)
 
     def memory_analysis(self) -> Any:
-        return self.programs[self.which].memory_analysis()
+        return self.programs[self.key].memory_analysis()

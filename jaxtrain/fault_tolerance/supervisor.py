@@ -1,4 +1,4 @@
-"""The processes of a run under watch: started together, and together again when one fails."""
+"""Supervises the processes of a run: starts them together, and again together when one fails."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from jaxtrain.machines.roster import POLL_S, Roster
 from jaxtrain.machines.workers import Tell
 
 LOOK_S = 0.5
-"""How often exits are looked for, and what processes say of themselves."""
+"""Seconds between looks at the processes' reports."""
 
 TOGETHER_S = 1.0
-"""Signals that come so close are one."""
+"""Signals within this many seconds count as one."""
 
 PAUSE_S = 2.0
-"""So much longer between two looks, and this process stood still itself."""
+"""Extra seconds between two looks that mean that this process was paused itself."""
 
 GRACE_S = 0.3
-"""After the first exit: others may have ended before it and are seen only now."""
+"""Wait after the first exit: an earlier one may be noticed only now."""
 
 FAILURES = "failures.jsonl"
-"""In the run directory: a line of JSON for each failure."""
+"""File in the run directory: a line of JSON for each failure."""
 
 FRAMES = 12
-"""Lines of a stack that a report has."""
+"""Lines of a stack in a report."""
 
 
 @dataclass
 class Supervisor:
-    """Runs a process of `command` on each machine of `roster` until they are done.
+    """Runs a process of `command` on each machine of `roster`, and all again after a failure.
 
-    command: of one process, after that of jaxtrain itself; where the processes meet, and which it
-    is, is added as flags. tell: takes every line, of the processes and its own. run_dir: where
-    failures and the ledger are written down; folder: where faults that happened are marked. faults:
-    on purpose, each once as long as `folder` is the same.
+    command: arguments of jaxtrain for one process; flags with its number and the meeting point are
+    added. tell: prints lines of the processes and its own. run_dir: for failures and the ledger;
+    folder: for markers of faults that happened. faults: to inject, each unless `folder` has its
+    marker.
     """
 
     command: Sequence[str]
@@ -76,107 +76,106 @@ class Supervisor:
     faults: Sequence[Fault] = ()
     workers: list[Running] = field(default_factory=list)
     stopping: int = 0
-    """Signals that have asked for an end."""
+    """Stop signals so far."""
     _growing: bool = False
     _recorded: bool = False
-    """Whether a start is in the ledger: before that it may be another run's."""
+    """True once a start is in the ledger: before that it may belong to another run."""
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
     _pauses: list[tuple[float, float]] = field(default_factory=list)
-    """When this process went on after it stood still, and for how long it had, in this start."""
+    """(end, seconds) of the pauses of this process in this start."""
 
     def run(self) -> int:
-        """Until all are done, or nothing more is tried; gives the exit code."""
-        history, attempt, without = RestartHistory(self.restarts), 0, EXHAUSTED
+        """Runs until all are done, or restarts end; returns the exit code."""
+        history, attempt, too_few_code = RestartHistory(self.restarts), 0, EXHAUSTED
         while True:
             if not self._waits(lambda: self.roster.choose(lambda: self.stopping > 0)):
-                return self._interrupted() if self.stopping else without
+                return self._interrupted() if self.stopping else too_few_code
             attempt += 1
-            found = self._one_start(first=attempt == 1)
-            if found == PREEMPTED and self._goes_on():
-                without = PREEMPTED  # all is saved
+            outcome = self._one_start(first=attempt == 1)
+            if outcome == PREEMPTED and self._goes_on():
+                too_few_code = PREEMPTED  # all is saved
                 continue
-            without = EXHAUSTED
-            if found == REFUSED:
-                return found
-            if isinstance(found, int):
+            too_few_code = EXHAUSTED
+            if outcome == REFUSED:
+                return outcome
+            if isinstance(outcome, int):
                 self.tell(f"launch: {self._ledger()}")
-                return found
+                return outcome
             if self.stopping:
                 if self.stopping == 1:  # else it was ended on purpose
-                    self._write_down(found, attempt, restarts=False)
-                self.tell(f"launch: {found.what}, while it was stopping")
+                    self._write_down(outcome, attempt, restarts=False)
+                self.tell(f"launch: {outcome.what}, while it was stopping")
                 return self._interrupted()
-            next_one = history.decide(found)
-            self._write_down(found, attempt, restarts=not isinstance(next_one, Exhausted))
-            if isinstance(next_one, Exhausted):
-                self.tell(f"launch: stopped after start {attempt}: {next_one.why}")
-                self._tell_where_it_stands(goes_on=not next_one.deterministic)
-                return _code(found, next_one)
-            self.roster.set_aside(found.wrong)
-            self.tell(f"launch: all processes start again in {next_one:g} s")
-            if not self._waits(partial(self._wait, next_one)):
+            decision = history.decide(outcome)
+            self._write_down(outcome, attempt, restarts=not isinstance(decision, Exhausted))
+            if isinstance(decision, Exhausted):
+                self.tell(f"launch: stopped after start {attempt}: {decision.why}")
+                self._tell_where_it_stands(goes_on=not decision.deterministic)
+                return _code(outcome, decision)
+            self.roster.set_aside(outcome.wrong)
+            self.tell(f"launch: all processes start again in {decision:g} s")
+            if not self._waits(partial(self._wait, decision)):
                 return self._interrupted()
 
     def _goes_on(self) -> bool:
-        """Whether processes that saved and left are followed by others: they did so for a machine
-        that comes or goes, and nobody asked for more."""
+        """True if another start follows processes that saved and left: they did so for a machine
+        that comes or goes, and nothing else asked them to stop."""
         growing, self._growing = self._growing, False
         if leaving := self.roster.leaving():
             self.tell(f"launch: machine {', '.join(leaving)} is to go; the run goes on without it")
         return (growing or bool(leaving)) and not self.stopping
 
     def _one_start(self, *, first: bool) -> int | Failure:
-        """All processes, from their beginning to their end; kept in the ledger, which is another's
-        where they are refused. first: what is refused is refused; later it was not before, and may
-        not be again."""
+        """Runs all processes once, and adds the start to the ledger unless it is refused. first: a
+        refusal is final; in a later start it counts as a failure."""
         entry = OpenEntry(self.run_dir)
         self._growing, self._passed, self._stood = False, 0, None
         self._pauses.clear()
         try:
-            found = self._start(first=first) or self._watch(entry, first=first)
+            outcome = self._start(first=first) or self._watch(entry, first=first)
         finally:
             for worker in self.workers:
                 worker.kill()
             for worker in self.workers:
                 worker.join()
         if not self.workers:
-            assert not isinstance(found, int)
-            return found
-        if found != REFUSED:
+            assert not isinstance(outcome, int)
+            return outcome
+        if outcome != REFUSED:
             now = self._stood or self.workers[0].sample().now
-            still = math.inf if isinstance(found, int) or found.still is None else found.still
+            still = math.inf if isinstance(outcome, int) or outcome.still is None else outcome.still
             entry.close(now, still)
             self._recorded = True
-        return found
+        return outcome
 
     def _not_started(self, error: OSError) -> Failure:
         """The failure of the process that this machine could not start."""
         process = min(len(self.workers), len(self.roster.hosts) - 1)
         why = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        what = f"{self._name(process)} could not be started: {why}"
-        self.tell(f"launch: {what}")
-        return Failure(process, "crashed", what, "start", 0, time.monotonic(), cause=why)
+        text = f"{self._name(process)} could not be started: {why}"
+        self.tell(f"launch: {text}")
+        return Failure(process, "crashed", text, "start", 0, time.monotonic(), cause=why)
 
     def _interrupted(self) -> int:
-        """The exit code where a run was ended that would have gone on."""
+        """Exit code of a run that was stopped before its end."""
         return PREEMPTED if self._tell_where_it_stands() else INTERRUPTED
 
     def _tell_where_it_stands(self, *, goes_on: bool = True) -> bool:
-        """Whether anything is saved, as far as can be seen. goes_on: a start may go on from it."""
+        """Prints save and ledger; True if a save is visible. goes_on: a restart may continue it."""
         from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
 
-        saved, stands = [], "nothing is saved"
+        saved, status = [], "nothing is saved"
         try:
             saved = committed_steps(self.run_dir / CHECKPOINTS)
         except OSError as error:
-            stands = f"what is saved cannot be seen: {error}"
+            status = f"what is saved cannot be seen: {error}"
         if saved:
             more = ", from which the same command goes on" * goes_on
-            stands = f"the newest save is {saved[-1]}{more}"
-        self.tell(f"launch: {stands}; {self._ledger()}")
+            status = f"the newest save is {saved[-1]}{more}"
+        self.tell(f"launch: {status}; {self._ledger()}")
         return bool(saved)
 
     def _ledger(self) -> str:
@@ -186,31 +185,31 @@ class Supervisor:
             return str(error)
 
     def stop(self) -> None:
-        """A signal of the outside, from its handler: the first asks all processes to save and
-        leave, a second one ends them. Those that come close are one: a terminal, its shell and a
-        wrapper may each send theirs."""
+        """For a signal handler: the first signal asks all processes to save and leave, a second one
+        ends them. Signals close together count as one: a terminal, its shell and a wrapper may each
+        send one."""
         since, self._latest = time.monotonic() - self._latest, time.monotonic()
         self.stopping += not self.stopping or since > TOGETHER_S
 
     def _pass_on(self) -> None:
-        """What the outside has asked for, to the processes."""
+        """Passes stop signals on to the processes."""
         if self.stopping == self._passed:
             return
         self._passed = self.stopping
         if self.stopping > 1:
             self.tell("launch: asked a second time; all processes are ended")
         elif self._growing or self.roster.leaving():
-            return  # they have been asked, and the second time is to stop at once
+            return  # they were asked; a second signal would end them at once
         for worker in self.workers:
             worker.send(signal.SIGTERM if self.stopping == 1 else signal.SIGKILL)
 
     def _start(self, *, first: bool) -> Failure | None:
-        """Start all processes; a failure where this machine could not. Raises OSError instead where
-        it is the first start, of which that is a refusal."""
+        """Starts all processes; a failure if this machine could not. In the first start, which is
+        then refused, it raises OSError instead."""
         hosts, flags = self.roster.hosts, self.roster.layout.flags
         self.workers = []
         try:
-            # Who removes old files may have been there.
+            # A cleaner of old files may have removed it.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             environ = faults_variable(self.faults, self.folder)
             place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
@@ -228,7 +227,7 @@ class Supervisor:
         self.tell(f"[{process}] {line}")
 
     def _watch(self, entry: OpenEntry, *, first: bool) -> int | Failure:
-        """Until all have ended well, or one has not."""
+        """Watches until all have ended well, or one has failed."""
         looked, now = 0.0, time.monotonic()
         while True:
             time.sleep(POLL_S)
@@ -241,27 +240,27 @@ class Supervisor:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
-            now, before = time.monotonic(), now
-            self._paused(now - before - POLL_S)
+            now, previous = time.monotonic(), now
+            self._paused(now - previous - POLL_S)
             if now - looked >= LOOK_S:
                 looked = now
-                said = [(w, self._awake(w.sample())) for w in self.workers]
-                # Exits last: who has ended since is not silent.
-                samples = {w.process: sample for w, sample in said if w.code is None}
-                if found := late(samples, now, self.deadlines):
-                    return self._stuck(found, now)
+                latest = [(w, self._awake(w.sample())) for w in self.workers]
+                # Exits are read last: an ended process is not silent.
+                samples = {w.process: sample for w, sample in latest if w.code is None}
+                if blamed := late(samples, now, self.deadlines):
+                    return self._stuck(blamed, now)
                 self._grow(samples.values())
                 entry.keep(self.workers[0].sample().now)
 
     def _paused(self, seconds: float) -> None:
-        """Told how much longer than it sleeps it took to look again: where this process stood still
-        itself (stopped, or with a virtual machine), others may have stood still with it."""
+        """seconds: how much longer than its sleep the last look took. If this process was paused
+        (stopped, or with its virtual machine), others may have been paused with it."""
         if seconds > PAUSE_S:
             self._pauses.append((time.monotonic(), seconds))
             self.tell(f"launch: stood still itself for {seconds:.1f} s, which blames nobody")
 
     def _awake(self, sample: Sample) -> Sample:
-        """As if what it said before this process stood still were as much later."""
+        """The sample, with times before a pause of this process moved by the pause."""
 
         def later(when: float) -> float:
             for until, seconds in self._pauses:
@@ -269,10 +268,11 @@ class Supervisor:
             return when
 
         now = sample.now._replace(since=later(sample.now.since))
-        return sample._replace(now=now, at=later(sample.at) if sample.at else 0.0)
+        last = later(sample.sampled_at) if sample.sampled_at else 0.0
+        return sample._replace(now=now, sampled_at=last)
 
     def _grow(self, samples: Iterable[Sample]) -> None:
-        """Have all save and leave, once, where they would begin again on more machines."""
+        """Makes all processes save and leave, once, if they could restart on more machines."""
         at_work = all(sample.now.phase in ("step", "load", "callback") for sample in samples)
         if not self._growing and not self.stopping and at_work and self.roster.could_grow():
             self._growing = True
@@ -280,80 +280,80 @@ class Supervisor:
             self.workers[0].send(signal.SIGTERM)
 
     def _ended(self, *, first: bool) -> int | Failure:
-        """The failure of the process that ended first of those that did not end well; the exit
-        code where it refused what it was given, before its first step."""
+        """The failure of the process that failed first; or the exit code if it refused its input
+        before its first step."""
         bad = [w for w in self.workers if _ended_badly(w)]
-        # What ends by the loss of another ends later, and JAX says so where it aborts.
+        # A process that ends because another was lost ends later, and JAX prints so.
         worker = min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
         sample, code = worker.sample(), worker.code or 0
-        now, how, process, kind = sample.now, worker.ending, worker.process, worker.kind
+        now, cause, process, kind = sample.now, worker.ending, worker.process, worker.kind
         if code == REFUSED and now.first < 0:
             kind = "refused"
             if first:
                 self.tell(f"launch: {self._name(process)} refused it: {worker.last_line}")
                 return REFUSED
         if code == DONE:
-            kind, how = "left", f"{how} before the run was done"
-        what, wrong = f"{self._name(process)} ended by {how} {_at(now, now.failed_in)}", ()
-        # Each by the same signal: none of them is why another ended.
+            kind, cause = "left", f"{cause} before the run was done"
+        text, wrong = f"{self._name(process)} ended by {cause} {_at(now, now.failed_in)}", ()
+        # All by the same signal: none of them is the cause of another.
         alike = [w for w in bad if w is not worker and w.code == code < 0 and not w.lost_another]
         if alike:
-            what += f"; so did {', '.join(f'process {w.process}' for w in alike)}"
-        told = [found for each in bad if (found := each.sample().now.wrong) is not None]
-        if told:  # all compare the same numbers
-            kind, wrong = "wrong", tuple(told[0])
+            text += f"; so did {', '.join(f'process {w.process}' for w in alike)}"
+        accused = [processes for w in bad if (processes := w.sample().now.wrong) is not None]
+        if accused:  # all processes compare the same numbers
+            kind, wrong = "wrong", tuple(accused[0])
             process = wrong[0] if wrong else process
             whose = f"process {', '.join(map(str, wrong))}" if wrong else "one of several"
-            what += f", for wrong numbers of {whose}"
-        self.tell(f"launch: {what}")
+            text += f", for wrong numbers of {whose}"
+        self.tell(f"launch: {text}")
         if worker.kind == "crashed" and worker.last_line:
-            what += f"; its last line: {worker.last_line}"
-            how += f": {worker.last_line}"
-        where = (now.failed_in, now.step, time.monotonic(), now.first)
+            text += f"; its last line: {worker.last_line}"
+            cause += f": {worker.last_line}"
+        context = (now.failed_in, now.step, time.monotonic(), now.first)
         still = worker.ended_at if kind == "lost" else None
-        return Failure(process, kind, what, *where, cause=how, still=still, wrong=wrong)
+        return Failure(process, kind, text, *context, cause=cause, still=still, wrong=wrong)
 
-    def _stuck(self, found: list[Late], looked: float) -> Failure:
-        """Tells of the processes to blame, each with its stack. looked: when they were found."""
-        self._stood = self.workers[0].sample().now  # one that is let go on for its stacks moves
-        for each in found:
-            worker = self.workers[each.process]
+    def _stuck(self, blamed: list[Late], noticed_at: float) -> Failure:
+        """Reports the processes to blame, each with its stack. noticed_at: when they were found."""
+        self._stood = self.workers[0].sample().now  # a process that is resumed for its stacks moves
+        for culprit in blamed:
+            worker = self.workers[culprit.process]
             state = worker.state()
-            quiet = "has said nothing" if each.what == "silent" else "has not moved"
-            what = (
-                f"{self._name(each.process)} {quiet} for {each.seconds:.1f} s "
-                f"{_at(each.sample.now)}{f' ({state})' if state else ''}"
+            quiet = "has said nothing" if culprit.kind == "silent" else "has not moved"
+            text = (
+                f"{self._name(culprit.process)} {quiet} for {culprit.seconds:.1f} s "
+                f"{_at(culprit.sample.now)}{f' ({state})' if state else ''}"
             )
-            self.tell(f"launch: {what}; its main thread was at:")
-            for line in _main_stack(each.sample):
+            self.tell(f"launch: {text}; its main thread was at:")
+            for line in _main_stack(culprit.sample):
                 self.tell(f"    {line}")
-            # It may have more to say: stacks of all its threads, written without Python.
+            # Makes it print the stacks of all its threads, without Python.
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGUSR1)
         time.sleep(GRACE_S)
-        first, now = found[0], found[0].sample.now
-        what = f"{self._name(first.process)} {_at(now)}: {first.what}"
-        where = (now.phase, now.step, time.monotonic(), now.first)
-        return Failure(first.process, first.what, what, *where, still=looked - first.seconds)
+        first, now = blamed[0], blamed[0].sample.now
+        text = f"{self._name(first.process)} {_at(now)}: {first.kind}"
+        context = (now.phase, now.step, time.monotonic(), now.first)
+        return Failure(first.process, first.kind, text, *context, still=noticed_at - first.seconds)
 
     def _name(self, process: int) -> str:
         hosts = self.roster.hosts
         return f"process {process} of {len(hosts)}{hosts[process].where}"
 
     def _wait(self, seconds: float) -> bool:
-        """Whether nobody asked for an end meanwhile."""
+        """Waits; returns True if no stop was requested meanwhile."""
         until = time.monotonic() + seconds
         while not self.stopping and time.monotonic() < until:
             time.sleep(POLL_S)
         return not self.stopping
 
     def _waits(self, act: Callable[[], bool]) -> bool:
-        """What `act` gives, its time kept as one in which the run waits, between two starts."""
+        """Returns `act()`, and records its time as waiting between two starts."""
         began, clock = time.time(), time.monotonic()
-        found = act()
+        result = act()
         if self._recorded and (waited := time.monotonic() - clock) > POLL_S:
             add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
-        return found
+        return result
 
     def _write_down(self, failure: Failure, attempt: int, *, restarts: bool) -> None:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
@@ -363,20 +363,20 @@ class Supervisor:
 
 
 def _ended_badly(worker: Running) -> bool:
-    """By an exit code; or well, before the run was done."""
+    """True for a bad exit code, or a good one before the run was done."""
     if worker.code == DONE:
         return worker.sample().now.phase != "finish"
     return worker.code not in (None, PREEMPTED)
 
 
 def _together(codes: Sequence[int | None]) -> int | None:
-    """The exit code that follows from those of all processes; None for a failure."""
-    found = set(codes)
-    if found <= {DONE}:
+    """The common exit code of all processes; None for a failure."""
+    distinct = set(codes)
+    if distinct <= {DONE}:
         return DONE
-    if found <= {DONE, PREEMPTED}:
+    if distinct <= {DONE, PREEMPTED}:
         return PREEMPTED
-    return INTERRUPTED if found == {INTERRUPTED} else None
+    return INTERRUPTED if distinct == {INTERRUPTED} else None
 
 
 def _code(failure: Failure, exhausted: Exhausted) -> int:
@@ -396,5 +396,5 @@ def _main_stack(sample: Sample) -> list[str]:
 
 
 def own_command(*arguments: str) -> list[str]:
-    """A command of jaxtrain in a process of its own."""
+    """Command that runs jaxtrain in a process of its own."""
     return [sys.executable, "-P", "-m", "jaxtrain.cli", *arguments]

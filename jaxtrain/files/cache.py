@@ -1,4 +1,4 @@
-"""Where tokenised corpora and packing indexes are kept between runs."""
+"""Finds the directory in which tokenised corpora and packing indexes are kept between runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CACHE_DIR = Path("~/.cache/jaxtrain")
 
 
 def cache_directory(chosen: str | Path | None = None) -> Path:
-    """The chosen directory. None: `CACHE_DIR`, or a directory of the user's among the system's
-    temporary ones where there is no home that can be written, which is told."""
+    """Returns the chosen directory. None: `CACHE_DIR`; if no home can be written, a directory of
+    the user's among the system's temporary ones, with a warning."""
     if chosen is not None:
         return local_path("cache_dir", chosen).expanduser()
     try:
         home = CACHE_DIR.expanduser()
-        there = next(each for each in (home, *home.parents) if each.exists())
-        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        existing = next(folder for folder in (home, *home.parents) if folder.exists())
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             return home
-        reason = f"{there} cannot be written"
+        reason = f"{existing} cannot be written"
     except RuntimeError as error:  # no home is known
         reason = str(error)
     path = _own_temporary()
@@ -41,14 +41,14 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
 
 
 def _own_temporary() -> Path:
-    """A directory that this user alone can write: the one of an earlier run, if there is one."""
+    """Returns a directory that only this user can write: an earlier run's, if there is one."""
     path = Path(tempfile.gettempdir()) / f"jaxtrain-cache-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))
-    mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if stat.S_ISDIR(found.st_mode) and mine:
+    private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISDIR(status.st_mode) and private:
         return path
     return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))

@@ -1,4 +1,4 @@
-"""A file of a folder that somebody else made, by its name."""
+"""Resolves a file name within a folder from an untrusted source."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 
 def plain_name(name: str) -> bool:
-    """Whether a text names a file of a folder, and no path out of it or into another."""
+    """Returns True if a text is the name of a file in a folder, not a path."""
     return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The file of that name, as the path it really has; it need not be there.
+    """Returns the resolved path of the file with that name; the file need not exist.
 
     A link may lead to another file within the folder, and to a blob of a Hugging Face cache
-    (`models--NAME/blobs/`), of which a downloaded folder is made. Raises ValueError where it leads
-    elsewhere, and for a name that is a path.
+    (`models--NAME/blobs/`), to which a downloaded folder's files link. Raises ValueError if it
+    leads elsewhere, and for a name that is a path.
     """
     if not plain_name(name):
         raise ValueError(f"{name!r} is no name of a file in {folder}; only those are opened")

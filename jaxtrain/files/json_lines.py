@@ -1,7 +1,7 @@
-"""Objects of JSON in a file, a line for each, appended by one process at a time.
+"""JSON objects in a file, one a line, appended by one process at a time.
 
-Its writer may be killed within a line, or the disk be full: what is left of that line, which has no
-end, is passed over by readers and removed before the next one is written.
+The writer may be killed within a line, or the disk may be full. Readers skip such an unfinished
+last line, and the next write removes it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from jaxtrain.files.regular import append_whole, open_regular
 
 
 def add_line(path: Path, value: Mapping[str, object]) -> None:
-    """Append it, in a folder that is made for it. Raises OSError, and ValueError as
+    """Appends a line; its folder is created if missing. Raises OSError, and ValueError as
     `open_regular`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_regular(path, "a+b") as file:
         file.seek(0)
-        whole, torn = _cut(file.readall())
+        complete, torn = _cut(file.readall())
         lacks_end = _whole(torn)
         if torn and not lacks_end:
-            file.truncate(len(whole))
+            file.truncate(len(complete))
         append_whole(file, b"\n" * lacks_end + json.dumps(value).encode() + b"\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All of them. Raises OSError, and ValueError for a line that is no object and has an end."""
+    """Returns the objects of all complete lines. Raises OSError, and ValueError for a finished line
+    that is not an object."""
     with open_regular(path, "rb") as file:
-        whole, torn = _cut(file.readall())
-    lines = whole.split(b"\n")[:-1] + [torn] * _whole(torn)
+        complete, torn = _cut(file.readall())
+    lines = complete.split(b"\n")[:-1] + [torn] * _whole(torn)
     for number, line in enumerate(lines, 1):
         if not _whole(line):
             raise ValueError(f"{path}, line {number} is no JSON object; remove that line")
@@ -39,7 +40,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut(data: bytes) -> tuple[bytes, bytes]:
-    """Whole lines, and what follows the last of them."""
+    """Returns the complete lines, and the bytes after the last of them."""
     ends = data.rfind(b"\n") + 1
     return data[:ends], data[ends:]
 

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote."""
+"""Parses JSON from an untrusted source."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ DEEPEST = 100
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value. Raises ValueError where it is no JSON, or nests deeper than DEEPEST levels."""
+    """Returns the value. Raises ValueError for invalid JSON, or more than DEEPEST nested levels."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it nests more than {DEEPEST} levels deep") from None
     level, depth = [value], 0
-    while level := [inner for each in level for inner in _inner(each)]:
+    while level := [inner for item in level for inner in _inner(item)]:
         if (depth := depth + 1) > DEEPEST:
             raise ValueError(f"it nests more than {DEEPEST} levels deep")
     return value
 
 
 def _inner(value: object) -> list[Any]:
-    """The lists and objects directly in one."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [each for each in held if isinstance(each, dict | list)]
+    """Returns the lists and objects directly inside a value."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]

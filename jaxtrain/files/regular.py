@@ -1,4 +1,4 @@
-"""Regular files alone, and no symbolic link where something is written."""
+"""Opens regular files only, and no symbolic link for writing."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FLAGS = {
 
 
 def open_regular(path: Path, mode: str) -> FileIO:
-    """Unbuffered binary file. mode: one of FLAGS. A link is followed to read, and never to write;
-    nothing is truncated before the file is known.
+    """Opens an unbuffered binary file. mode: one of FLAGS. A link is followed to read, and never to
+    write; a file is truncated only after it is checked.
 
-    Raises ValueError for a link that would be written through and for what is no regular file, at
-    once: a pipe is not waited for. OSError as `open`.
+    Raises ValueError for a link in a writing mode and for anything but a regular file, without
+    waiting for a pipe. OSError as `open`.
     """
     writes = mode != "rb"
     flags = FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
@@ -46,9 +46,9 @@ def open_regular(path: Path, mode: str) -> FileIO:
             raise ValueError(not_regular(path, os.stat(path).st_mode)) from None
         raise
     try:
-        found = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(found):
-            raise ValueError(not_regular(path, found))
+        file_mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(file_mode):
+            raise ValueError(not_regular(path, file_mode))
         if mode == "wb":
             os.ftruncate(descriptor, 0)
         return FileIO(descriptor, mode)
@@ -58,8 +58,8 @@ def open_regular(path: Path, mode: str) -> FileIO:
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 text. Raises ValueError as `open_regular`, for one beyond LARGEST_TEXT and for bytes
-    that are no UTF-8; OSError."""
+    """Returns UTF-8 text. Raises ValueError as `open_regular`, for more than LARGEST_TEXT bytes and
+    for bytes that are not UTF-8; OSError."""
     with open_regular(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST_TEXT:
@@ -68,27 +68,27 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As UTF-8. Raises ValueError as `open_regular`; OSError."""
+    """Writes text as UTF-8. Raises ValueError as `open_regular`; OSError."""
     with open_regular(path, "wb") as file:
         write_all(file, text.encode("utf-8"))
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """All of `data`: an unbuffered write may take less."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    """Writes all of `data`: one write to an unbuffered file may take less."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
-    """All of `data` behind what is there, or nothing: half a line would damage what is written
-    after it. Raises OSError."""
-    before = os.fstat(file.fileno()).st_size
+    """Appends all of `data`, or nothing: half a line would damage the lines after it. Raises
+    OSError."""
+    size = os.fstat(file.fileno()).st_size
     try:
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
-        file.truncate(before)
+        file.truncate(size)
         raise
 
 
@@ -105,18 +105,19 @@ def _linked(path: Path) -> str:
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise ValueError, naming each, where entries of a directory are links that lead out of it, or
-    neither files nor directories. The directory itself may be a link."""
+    """Raises ValueError that names each entry of a directory that is a link out of it, or neither a
+    file nor a directory. The directory itself may be a link."""
     if not directory.is_dir():
         return
-    home, wrong = directory.resolve(), []
+    home, violations = directory.resolve(), []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.resolve().is_relative_to(home):
-            wrong.append(f"{path} is a symbolic link to {os.readlink(path)}")
+            violations.append(f"{path} is a symbolic link to {os.readlink(path)}")
         elif path.exists() and not path.is_file() and not path.is_dir():
-            wrong.append(not_regular(path, path.stat().st_mode))
-    if wrong:
+            violations.append(not_regular(path, path.stat().st_mode))
+    if violations:
         raise ValueError(
-            "\n".join(wrong) + f"\nnothing outside of {directory} is read or written through it; "
+            "\n".join(violations)
+            + f"\nnothing outside of {directory} is read or written through it; "
             "remove the links, or make the directory itself one"
         )

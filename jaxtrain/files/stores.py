@@ -1,4 +1,4 @@
-"""Addresses of object stores, which are no paths: `gs://bucket` would be a folder named `gs:`."""
+"""Refuses addresses of object stores: as a path, `gs://bucket` would be a folder named `gs:`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import re
 from pathlib import Path
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-"""A path made of an address has one slash left of two."""
+"""`Path` keeps one of an address's two slashes."""
 
 
-def store_violations(name: str, given: object) -> list[str]:
-    """What is wrong with a path, or a tuple of them, that a field or an argument was given."""
-    if isinstance(given, tuple):
-        return [violation for each in given for violation in store_violations(name, each)]
-    found = _SCHEME.match(str(given)) if isinstance(given, str | Path) else None
-    if found is None:
+def store_violations(name: str, path: object) -> list[str]:
+    """Returns violations if a field's or argument's path, or a tuple of paths, has an address."""
+    if isinstance(path, tuple):
+        return [violation for part in path for violation in store_violations(name, part)]
+    match = _SCHEME.match(str(path)) if isinstance(path, str | Path) else None
+    if match is None:
         return []
-    scheme = found[1]
+    scheme = match[1]
     if scheme == "file":
-        return [f"{name}={str(given)!r} is an address; give the path alone, without file://"]
+        return [f"{name}={str(path)!r} is an address; give the path alone, without file://"]
     return [
-        f"{name}={str(given)!r} is an address, and {scheme}:// is not read or written yet: it "
+        f"{name}={str(path)!r} is an address, and {scheme}:// is not read or written yet: it "
         f"would be taken for a local folder named '{scheme}:'; give a local path, or one under "
         "which the store is mounted"
     ]
 
 
-def local_path(name: str, given: str | Path) -> Path:
-    """The path that the argument `name` was given. Raises ValueError for the address of a store."""
-    if violations := store_violations(name, given):
+def local_path(name: str, path: str | Path) -> Path:
+    """Returns the path of the argument `name`. Raises ValueError for the address of a store."""
+    if violations := store_violations(name, path):
         raise ValueError(violations[0])
-    return Path(given)
+    return Path(path)

@@ -1,11 +1,10 @@
-"""The machines of a run: which there are, what runs on them, and how it stands on fewer.
+"""The machines of a run: their presence, their processes, and layouts on fewer of them.
 
-`machine.py` says what a supervisor asks of a machine and of a process there; `workers.py` is a
-process of this machine. Others are reached through their agents: `agent.py` runs there, `agents.py`
-is its other end, `channel.py` what they speak. `roster.py` chooses those of a start; `elastic.py`
-finds the mesh for fewer, and `layouts.py` makes flags of it.
+`machine.py` has the interfaces of a machine and of a process on it; `workers.py` is a process of
+this machine. Other machines are reached through agents: `agent.py` runs there, `agents.py` is the
+supervisor's side, `channel.py` the connection. `roster.py` chooses the machines of a start;
+`elastic.py` finds the mesh for fewer, and `layouts.py` turns it into flags.
 
-Does not belong here: what failed, and whether to begin again (fault_tolerance/). To read first:
-Bamboo (Thorpe et al. 2023) and Oobleck (Jang et al. 2023), for what else one can do about machines
-that come and go.
+Not here: what failed, and whether to restart (fault_tolerance/). Read first: Bamboo (Thorpe et al.
+2023) and Oobleck (Jang et al. 2023), for other answers to machines that come and go.
 """

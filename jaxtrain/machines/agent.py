@@ -1,4 +1,4 @@
-"""`jaxtrain agent`: starts and ends the process of its machine as a supervisor elsewhere asks."""
+"""`jaxtrain agent`: starts and ends the process of its machine for a supervisor elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jaxtrain.machines.channel import KEY, Channel, Gone, connect
 from jaxtrain.machines.workers import Tell, Worker
 
 TICK_S = 0.1
-"""How often exits are looked for."""
+"""Seconds between checks for exits."""
 
 LONGEST_LINE = 2**16
-"""Characters of a line that are passed on."""
+"""Most characters of a line that are passed on."""
 
 AGAIN_S = 1.0
-"""Between two tries to reach the supervisor."""
+"""Seconds between two tries to reach the supervisor."""
 
 
 class Agent:
-    """Of one machine. address: of the supervisor. name: of the machine, no other's. program: what
-    is before each command. wait_s: how long a supervisor that is not there is looked for."""
+    """The agent of one machine. address: of the supervisor. name: of the machine, unique. program:
+    prefix of each command. wait_s: how long it tries to reach a missing supervisor."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Agent:
         self._address, self._key, self._name, self._wait_s = address, key, name, wait_s
         self._program, self._tell = program, tell
         self._worker: Worker | None = None
-        self._start, self._leaving, self._told, self._port = 0, False, 0.0, 0
+        self._start, self._leaving, self._reported_at, self._port = 0, False, 0.0, 0
         self._is_taken = False
         self._refused_at: float | None = None
 
     def run(self) -> int:
-        """Until the supervisor lets it go, or is not found; the exit code."""
+        """Serves until the supervisor releases it or cannot be reached; returns the exit code."""
         with tempfile.TemporaryDirectory(prefix="jaxtrain-agent-") as folder:
             self._file = Path(folder) / "sample"
             while True:
@@ -69,12 +69,13 @@ class Agent:
                     return code
 
     def leave(self) -> None:
-        """From a signal: this machine is to go. Its process asks all to save, and leaves."""
+        """For a signal handler: this machine leaves. Its process asks all to save, and ends."""
         self._leaving = True
 
     def _reach(self) -> Channel | None:
-        """None where nobody is there in time, or this machine leaves."""
-        until, told, where = time.monotonic() + self._wait_s, "", ":".join(map(str, self._address))
+        """Connects to the supervisor; None if it is not reached in time, or this machine leaves."""
+        until, reported = time.monotonic() + self._wait_s, ""
+        address = ":".join(map(str, self._address))
         while not self._leaving:
             try:
                 channel = connect(self._address, self._key)
@@ -82,18 +83,18 @@ class Agent:
                 return channel
             except OSError as error:
                 why = str(error)
-            if why != told:
-                told = why
-                self._tell(f"agent: {where}: {why}; tries again for {self._wait_s:g} s")
+            if why != reported:
+                reported = why
+                self._tell(f"agent: {address}: {why}; tries again for {self._wait_s:g} s")
             if time.monotonic() > until:
-                self._tell(f"agent: no launch at {where} took it for {self._wait_s:g} s: {why}")
+                self._tell(f"agent: no launch at {address} took it for {self._wait_s:g} s: {why}")
                 return None
             time.sleep(AGAIN_S)
         return None
 
     def _serve(self, channel: Channel) -> int | None:
-        """Do what is asked; the exit code where it is to leave."""
-        heard, said, asked, self._told = time.monotonic(), False, 0, 0.0
+        """Handles requests; returns the exit code when released."""
+        heard, announced, terminated, self._reported_at = time.monotonic(), False, 0, 0.0
         while True:
             if (message := channel.receive(TICK_S)) is not None:
                 heard = time.monotonic()
@@ -106,22 +107,22 @@ class Agent:
             if time.monotonic() - heard > GONE_S:
                 raise Gone(f"nothing was heard of it for {GONE_S:g} s")
             self._say(channel)
-            if self._leaving and not said:
-                said = True
+            if self._leaving and not announced:
+                announced = True
                 channel.send({"is": "leaving"})
-            if self._leaving and self._worker is not None and asked != self._start:
-                asked = self._start
+            if self._leaving and self._worker is not None and terminated != self._start:
+                terminated = self._start
                 self._worker.send(signal.SIGTERM)
 
     def _taken(self) -> None:
-        """The launch has it."""
+        """Reports once that the supervisor accepted this machine."""
         if not self._is_taken:
             self._is_taken, self._refused_at = True, None
             self._tell(f"agent: machine {self._name} is with the launch")
 
     def _refused(self, why: str) -> int | None:
-        """An exit code where it stays so: an agent that has lost its launch may be there before the
-        launch knows that it is gone."""
+        """Returns an exit code if the refusal lasts. After a lost connection, an agent may return
+        before the supervisor has noticed, and is refused for a while."""
         now = time.monotonic()
         if self._refused_at is None:
             self._refused_at = now
@@ -141,7 +142,7 @@ class Agent:
                 self._worker.send(message["number"])
             if message["do"] == "kill":
                 self._worker.kill()
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def _begin(self, message: dict[str, Any], channel: Channel) -> None:
         start = self._start = message["start"]
@@ -153,43 +154,43 @@ class Agent:
         environ = {k: v for k, v in os.environ.items() if k != KEY} | message["environ"]
         command, folder = [*self._program, *message["command"]], Path(message["folder"])
         try:
-            made = Worker(message["process"], command, environ, self._file, folder=folder)
+            worker = Worker(message["process"], command, environ, self._file, folder=folder)
         except OSError as error:
-            where = error.filename or folder
-            line(f"machine {self._name} cannot start a process in {where}: {error.strerror}")
+            missing = error.filename or folder
+            line(f"machine {self._name} cannot start a process in {missing}: {error.strerror}")
             failed = {"code": REFUSED, "ended_at": time.monotonic(), "sample": None}
             self._state(channel, {**failed, "state": "", "lost_another": False})
             return
-        self._worker = made
-        made.read(line)
+        self._worker = worker
+        worker.read(line)
 
     def _say(self, channel: Channel) -> None:
-        """What the process is at, now and then, and when it has ended."""
-        worker, since = self._worker, time.monotonic() - self._told
-        code = worker.code if worker is not None else None  # once: it may end meanwhile
+        """Reports the state of the process regularly, and once it has ended."""
+        worker, since = self._worker, time.monotonic() - self._reported_at
+        code = worker.code if worker is not None else None  # read once: it may end meanwhile
         ended = code is not None
         if since < (TICK_S if ended else TOLD_S):
             return
-        self._told += since
+        self._reported_at += since
         if worker is None:
             self._port = free_port()
             return channel.send({"is": "nothing", "port": self._port})
         if ended:
-            worker.kill()  # what it had started
+            worker.kill()  # processes that it had started
             worker.join()
         sample = worker.sample()
         now = sample.now._replace(spent=dict(sample.now.spent))
-        told = {"now": now, "rest": sample[1:]}
-        known = {"code": code, "ended_at": worker.ended_at if ended else 0.0, "sample": told}
+        record = {"now": now, "rest": sample[1:]}
+        status = {"code": code, "ended_at": worker.ended_at if ended else 0.0, "sample": record}
         state = worker.state() if not ended else ""
-        self._state(channel, {**known, "state": state, "lost_another": worker.lost_another})
+        self._state(channel, {**status, "state": state, "lost_another": worker.lost_another})
         if ended:
             self._worker = None
         return None
 
-    def _state(self, channel: Channel, known: dict[str, Any]) -> None:
+    def _state(self, channel: Channel, status: dict[str, Any]) -> None:
         clock = time.monotonic()
-        channel.send({"is": "state", "start": self._start, "clock": clock, **known})
+        channel.send({"is": "state", "start": self._start, "clock": clock, **status})
 
     def _end(self) -> None:
         if self._worker is not None:

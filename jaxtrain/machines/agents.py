@@ -1,8 +1,7 @@
-"""A supervisor's side of the other machines: each has an agent, which has come to it.
+"""The supervisor's side of other machines: each has an agent that connects to the supervisor.
 
-The agents connect, and connect again whenever they have lost the supervisor, so machines may come,
-go and come back while a run goes on. What an agent tells of its process is kept here as it was last
-told: a machine that is gone has said what it was at.
+Agents reconnect whenever they lose the supervisor, so machines may come, go and return during a
+run. The last report of each agent's process is kept here, even after its machine is gone.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from jaxtrain.machines.machine import Machine, Running
 from jaxtrain.machines.workers import Tell, ending, kind_of
 
 TOLD_S = 0.5
-"""How often each end tells the other that it is there."""
+"""Seconds between heartbeats of each end."""
 
 GONE_S = 10.0
-"""Without a word for so long the other end is gone."""
+"""Seconds without a message after which the other end counts as gone."""
 
 LEAVE_S = 5.0
-"""How long agents are waited for when they are let go."""
+"""Seconds to wait for agents that are released."""
 
 _starts = itertools.count(1)
 
 
 class Agents:
-    """The machines whose agents have come to `address`. Raises OSError where nobody can listen
-    there. tell: takes a line when a machine comes or goes."""
+    """The machines whose agents have connected to `address`. Raises OSError if it cannot listen
+    there. tell: prints a line when a machine comes or goes."""
 
     come_and_go = True
 
@@ -57,36 +56,36 @@ class Agents:
 
     @property
     def address(self) -> Any:
-        """(host, port) at which agents are waited for."""
+        """(host, port) at which agents connect."""
         return self._listening.getsockname()
 
     def present(self) -> list[Machine]:
-        """In the order in which they came; last those that are known here by an address which no
-        other machine reaches them at, for the processes meet on the first."""
+        """Usable machines, in the order in which they came; those known by a loopback address last,
+        since other machines cannot reach it and the processes meet on the first."""
         with self._lock:
-            usable = [each for each in self._machines.values() if each.usable]
-        usable.sort(key=lambda each: ip_address(each.host).is_loopback)
+            usable = [machine for machine in self._machines.values() if machine.usable]
+        usable.sort(key=lambda machine: ip_address(machine.host).is_loopback)
         return [*usable]
 
     def close(self, code: int) -> None:
-        """Let the agents go, to end with that exit code."""
+        """Releases the agents, which end with exit code `code`."""
         self._closed.set()
         with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # who waits there goes on
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with self._lock:
             machines = list(self._machines.values())
-        for each in machines:
-            each.say({"do": "leave", "code": code})
-        until = time.monotonic() + LEAVE_S
-        for each in machines:  # the end that closes first may take back what it has just said
-            each.over.wait(max(0.0, until - time.monotonic()))
-            each.channel.close()
+        for machine in machines:
+            machine.say({"do": "leave", "code": code})
+        deadline = time.monotonic() + LEAVE_S
+        for machine in machines:  # a close may discard the message just sent
+            machine.over.wait(max(0.0, deadline - time.monotonic()))
+            machine.channel.close()
         self._lines.put(None)
         self._telling.join(LEAVE_S)
 
     def _later(self, tell: Tell) -> Tell:
-        """`tell`, from a thread of its own: a terminal that nobody reads holds up no machine."""
+        """A `tell` that runs in a thread of its own: a blocked terminal delays no machine."""
         return lambda line: self._lines.put((tell, line))
 
     def _tell_lines(self) -> None:
@@ -96,37 +95,37 @@ class Agents:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                found, _ = self._listening.accept()
+                sock, _ = self._listening.accept()
             except OSError:  # closed; or one that was gone at once, or too many open files
                 self._closed.wait(TOLD_S)
                 continue
-            threading.Thread(target=self._take, args=(found,), daemon=True).start()
+            threading.Thread(target=self._take, args=(sock,), daemon=True).start()
 
-    def _prove(self, found: socket.socket) -> Channel | None:
-        """Of one that has the key; another is told once."""
-        host = found.getpeername()[0]
+    def _prove(self, sock: socket.socket) -> Channel | None:
+        """The channel to an agent that has the key, else None; a stranger is reported once."""
+        host = sock.getpeername()[0]
         try:
-            return Channel(found, self._key, listens=True)
+            return Channel(sock, self._key, listens=True)
         except Gone as error:
             if host not in self._strangers:
                 self._strangers.add(host)
                 self._tell(f"launch: one at {host} is not let in: {error}")
             return None
 
-    def _take(self, found: socket.socket) -> None:
-        """One agent, from its coming to its end."""
+    def _take(self, sock: socket.socket) -> None:
+        """Serves one agent, from its connection to its end."""
         with suppress(Gone, OSError):
-            if (channel := self._prove(found)) is None:
+            if (channel := self._prove(sock)) is None:
                 return None
-            said = channel.receive(GONE_S)
-            if said is None or said.get("is") != "agent":
+            greeting = channel.receive(GONE_S)
+            if greeting is None or greeting.get("is") != "agent":
                 return channel.close()
-            name = str(said["name"])
+            name = str(greeting["name"])
             with self._lock:
-                if (before := self._machines.get(name)) and not before.gone:
+                if (previous := self._machines.get(name)) and not previous.gone:
                     channel.send({"do": "refuse", "why": f"there is a machine named {name}"})
                     return channel.close()
-                host = str(ip_address(said["host"]))
+                host = str(ip_address(greeting["host"]))
                 machine = self._machines[name] = _Agent(name, host, channel, self._later)
             self._tell(f"launch: machine {name} is here, at {machine.host}")
             machine.listen()
@@ -135,14 +134,14 @@ class Agents:
         return None
 
     def _watch(self) -> None:
-        """Tell all that this end is there; give up those that say nothing."""
+        """Sends heartbeats to all agents; drops those that are silent."""
         while not self._closed.wait(TOLD_S):
             with self._lock:
-                machines = [each for each in self._machines.values() if not each.gone]
-            for each in machines:
-                each.say({"do": "nothing"})
-                if time.monotonic() - each.heard > GONE_S:
-                    each.channel.close()
+                machines = [machine for machine in self._machines.values() if not machine.gone]
+            for machine in machines:
+                machine.say({"do": "nothing"})
+                if time.monotonic() - machine.heard > GONE_S:
+                    machine.channel.close()
 
 
 class _Agent:
@@ -151,7 +150,7 @@ class _Agent:
     def __init__(
         self, name: str, host: str, channel: Channel, later: Callable[[Tell], Tell]
     ) -> None:
-        """later: makes of what takes a line what does so soon."""
+        """later: turns a `tell` into one that another thread runs."""
         self._later = later
         self.name, self.host, self.channel, self.where = name, host, channel, f" on {name}"
         self.heard, self.gone, self.leaving, self._port = time.monotonic(), False, False, 0
@@ -160,7 +159,7 @@ class _Agent:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take a process: it is there, and has said at which port one may meet."""
+        """True if it can take a process: it is connected, and has reported a free port."""
         return bool(self._port) and not self.gone and not self.leaving
 
     def meeting_point(self) -> str:
@@ -170,36 +169,36 @@ class _Agent:
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
     ) -> Running:
         start = next(_starts)
-        made = self._running[start] = _Remote(self, start, process, self._later(tell))
+        remote = self._running[start] = _Remote(self, start, process, self._later(tell))
         folder = str(Path.cwd())
-        asked = {"process": process, "command": list(command), "environ": dict(environ)}
-        self.say({"do": "start", "start": start, "folder": folder, **asked})
+        request = {"process": process, "command": list(command), "environ": dict(environ)}
+        self.say({"do": "start", "start": start, "folder": folder, **request})
         if self.gone:
-            made.lost()
-        return made
+            remote.lost()
+        return remote
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """To the agent, if it is there."""
+        """Sends a message to the agent, if it is connected."""
         try:
             self.channel.send(message)
         except Gone:
             self.channel.close()
 
     def listen(self) -> None:
-        """Until it is gone."""
+        """Handles its messages until it is gone."""
         try:
             while True:
                 message = self.channel.receive(GONE_S)
                 if message is not None:
                     self.heard = time.monotonic()
                     self._hear(message)
-        except (Gone, KeyError, TypeError, ValueError):  # the last three: a stranger's words
+        except (Gone, KeyError, TypeError, ValueError):  # the last three: malformed messages
             self.channel.close()
         finally:
             self.gone = True
             self.over.set()
-            for each in list(self._running.values()):
-                each.lost()
+            for remote in list(self._running.values()):
+                remote.lost()
 
     def _hear(self, message: dict[str, Any]) -> None:
         self._port = message.get("port", self._port)
@@ -245,19 +244,19 @@ class _Remote:
             self._machine.say({"do": "kill", "start": self._start})
 
     def join(self) -> None:
-        # An agent that is stopped cannot say so; its process is killed when it finds itself alone.
+        # A stopped agent cannot answer; it kills its process once it finds the supervisor gone.
         if not self._ended.wait(GONE_S):
             self.lost()
 
     def lost(self) -> None:
-        """Its machine is gone, and it with it."""
+        """Marks the process as lost with its machine."""
         if self.code is None:
             self._lost, self.ended_at = True, self._machine.heard
             self.code = FAILED
         self._ended.set()
 
     def hear(self, message: Mapping[str, Any], now: float) -> None:
-        """What its agent tells. Times are by the agent's clock, and become this machine's."""
+        """Handles a message of its agent. The agent's clock is converted to this machine's."""
         if message["is"] == "line":
             self.last_line = message["text"].strip() or self.last_line
             self._tell(message["text"])
@@ -265,11 +264,11 @@ class _Remote:
             return
         ahead = now - message["clock"]
         self._state, self.lost_another = message["state"], message["lost_another"]
-        if (told := message["sample"]) is not None:
-            (at, *rest) = told["rest"]
-            said = Now(*told["now"])
-            said = said._replace(since=said.since + ahead)
-            self._sample = Sample(said, at + ahead if at else 0.0, *rest)
+        if (record := message["sample"]) is not None:
+            (sampled_at, *stacks) = record["rest"]
+            report = Now(*record["now"])
+            report = report._replace(since=report.since + ahead)
+            self._sample = Sample(report, sampled_at + ahead if sampled_at else 0.0, *stacks)
         if message["code"] is not None and self.code is None:
             self.ended_at = message["ended_at"] + ahead
             self.code = message["code"]

@@ -1,6 +1,6 @@
-"""Messages between a supervisor and the agents on other machines: JSON, each whole.
+"""Messages between a supervisor and the agents on other machines, as JSON.
 
-Both ends prove that they hold the same key before anything else is read.
+Both ends prove that they have the same key before anything else is read.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 KEY = "JAXTRAIN_KEY"
-"""The environment variable that has the key, the same on all machines of a run."""
+"""Environment variable with the key, the same on all machines of a run."""
 
 STALLED_S = 30
-"""A message that is not whole after so long is not waited for."""
+"""Seconds after which an incomplete message is given up."""
 
 LONGEST = 2**22
-"""Bytes of a message; a longer one is no message of ours."""
+"""Most bytes of a message; a longer one is not ours."""
 
 
 class Gone(ConnectionError):
-    """The other end is: it ended, or it is no agent and no supervisor of this key."""
+    """The other end ended, or has another key."""
 
 
 class Channel:
-    """One end. Messages may be sent from any thread, and are received by one."""
+    """One end of a connection. Any thread may send messages; one receives them."""
 
-    def __init__(self, found: socket.socket, key: bytes, *, listens: bool) -> None:
-        """found: connected, and the channel's from here on. listens: whether this end was connected
-        to. Raises Gone where the keys differ."""
-        found.settimeout(None)
+    def __init__(self, sock: socket.socket, key: bytes, *, listens: bool) -> None:
+        """sock: connected; the channel takes ownership. listens: True on the end that accepted.
+        Raises Gone if the keys differ."""
+        sock.settimeout(None)
         stalled = struct.pack("ll", STALLED_S, 0)
-        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            found.setsockopt(socket.SOL_SOCKET, way, stalled)
-        self.host: str = found.getsockname()[0]
-        """Of this end, as the other one reaches it."""
-        connection = self._connection = Connection(found.detach())
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, stalled)
+        self.host: str = sock.getsockname()[0]
+        """Address of this end, as the other one reaches it."""
+        connection = self._connection = Connection(sock.detach())
         self._lock = threading.Lock()
         try:
-            # Each end proves another key: who has none cannot have one end answer for the other.
+            # Each end proves another key, so that one end's answer cannot be replayed to the other.
             if listens:
                 deliver_challenge(connection, _key_of("agent", key))
                 answer_challenge(connection, _key_of("launch", key))
             else:
                 answer_challenge(connection, _key_of("agent", key))
                 deliver_challenge(connection, _key_of("launch", key))
-        except Exception as error:  # a wrong key, or whatever a stranger says
+        except Exception as error:  # a wrong key, or arbitrary bytes
             self.close()
             raise Gone(f"the other end does not have the same {KEY}") from error
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises Gone."""
+        """Sends a message. Raises Gone."""
         try:
             with self._lock:
                 self._connection.send_bytes(json.dumps(message).encode())
@@ -65,7 +65,7 @@ class Channel:
             raise Gone(str(error)) from error
 
     def receive(self, within_s: float) -> dict[str, Any] | None:
-        """The next message, None where none comes within so many seconds. Raises Gone."""
+        """Returns the next message, None if none comes within `within_s` seconds. Raises Gone."""
         try:
             if not self._connection.poll(within_s):
                 return None
@@ -74,10 +74,10 @@ class Channel:
             raise Gone(str(error) or "the connection is closed") from error
 
     def close(self) -> None:
-        """Whatever waits on it, in any thread, goes on with Gone."""
+        """Closes the connection; calls that wait on it, in any thread, raise Gone."""
         with suppress(OSError):
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as found:
-                found.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
             self._connection.close()
 
 
@@ -86,13 +86,13 @@ def _key_of(end: str, key: bytes) -> bytes:
 
 
 def connect(address: tuple[str, int], key: bytes) -> Channel:
-    """To the supervisor at (host, port). Raises OSError where nobody listens, Gone where the keys
-    differ."""
+    """Connects to the supervisor at (host, port). Raises OSError if nothing listens there, Gone if
+    the keys differ."""
     return Channel(socket.create_connection(address, STALLED_S), key, listens=False)
 
 
 def read_address(text: str, flag: str) -> tuple[str, int]:
-    """Of `HOST:PORT`. Raises ValueError."""
+    """Parses `HOST:PORT`. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ValueError(f"{flag} {text!r}; use HOST:PORT, such as node0:7000")
@@ -100,7 +100,7 @@ def read_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def read_key(environ: Mapping[str, str]) -> bytes:
-    """Raises ValueError where there is none worth the name."""
+    """Returns the key from the environment. Raises ValueError if it is missing or too short."""
     key = environ.get(KEY, "")
     if len(key) < 16:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""How a run stands on fewer machines than its mesh has: a mesh, and as many more microbatches.
+"""Plans for fewer machines than a mesh has: a smaller mesh, and more microbatches.
 
-The global batch stays, and so does what is learned: microbatches are summed before the update. A
-device has no more rows of a microbatch than on the whole mesh, so activations take no more memory;
-what it holds of the state may grow, and is held against what its chip has room for.
+The global batch stays the same, and so does the training result: microbatches are summed before the
+update. A device has at most as many rows per microbatch as on the full mesh, so activations take no
+more memory. Its share of the state may grow, and is checked against the chip's memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxtrain.run.check import check
 from jaxtrain.violations import raise_violations
 
 KEPT = ("tensor", "context", "stage", "expert", "fsdp", "replica")
-"""Mesh axes, those first that keep their size longest. What is left of the devices is `data`."""
+"""Mesh axes, first those that keep their size longest. The remaining devices are `data`."""
 
 
-class Standing(NamedTuple):
-    """machines: how many take part. axes: of the mesh. microbatches: of the experiment."""
+class ElasticPlan(NamedTuple):
+    """Mesh and microbatches on `machines` machines. axes: of the mesh."""
 
     machines: int
     axes: AxisSizes
@@ -35,39 +35,39 @@ class Standing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standings:
-    """Number of machines that are there -> how the run stands on them, or on some of them; numbers
-    on which it does not are left out."""
+class ElasticPlans:
+    """plans: number of present machines -> the plan, for all or some of them. Numbers without a
+    plan are left out."""
 
-    of: Mapping[int, Standing]
+    plans: Mapping[int, ElasticPlan]
 
     def __str__(self) -> str:
         lines = [f"{'machines':>8} {'used':>5}  mesh"]
-        lines += [f"{n:>8} {each.machines:>5}  {each}" for n, each in sorted(self.of.items())]
+        lines += [f"{n:>8} {plan.machines:>5}  {plan}" for n, plan in sorted(self.plans.items())]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """What scripts may rely on."""
+        """JSON for scripts; its keys are stable."""
         return {
-            str(n): {**each._asdict(), "axes": dict(each.axes), "told": str(each)}
-            for n, each in self.of.items()
+            str(n): {**plan._asdict(), "axes": dict(plan.axes), "told": str(plan)}
+            for n, plan in self.plans.items()
         }
 
 
-def standings(experiment: Experiment, spec: MeshSpec, machines: int) -> Standings:
-    """For each number of machines up to `machines`, which is that of the whole mesh. No device is
-    needed. Raises ValueError where the mesh cannot be shared out among them, and what `check`
-    raises of the experiment on the whole mesh."""
+def elastic_plans(experiment: Experiment, spec: MeshSpec, machines: int) -> ElasticPlans:
+    """A plan for each number of machines up to `machines`, the number for the full mesh. Needs no
+    device. Raises ValueError if the mesh cannot be divided among the machines, and what `check`
+    raises for the experiment on the full mesh."""
     raise_violations(_not_shared(spec, machines), spec.where)
     batch = check(experiment, spec, data_here=False).assembly.largest_batch
-    whole = Standing(machines, spec.axes, experiment.microbatches)
-    found: dict[int, Standing] = {}
+    full = ElasticPlan(machines, spec.axes, experiment.microbatches)
+    plans: dict[int, ElasticPlan] = {}
     for number in range(1, machines):
-        fits = (each for each in _candidates(whole, batch, spec, number))
-        best = next((each for each in fits if _fits(experiment, spec, machines, each)), None)
-        if best or number - 1 in found:
-            found[number] = best or found[number - 1]
-    return Standings({**found, machines: whole})
+        candidates = _candidates(full, batch, spec, number)
+        best = next((c for c in candidates if _fits(experiment, spec, machines, c)), None)
+        if best or number - 1 in plans:
+            plans[number] = best or plans[number - 1]
+    return ElasticPlans({**plans, machines: full})
 
 
 def _not_shared(spec: MeshSpec, machines: int) -> list[str]:
@@ -87,28 +87,30 @@ def _not_shared(spec: MeshSpec, machines: int) -> list[str]:
     return []
 
 
-def _candidates(whole: Standing, batch: int, spec: MeshSpec, number: int) -> Iterator[Standing]:
-    """Meshes of all devices of `number` machines, the best first: no axis is longer than it was,
-    and `data` is cut first."""
-    devices, sizes = spec.devices // whole.machines * number, dict(spec.axes)
+def _candidates(
+    original: ElasticPlan, batch: int, spec: MeshSpec, number: int
+) -> Iterator[ElasticPlan]:
+    """Meshes of all devices of `number` machines, the best first: no axis is longer than on the
+    original mesh, and `data` is reduced first."""
+    devices, sizes = spec.devices // original.machines * number, dict(spec.axes)
     ranges = [[n for n in range(1, size + 1) if devices % n == 0] for size in sizes.values()]
     cuts = [dict(zip(sizes, cut, strict=True)) for cut in itertools.product(*ranges)]
-    full = [cut for cut in cuts if math.prod(cut.values()) == devices]
-    for cut in sorted(full, key=lambda cut: [-cut.get(axis, 1) for axis in KEPT]):
-        if micro := _microbatches(batch, whole.microbatches, _ways(sizes), _ways(cut)):
-            yield Standing(number, tuple(cut.items()), micro)
+    complete = [cut for cut in cuts if math.prod(cut.values()) == devices]
+    for cut in sorted(complete, key=lambda cut: [-cut.get(axis, 1) for axis in KEPT]):
+        if micro := _microbatches(batch, original.microbatches, _ways(sizes), _ways(cut)):
+            yield ElasticPlan(number, tuple(cut.items()), micro)
 
 
 def _ways(sizes: Mapping[str, int]) -> int:
-    """Parts into which a microbatch is split."""
+    """Number of parts into which the batch axes split a microbatch."""
     return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
-def _microbatches(batch: int, old: int, before: int, ways: int) -> int | None:
-    """The fewest with which a device has no more rows of one than before, each of the `old` ones
-    being some whole ones now; None where the batch does not divide so. before, ways: parts of a
-    microbatch then and now."""
-    rows = batch // (old * before)
+def _microbatches(batch: int, old: int, old_ways: int, ways: int) -> int | None:
+    """Least multiple of `old` microbatches with no more rows per device and microbatch than before;
+    None if the batch is not divisible. old_ways, ways: parts of a microbatch on the old and the new
+    mesh."""
+    rows = batch // (old * old_ways)
     for times in range(1, batch // old + 1):
         left, odd = divmod(batch, old * times * ways)
         if not odd and left <= rows:
@@ -116,12 +118,12 @@ def _microbatches(batch: int, old: int, before: int, ways: int) -> int | None:
     return None
 
 
-def _fits(experiment: Experiment, spec: MeshSpec, machines: int, standing: Standing) -> bool:
-    devices = spec.devices // machines * standing.machines
+def _fits(experiment: Experiment, spec: MeshSpec, machines: int, plan: ElasticPlan) -> bool:
+    devices = spec.devices // machines * plan.machines
     try:
-        whole = min(spec.devices_per_host, devices)
-        cut = replace(spec, axes=standing.axes, devices=devices, devices_per_host=whole)
-        check(replace(experiment, microbatches=standing.microbatches), cut, data_here=False)
+        per_host = min(spec.devices_per_host, devices)
+        cut = replace(spec, axes=plan.axes, devices=devices, devices_per_host=per_host)
+        check(replace(experiment, microbatches=plan.microbatches), cut, data_here=False)
     except ValueError:
         return False
     return True

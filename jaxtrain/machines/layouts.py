@@ -1,4 +1,4 @@
-"""How a run is started on some of its machines: what `elastic` has found, as flags of `train`."""
+"""Layouts of a run on some of its machines: `elastic` plans as flags of `train`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from jaxtrain.mesh.mesh_file import mesh_text
 
 
 class Layout(NamedTuple):
-    """machines: how many take part. flags: of `train`, after those of the command. told: the same
-    in words."""
+    """machines: how many take part. flags: for `train`, after those of the command. description:
+    the same as text."""
 
     machines: int
     flags: tuple[str, ...] = ()
-    told: str = ""
+    description: str = ""
 
 
-def read_layouts(found: Mapping[str, Any], spec: MeshSpec, folder: Path) -> dict[int, Layout]:
-    """Number of machines that are there -> layout. found: `Standings.as_json`, of the mesh `spec`.
-    folder: where the mesh files of fewer machines are written, which all machines read."""
+def read_layouts(plans: Mapping[str, Any], spec: MeshSpec, folder: Path) -> dict[int, Layout]:
+    """Returns number of present machines -> layout. plans: `ElasticPlans.as_json` of the mesh
+    `spec`. folder: for the mesh files of fewer machines, readable by all machines."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted, layouts = max(map(int, found)), dict[int, Layout]()
-    for number, told in found.items():
+    full, layouts = max(map(int, plans)), dict[int, Layout]()
+    for number, plan in plans.items():
         flags: tuple[str, ...] = ()
-        if told["machines"] < wanted:
-            file = folder / f"{spec.name}_{told['machines']}_of_{wanted}.toml"
-            file.write_text(mesh_text(spec, tuple(told["axes"].items())), encoding="utf-8")
-            flags = ("--mesh", str(file), "--set", f"microbatches={told['microbatches']}")
-        layouts[int(number)] = Layout(told["machines"], flags, told["told"])
+        if plan["machines"] < full:
+            file = folder / f"{spec.name}_{plan['machines']}_of_{full}.toml"
+            file.write_text(mesh_text(spec, tuple(plan["axes"].items())), encoding="utf-8")
+            flags = ("--mesh", str(file), "--set", f"microbatches={plan['microbatches']}")
+        layouts[int(number)] = Layout(plan["machines"], flags, plan["told"])
     return layouts

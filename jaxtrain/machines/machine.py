@@ -1,4 +1,4 @@
-"""Where processes of a run can be started: on this machine, or by agents on others."""
+"""Interfaces of machines on which processes of a run start: this one, or others with agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtrain.machines.workers import Tell, Worker
 
 
 class Running(Protocol):
-    """One process, as its supervisor sees it."""
+    """A process, as its supervisor sees it."""
 
     process: int
     last_line: str
@@ -22,37 +22,37 @@ class Running(Protocol):
 
     @property
     def code(self) -> int | None:
-        """Its exit code, minus the signal where one ended it; None while it runs."""
+        """Exit code; minus the signal number if a signal ended it; None while it runs."""
         ...
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """The end of the process as text."""
         ...
 
     @property
     def kind(self) -> str:
-        """How it ended, as `Failure.kind` has it."""
+        """The end of the process as a `Failure.kind`."""
         ...
 
     def sample(self) -> Sample:
-        """The last that it said of itself, by this machine's clock."""
+        """Its latest report on itself, with times of this machine's clock."""
         ...
 
     def send(self, number: int) -> None:
-        """A signal, if it still runs."""
+        """Sends a signal, if it still runs."""
         ...
 
     def kill(self) -> None:
-        """End it and all that it started; does not wait."""
+        """Ends it and all processes that it started; does not wait."""
         ...
 
     def join(self) -> None:
-        """Until it has ended, after `kill`."""
+        """Waits until it has ended, after `kill`."""
         ...
 
     def state(self) -> str:
-        """Of its kernel's scheduler, in words; "" where it is not told."""
+        """Its state in the kernel's scheduler, as text; empty if unknown."""
         ...
 
 
@@ -61,10 +61,10 @@ class Machine(Protocol):
 
     name: str
     where: str
-    """The same after the number of a process: " on node3"; "" where there is one machine."""
+    """Suffix of a process number in messages: " on node3"; empty with a single machine."""
 
     leaving: bool
-    """Whether it has asked its process to stop, and will take no other."""
+    """True once it has asked its process to stop; it then takes no other."""
 
     def meeting_point(self) -> str:
         """HOST:PORT at which a process there can listen for the others."""
@@ -73,30 +73,30 @@ class Machine(Protocol):
     def start(
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
     ) -> Running:
-        """A process there. command: after that of jaxtrain itself. environ: beside the machine's
-        own. tell: takes every line it prints."""
+        """Starts a process there. command: arguments of jaxtrain. environ: added to the machine's
+        own. tell: gets every line that it prints."""
         ...
 
 
 class Machines(Protocol):
-    """Those of a run."""
+    """The machines of a run."""
 
     def present(self) -> list[Machine]:
-        """Those that can take a process now."""
+        """Machines that can take a process now."""
         ...
 
     @property
     def come_and_go(self) -> bool:
-        """Whether others than those present may come."""
+        """True if further machines may come."""
         ...
 
     def close(self, code: int) -> None:
-        """After the run, which ended with that exit code."""
+        """Called after the run, which ended with exit code `code`."""
         ...
 
 
-class Here:
-    """This machine, with a slot for each process that it takes."""
+class LocalMachines:
+    """This machine, with a slot for each process."""
 
     come_and_go = False
 
@@ -107,13 +107,13 @@ class Here:
         return [*self._slots]
 
     def close(self, code: int) -> None:
-        """Nothing is left."""
+        """Does nothing."""
 
 
 @dataclass
 class Slot:
-    """Of this machine. file: where its process says what it is at. program: what is before each
-    command. environ: of the process. host: at which the others reach it."""
+    """One process of this machine. file: its reports on itself. program: prefix of each command.
+    environ: of the process. host: address for the other processes."""
 
     name: str
     file: Path
@@ -138,7 +138,7 @@ class Slot:
 def slots_of(
     processes: int, folder: Path, program: Sequence[str], environ: Mapping[str, str]
 ) -> list[Slot]:
-    """So many. folder: for what their processes say of themselves."""
+    """One local slot per process. folder: for the processes' reports."""
     return [
         Slot(f"slot {number}", folder / f"{number}.sample", program, environ)
         for number in range(processes)

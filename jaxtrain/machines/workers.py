@@ -17,10 +17,10 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, SampleFile
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
-"""What XLA's CPU collectives print on the standard output, in threads that may break a line."""
+"""Output of XLA's CPU collectives, from threads that may break a line of ours."""
 
 Tell = Callable[[str], None]
-"""Takes a line."""
+"""Prints a line."""
 
 LOST = "Terminating process because the JAX distributed service detected fatal errors"
 
@@ -37,11 +37,11 @@ class Worker:
         *,
         folder: Path | None = None,
     ) -> None:
-        """file: where it says what it is at, made anew. folder: in which it works, this process's
-        where it is None. Raises OSError where it cannot be started."""
-        self.process, self._said = process, SampleFile(file, create=True)
-        # By its descriptor: whoever removes old files may remove this one before it is opened.
-        file = Path(f"/dev/fd/{self._said.descriptor}")
+        """file: for its reports, created anew. folder: working directory, None for this process's.
+        Raises OSError if it cannot be started."""
+        self.process, self._reports = process, SampleFile(file, create=True)
+        # By its descriptor: a cleaner of old files may remove the file before it is opened.
+        file = Path(f"/dev/fd/{self._reports.descriptor}")
         # A group of its own: a terminal's Ctrl-C is the supervisor's to pass on, and whatever the
         # process starts ends with it.
         try:
@@ -53,16 +53,16 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(self._said.descriptor,),
+                pass_fds=(self._reports.descriptor,),
             )
         finally:
-            self._said.close_descriptor()
+            self._reports.close_descriptor()
         self._reader: threading.Thread | None = None
         self.last_line, self.lost_another = "", False
-        """What it printed last; whether JAX ended it for the loss of another."""
+        """Its last output; True if JAX ended it because another process was lost."""
         self._began = time.monotonic()
         self.ended_at = math.inf
-        """When it ended, by the monotonic clock: which of several was first."""
+        """Monotonic time of its end, to find the first of several."""
         threading.Thread(target=self._await_end, name=f"end {process}", daemon=True).start()
 
     def _await_end(self) -> None:
@@ -75,25 +75,25 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, minus the signal where one ended it; None while it runs."""
+        """Exit code; minus the signal number if a signal ended it; None while it runs."""
         return self._popen.poll()
 
     @property
     def ending(self) -> str:
-        """How it ended, in words: `exit code 3`, `SIGKILL`."""
+        """The end of the process as text: `exit code 3`, `SIGKILL`."""
         return ending(self.code or 0)
 
     @property
     def kind(self) -> str:
-        """How it ended, as `Failure.kind` has it."""
+        """The end of the process as a `Failure.kind`."""
         return kind_of(self.code or 0)
 
     def sample(self) -> Sample:
-        """The last that it said of itself; that it starts, before it has said anything."""
-        return self._said.sample() or Sample(Now("start", 0, self._began))
+        """Its latest report on itself; phase "start" before its first report."""
+        return self._reports.sample() or Sample(Now("start", 0, self._began))
 
     def read(self, tell: Tell) -> None:
-        """Give every line that it prints to `tell`, from a thread."""
+        """Passes every line that it prints to `tell`, from a thread."""
 
         def lines() -> None:
             assert self._popen.stdout is not None
@@ -109,24 +109,24 @@ class Worker:
         self._reader.start()
 
     def send(self, number: int) -> None:
-        """A signal, if it still runs."""
+        """Sends a signal, if it still runs."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 self._popen.send_signal(number)
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Ends it and all processes that it started, at once."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def join(self) -> None:
-        """Until it has ended, after `kill`."""
+        """Waits until it has ended, after `kill`."""
         self._popen.wait()
         if self._reader is not None:
-            self._reader.join(2)  # its last words; a stranger that holds the pipe is not waited for
+            self._reader.join(2)  # its last lines; no wait for another process that holds the pipe
 
     def state(self) -> str:
-        """Of the kernel's scheduler, in words; "" where it is not told."""
+        """Its state in the kernel's scheduler, as text; empty if unknown."""
         words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in the kernel"}
         with suppress(OSError, IndexError):
             text = Path(f"/proc/{self.pid}/stat").read_text()
@@ -135,7 +135,7 @@ class Worker:
 
 
 def kind_of(code: int) -> str:
-    """Of an exit code, as `Failure.kind` has it."""
+    """The `Failure.kind` of an exit code."""
     return "killed" if code == -signal.SIGKILL else "crashed"
 
 

@@ -1,8 +1,8 @@
-"""Meshes of chips that are not here, to compile for: the compiler needs a chip's facts, not a chip.
+"""Meshes of chips that this machine does not have, to compile for: a compiler needs only facts.
 
-What is compiled on such a mesh cannot run, but says what it would take: memory, collectives, the
-schedule. A TPU's compiler is in the extra `tpu`, a GPU's in `cuda12` or `cuda13`; either works on a
-Linux machine without any of them.
+A program compiled on such a mesh cannot run, but shows its memory, collectives and schedule. A
+TPU's compiler is in the extra `tpu`, a GPU's in `cuda12` or `cuda13`; each works on a Linux machine
+without such a device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What a process sets before JAX starts. JAX_PLATFORMS keeps a plugin from looking for its device,
-and failing (GPUs need it); the last lets two processes compile for TPUs at once; those between
-silence a library that believes it is on a TPU host, and choose nothing."""
+"""Environment that a process sets before JAX starts. JAX_PLATFORMS keeps a plugin from looking for
+its device, and failing (GPUs need it). The last variable lets two processes compile for TPUs at
+once. The others silence a library that believes it is on a TPU host."""
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What XLA's GPU compiler asks of a device (`GpuTargetConfigProto`). Memory in bytes."""
+    """Facts that XLA's GPU compiler needs (`GpuTargetConfigProto`). Memory in bytes."""
 
     name: str
     cores: int
@@ -44,7 +44,7 @@ class _Gpu:
     bandwidth: int
 
     def target(self, capability: int) -> str:
-        """The text proto. CUDA's versions are those of the wheels that jax 0.10 asks for."""
+        """Returns the text proto. CUDA's versions are those of the wheels that jax 0.10 needs."""
         features = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
         limits = "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
         limits += " block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535"
@@ -85,12 +85,13 @@ _GPUS = {
 """By the name of the chip. Source: openxla/xla, xla/backends/gpu/target_config/specs."""
 
 _TPUS = {"tpu_v5e": "v5e", "tpu_v5p": "v5p", "tpu_v6e": "v6e", "tpu7x": "tpu7x"}
-"""The name of the chip -> libtpu's. v4 is left out: libtpu's has two devices a chip, a machine's
-has one of both cores."""
+"""Name of the chip -> libtpu's name. v4 is left out: libtpu gives it two devices a chip, and a real
+machine has one device of both cores."""
 
 
 def absent_mesh(spec: MeshSpec) -> Mesh:
-    """The mesh of `spec` with all seven mesh axes, of devices that can only be compiled for.
+    """Returns the mesh of `spec` with all seven mesh axes, on devices that can only be compiled
+    for.
 
     Raises ValueError as `absent_devices` does.
     """
@@ -98,10 +99,10 @@ def absent_mesh(spec: MeshSpec) -> Mesh:
 
 
 def absent_devices(spec: MeshSpec) -> Sequence[Any]:
-    """Compile-only devices of the machine of `spec`: as many, in the same hosts and slices.
+    """Returns compile-only devices of the machine of `spec`, in the same hosts and slices.
 
-    The process must have started with `ENVIRONMENT`. A mesh takes all of them: libtpu aborts the
-    process over a part of a slice. JAX's persistent cache cannot read what was compiled for them,
+    The process must have started with `ENVIRONMENT`. A mesh must use all of them: libtpu aborts the
+    process over a part of a slice. JAX's persistent cache cannot read programs compiled for them,
     and warns: switch it off (jax_enable_compilation_cache).
 
     Raises ValueError for a chip or a topology that the compiler does not know, and where its plugin
@@ -124,7 +125,7 @@ def absent_devices(spec: MeshSpec) -> Sequence[Any]:
 
 
 def _tpu_slices(spec: MeshSpec) -> dict[str, Any]:
-    """What libtpu asks of a machine: the torus of one slice, its hosts, and how many slices."""
+    """Options of libtpu for a machine: the torus of one slice, its hosts, the number of slices."""
     if spec.topology is None:
         raise ValueError(
             f'{spec.where} has no topology; add the torus of one slice, as topology = "4x4"'
@@ -139,11 +140,11 @@ def _tpu_slices(spec: MeshSpec) -> dict[str, Any]:
             f"{spec.devices_per_host} makes {chips}; use {4 * spec.chip.devices_per_chip}"
         )
     name = f"{_TPUS[spec.chip.name]}:{spec.topology}"
-    found: dict[str, Any] = dict(topology_name=name, chips_per_host_bounds=bounds)
-    return found | ({"num_slices": slices} if slices > 1 else {})
+    torus: dict[str, Any] = dict(topology_name=name, chips_per_host_bounds=bounds)
+    return torus | ({"num_slices": slices} if slices > 1 else {})
 
 
-def _described(spec: MeshSpec, platform: str, **asked: Any) -> Sequence[Any]:
+def _described(spec: MeshSpec, platform: str, **topology: Any) -> Sequence[Any]:
     from jax.experimental import topologies
 
     plugins = ("libtpu",) if platform == "tpu" else ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -154,17 +155,17 @@ def _described(spec: MeshSpec, platform: str, **asked: Any) -> Sequence[Any]:
             f"pip install '.[{extra}]' brings it, with or without such a device"
         )
     try:
-        return topologies.get_topology_desc(platform=platform, **asked).devices
+        return topologies.get_topology_desc(platform=platform, **topology).devices
     except (RuntimeError, NotImplementedError) as error:
         text = str(error).splitlines()[0]
         if "INVALID_ARGUMENT" in text:
             raise ValueError(
-                f"{spec.where}: the compiler knows no {asked['topology_name']}: "
+                f"{spec.where}: the compiler knows no {topology['topology_name']}: "
                 f"{text.removeprefix('INVALID_ARGUMENT: ')}; use a slice that is sold, as "
                 f'topology = "4x4" with devices_per_host = 4'
             ) from error
-        wanted = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+        variables = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
         raise ValueError(
             f"{spec.where}: the compiler for {spec.chip.name} did not start ({text}); "
-            f"set before JAX starts: {wanted}"
+            f"set before JAX starts: {variables}"
         ) from error

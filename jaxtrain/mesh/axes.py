@@ -13,7 +13,7 @@ BATCH_AXES = ("replica", "data", "fsdp", "expert")
 """Mesh axes over which the batch is split."""
 
 TOKEN_AXES = (*BATCH_AXES, "context")
-"""Those whose devices have other tokens of the same microbatch."""
+"""Mesh axes along which devices have different tokens of the same microbatch."""
 
 LOGICAL_AXES = (
     "batch",
@@ -39,7 +39,8 @@ STACKING_AXES = ("layers", "chunks", "experts")
 
 
 def keeps_dtype(name: str, dims: int) -> bool:
-    """Whether a leaf with so many dims beside stacking ones is used in the dtype that it is kept
-    in. Those of one dim are small, and norms are computed in fp32; of routers, and of what adapts
-    them, choices should hang on rounding as little as they can (Fedus et al. 2022)."""
+    """True if a leaf with `dims` dims, stacking ones not counted, is used in its stored dtype.
+
+    Leaves with one dim are small, and norms are computed in fp32. Routers and their adapters keep
+    their dtype so that choices depend on rounding as little as possible (Fedus et al. 2022)."""
     return dims < 2 or name.split(".")[-1].startswith("router")

@@ -1,6 +1,6 @@
-"""Whether a compiler takes the options of a mesh file, asked of that compiler itself.
+"""Checks of a mesh file's compiler options, by the compiler that would get them.
 
-Its options are in no list that a program could read, and change with its version.
+A compiler has no list of its options that a program could read, and they change with its version.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ QUICK_TO_COMPILE: dict[str, bool | int] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""Of XLA:CPU, for programs that are compiled for longer than they run: LLVM optimises nothing, and
-gets fewer and simpler functions. The same sums in the same precision."""
+"""Options of XLA:CPU for programs that compile for longer than they run: LLVM optimises nothing,
+and gets fewer and simpler functions. Sums and precision are unchanged."""
 
 
 @cache
 def quick_to_compile(device: jax.Device) -> dict[str, bool | int]:
-    """Those of QUICK_TO_COMPILE that the compiler of `device` takes: not the same ones in every
-    version of jaxlib, and none off CPU."""
+    """Returns the options of QUICK_TO_COMPILE that the compiler of `device` accepts: they depend on
+    the version of jaxlib, and there are none off CPU."""
     if device.platform != "cpu":
         return {}
     options = QUICK_TO_COMPILE.items()
@@ -36,17 +36,19 @@ def quick_to_compile(device: jax.Device) -> dict[str, bool | int]:
 def option_violations(
     options: Mapping[str, bool | int | float | str], device: jax.Device
 ) -> list[str]:
-    """What is wrong with each of `options` for the compiler of `device`, present or absent.
+    """Returns a message for each of `options` that the compiler of `device` refuses or ignores.
 
-    A tiny program is compiled with all of them: 0.2 s, after the first one's 4 s on an absent TPU.
+    The device may be absent. A tiny program is compiled with all options: 0.2 s, and 4 s the first
+    time on an absent TPU.
     """
     if not options:
         return []
     import jax
     import jax.numpy as jnp
 
-    here = jax.sharding.SingleDeviceSharding(device)
-    lowered = jax.jit(jnp.negative).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=here))
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    operand = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    lowered = jax.jit(jnp.negative).lower(operand)
 
     def refusal(chosen: Mapping[str, Any]) -> str:
         try:
@@ -55,27 +57,27 @@ def option_violations(
             return str(error).splitlines()[0].strip()
         return ""
 
-    # A compiler may take another platform's options, and do nothing with them.
-    others = tuple(f"xla_{other}_" for other in PLATFORMS if other != device.platform)
-    idle = [name for name in options if name.startswith(others)]
-    found = [
+    # A compiler may accept another platform's options and ignore them.
+    foreign = tuple(f"xla_{platform}_" for platform in PLATFORMS if platform != device.platform)
+    ignored = [name for name in options if name.startswith(foreign)]
+    violations = [
         f"compiler_options.{name} does nothing on {device.platform}; remove it from this mesh file"
-        for name in idle
+        for name in ignored
     ]
-    own = {name: value for name, value in options.items() if name not in idle}
+    own = {name: value for name, value in options.items() if name not in ignored}
     together = refusal(own)
     if not together:
-        return found
-    alone = {name: refusal({name: value}) for name, value in own.items()}
-    refused = [_taught(name, own[name], why, device) for name, why in alone.items() if why]
-    return found + (refused or [f"compiler_options are refused together: {together}"])
+        return violations
+    reasons = {name: refusal({name: value}) for name, value in own.items()}
+    refused = [_refused(name, own[name], why, device) for name, why in reasons.items() if why]
+    return violations + (refused or [f"compiler_options are refused together: {together}"])
 
 
-def _taught(name: str, value: object, why: str, device: jax.Device) -> str:
-    where = f"the compiler of this {device.device_kind}"
-    if "No such compile option" in why:
+def _refused(name: str, value: object, reason: str, device: jax.Device) -> str:
+    compiler = f"the compiler of this {device.device_kind}"
+    if "No such compile option" in reason:
         return (
-            f"compiler_options.{name} is unknown to {where}; correct its spelling, or remove it if "
-            f"it is another version's"
+            f"compiler_options.{name} is unknown to {compiler}; correct its spelling, or remove it "
+            f"if it is another version's"
         )
-    return f"compiler_options.{name} = {value!r} is refused by {where}: {why}"
+    return f"compiler_options.{name} = {value!r} is refused by {compiler}: {reason}"

@@ -85,7 +85,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What planning may know of a machine; None is unknown. Hours and prices are per device.
+    """Facts of a machine for planning; None is unknown. Hours and prices are per device.
 
     usable_gbytes: in place of the chip's, where runs set XLA_CLIENT_MEM_FRACTION (`memory_pool`).
     """
@@ -312,24 +312,24 @@ def required(kind: type) -> list[str]:
 
 
 def read_table(
-    kind: type[Table], table: Mapping[str, Any], where: str, problems: list[str]
+    kind: type[Table], table: Mapping[str, Any], section: str, problems: list[str]
 ) -> Table | None:
-    """A dataclass from a TOML table, or None after adding what is wrong to `problems`.
+    """Returns a dataclass from the TOML table `section`, or None after adding to `problems`.
 
     Checked: unknown and missing keys, types, and that every number is positive.
     """
-    hints, found, before = get_type_hints(kind), {}, len(problems)
+    hints, values, earlier = get_type_hints(kind), {}, len(problems)
     for key, value in table.items():
         if key not in hints:
-            problems.append(f"{where}.{key} is not known{did_you_mean(key, hints)}")
+            problems.append(f"{section}.{key} is not known{did_you_mean(key, hints)}")
         elif not _fits(value, hints[key]):
-            problems.append(f"{where}.{key} = {value!r} must be {_expected(hints[key])}")
+            problems.append(f"{section}.{key} = {value!r} must be {_expected(hints[key])}")
         else:
-            found[key] = tuple(value) if isinstance(value, list) else value
+            values[key] = tuple(value) if isinstance(value, list) else value
     missing = [name for name in required(kind) if name not in table]
     if missing:
-        problems.append(f"{where} lacks {', '.join(missing)}")
-    return kind(**found) if len(problems) == before else None
+        problems.append(f"{section} lacks {', '.join(missing)}")
+    return kind(**values) if len(problems) == earlier else None
 
 
 def _fits(value: object, hint: object) -> bool:
@@ -351,23 +351,24 @@ def _expected(hint: object) -> str:
 
 
 def lookup(
-    kind: type[Table], known: Mapping[str, Table], value: object, where: str, problems: list[str]
+    kind: type[Table], rows: Mapping[str, Table], value: object, key: str, problems: list[str]
 ) -> Table | None:
-    """A row of `known` by its name, or one of the user's own given as a TOML table."""
+    """Returns the row that `value` names, or the user's own row from a TOML table; None after
+    adding to `problems`. key: of the mesh file."""
     if isinstance(value, Mapping):
-        return read_table(kind, value, where, problems)
-    if isinstance(value, str) and value in known:
-        return known[value]
+        return read_table(kind, value, key, problems)
+    if isinstance(value, str) and value in rows:
+        return rows[value]
     if isinstance(value, str):
-        near = did_you_mean(value, known)
-        problems.append(f"{where} = {value!r} is not known{near} (or give its table [{where}])")
+        near = did_you_mean(value, rows)
+        problems.append(f"{key} = {value!r} is not known{near} (or give its table [{key}])")
     else:
-        problems.append(f"{where} = {value!r} must be a name or a table")
+        problems.append(f"{key} = {value!r} must be a name or a table")
     return None
 
 
 def read_count(document: Mapping[str, Any], key: str, problems: list[str]) -> int | None:
-    """A positive integer of the document, or None where it is absent or wrong."""
+    """Returns a positive integer of the document, or None if it is absent or wrong."""
     value = document.get(key)
     if value is None:
         return None
@@ -378,7 +379,7 @@ def read_count(document: Mapping[str, Any], key: str, problems: list[str]) -> in
 
 
 def read_section(document: Mapping[str, Any], key: str, problems: list[str]) -> Mapping[str, Any]:
-    """A table of the document, empty where it is absent or wrong."""
+    """Returns a table of the document, empty if it is absent or wrong."""
     value = document.get(key, {})
     if isinstance(value, Mapping):
         return value

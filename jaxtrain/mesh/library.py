@@ -1,4 +1,4 @@
-"""The mesh files that come with jaxtrain, which go by their names."""
+"""Mesh files that come with jaxtrain; each can be given by its name alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def names() -> list[str]:
 
 
 def file_of(mesh: str | Path) -> str | Path:
-    """The file of that name; any other path as it was given."""
+    """Returns the mesh file of that name, or the path itself if there is none."""
     return FOLDER / f"{mesh}.toml" if str(mesh) in names() else mesh
 
 
 def nearest(path: Path) -> str:
-    """How an error about a file that is not there ends: with what may have been meant."""
+    """Returns the end of an error about a missing mesh file: the name that may have been meant."""
     if path.stem in names():
         return f"; jaxtrain comes with a mesh of that name: give {path.stem!r} alone"
     if not path.suffix and path.name == str(path):
-        if not (known := names()):
+        if not (shipped := names()):
             return f", and {FOLDER} has none: is it a link that was not followed?"
-        return f", and jaxtrain comes with none of that name{did_you_mean(path.name, known)}"
-    beside = sorted(str(other) for other in path.parent.glob("*.toml"))
-    return did_you_mean(str(path), beside) if beside else ""
+        return f", and jaxtrain comes with none of that name{did_you_mean(path.name, shipped)}"
+    siblings = sorted(str(file) for file in path.parent.glob("*.toml"))
+    return did_you_mean(str(path), siblings) if siblings else ""

@@ -1,4 +1,4 @@
-"""Which links groups of devices communicate over, and how fast."""
+"""Links between groups of devices, and their speed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxtrain.mesh.mesh import SCOPES, MeshSpec
 
 
 def scope_of(axes: Sequence[str], spec: MeshSpec) -> str:
-    """The slowest kind of link that groups along mesh axes cross: devices are numbered by the mesh
-    axes in their order, the last one's side by side."""
+    """Returns the scope of the slowest link that groups along mesh axes cross. Devices are numbered
+    in the order of the mesh axes, the last axis fastest."""
     names = [axis for axis, _ in spec.axes]
     outermost = min((names.index(axis) for axis in axes), default=len(names))
     span = math.prod(size for _, size in spec.axes[outermost:])
@@ -27,8 +27,8 @@ def scope_of(axes: Sequence[str], spec: MeshSpec) -> str:
 
 
 def flops_per_byte(axes: Sequence[str], spec: MeshSpec, flops: float) -> float:
-    """FLOPs that a device computes while it sends a byte to one neighbour along mesh axes, at
-    `flops` a second: over one port of a torus, or a switch. 0 where the links are not known, and on
+    """FLOPs that a device computes, at `flops` a second, while it sends one byte to a neighbour
+    along mesh axes (over one port of a torus, or a switch). 0 if the links are unknown, and for
     simulated devices, whose links are this machine's memory."""
     if spec.simulated or not spec.links or not axes:
         return 0.0

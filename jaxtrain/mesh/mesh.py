@@ -33,7 +33,7 @@ AxisSizes = tuple[tuple[str, int], ...]
 """(mesh axis, devices along it), slowest link first."""
 
 SCOPES = ("host", "slice", "cluster", "wan")
-"""Where a link runs: between devices of a host, of a slice (a TPU torus or a multi-host NVLink
+"""Reach of a link: between devices of a host, of a slice (a TPU torus or a multi-host NVLink
 domain), between hosts or slices of one site, between sites."""
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -41,16 +41,15 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-    """A machine and how it is cut: everything a mesh file says.
+    """A machine and its mesh axes: the content of a mesh file.
 
     `axes` keeps the file's order, slowest link first; its sizes multiply to `devices`. `links` has
     (scope, link), innermost first. `topology` is the torus of one TPU slice, in chips. `simulated`:
     the mesh is made of CPU devices, whatever the chip. Raises ValueError with every violation.
 
-    name: of the file, without suffix. path: as it was given. devices_per_host: consecutive devices
-    that share a host. facts: price, power, failures, storage. compiler_options: (name, value)
-    pairs that XLA is given with every step.
-    chip: one device's facts.
+    name: of the file, without suffix. path: of the file, as the user wrote it. devices_per_host:
+    consecutive devices that share a host. facts: price, power, failures, storage. compiler_options:
+    (name, value) pairs that XLA is given with every step. chip: one device's facts.
     """
 
     name: str
@@ -72,7 +71,7 @@ class MeshSpec:
 
     @property
     def where(self) -> str:
-        """The file, or the name of a mesh that is in none: what errors begin with."""
+        """The beginning of errors: the mesh file, or the name of a mesh without one."""
         return self.path or self.name
 
     @property
@@ -87,7 +86,7 @@ class MeshSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """What a program and its arrays may take of one device."""
+        """Bytes of one device that a program and its arrays may use."""
         stated = self.facts.usable_gbytes or self.chip.usable_gbytes
         return round((stated or self.chip.hbm_gbytes) * 1e9)
 
@@ -107,16 +106,16 @@ class MeshSpec:
         return dict(self.links)[scope]
 
     def with_axes(self, axes: Mapping[str, int]) -> MeshSpec:
-        """The same machine cut another way; one size may be -1, as in a file."""
+        """Returns the same machine with other mesh axes; one size may be -1, as in a file."""
         sizes, problems = _resolve(axes, self.devices)
         raise_violations(problems, self.where)
         return replace(self, axes=sizes)
 
     def simulate(self) -> MeshSpec:
-        """The same mesh on fake CPU devices (see `simulation.simulation_flags`). Options are of the
-        chip's own compiler: another refuses them."""
-        kept = self.compiler_options if self.chip.platform == "cpu" else ()
-        return replace(self, simulated=True, compiler_options=kept)
+        """Returns the same mesh on fake CPU devices (see `simulation.simulation_flags`), without
+        options for the compiler of another platform."""
+        options = self.compiler_options if self.chip.platform == "cpu" else ()
+        return replace(self, simulated=True, compiler_options=options)
 
 
 def format_axes(axes: AxisSizes) -> str:
@@ -192,10 +191,10 @@ def _parse(document: Mapping[str, Any], path: Path) -> MeshSpec:
         if not isinstance(value, bool | int | float | str)
     ]
     topology = document.get("topology")
-    # A part that could not be read leaves nothing to hold against the others.
+    # Sizes that could not be read are not compared with the devices.
     readable = not wrong_sizes and isinstance(document.get("axes"), Mapping)
-    known = axes if readable else tuple((axis, 1) for axis in section)
-    problems += _axis_problems(known, devices if readable else None)
+    checked = axes if readable else tuple((axis, 1) for axis in section)
+    problems += _axis_problems(checked, devices if readable else None)
     if devices and per_host and chip:
         problems += _layout_problems(chip, devices, per_host, topology)
     raise_violations(problems, str(path))
@@ -219,16 +218,17 @@ def _links(table: Mapping[str, Any], problems: list[str]) -> tuple[tuple[str, Li
     for scope in table:
         if scope not in SCOPES:
             problems.append(f"links.{scope} is not known{did_you_mean(scope, SCOPES)}")
-    found = [
+    links = [
         (scope, hardware.lookup(Link, LINKS, table[scope], f"links.{scope}", problems))
         for scope in SCOPES
         if scope in table
     ]
-    return tuple((scope, link) for scope, link in found if link)
+    return tuple((scope, link) for scope, link in links if link)
 
 
 def _resolve(axes: Mapping[str, Any], devices: int | None) -> tuple[AxisSizes, list[str]]:
-    """Axes with -1 replaced by what is left of the devices, and what is wrong with the sizes."""
+    """Returns the axes with -1 replaced by the remaining devices, and the violations of the
+    sizes."""
     problems = [
         f"axes.{axis} = {size!r} must be a positive integer, or -1 for what is left"
         for axis, size in axes.items()
@@ -242,9 +242,9 @@ def _resolve(axes: Mapping[str, Any], devices: int | None) -> tuple[AxisSizes, l
     if free and devices:
         fixed = math.prod(size for size in axes.values() if size != -1)
         if devices % fixed:
-            given = format_axes(tuple((a, s) for a, s in axes.items() if s != -1))
+            sizes = format_axes(tuple((a, s) for a, s in axes.items() if s != -1))
             return (), [
-                f"{free[0]} = -1 has no size: {given} multiply to {fixed}, which does not divide "
+                f"{free[0]} = -1 has no size: {sizes} multiply to {fixed}, which does not divide "
                 f"the {devices} devices"
             ]
         return tuple((a, devices // fixed if s == -1 else s) for a, s in axes.items()), []
@@ -271,8 +271,9 @@ def _axis_problems(axes: AxisSizes, devices: int | None) -> list[str]:
 
 def _layout_problems(chip: Chip, devices: int, per_host: int, topology: object) -> list[str]:
     problems = []
-    if chip.platform not in (known := hardware.PLATFORMS):
-        problems.append(f"chip.platform = {chip.platform!r}{did_you_mean(chip.platform, known)}")
+    if chip.platform not in hardware.PLATFORMS:
+        hint = did_you_mean(chip.platform, hardware.PLATFORMS)
+        problems.append(f"chip.platform = {chip.platform!r}{hint}")
     if devices % per_host:
         problems.append(
             f"{devices} devices do not fill hosts of devices_per_host = {per_host}; "
@@ -359,33 +360,33 @@ def _cut(spec: MeshSpec, granules: int, key: str) -> tuple[tuple[int, ...], tupl
 
 def _usable(spec: MeshSpec, devices: Sequence[Any]) -> Sequence[Any]:
     """The devices to use, or a ValueError that says what this machine lacks."""
-    where, chip, present = spec.where, spec.chip, len(devices)
+    mesh, chip, present = spec.where, spec.chip, len(devices)
     platform = devices[0].platform if devices else "usable"
     wanted = "cpu" if spec.simulated else chip.platform
     has = f"{present} {platform} device{'s' * (present != 1)}"
     if wanted == "cpu" and (platform != "cpu" or present < spec.devices):
         raise ValueError(
-            f"{where} needs {spec.devices} cpu devices; this process has {has}. Their number is "
+            f"{mesh} needs {spec.devices} cpu devices; this process has {has}. Their number is "
             f'fixed when JAX starts: before that, jax.config.update("jax_num_cpu_devices", '
             f"{spec.devices}), or set XLA_FLAGS={DEVICE_COUNT_FLAG}={spec.devices}"
         )
     if platform != wanted or present < spec.devices:
-        here = "cpu_1" if platform == "cpu" else "a mesh file of the devices here"
+        other = "cpu_1" if platform == "cpu" else "a mesh file of the devices here"
         raise ValueError(
-            f"{where} needs {spec.devices} devices of {chip.name} "
+            f"{mesh} needs {spec.devices} devices of {chip.name} "
             f"({' or '.join(chip.device_kinds) or chip.platform}); this machine has {has}: "
-            f"run with --simulate, or pass --mesh {here}"
+            f"run with --simulate, or pass --mesh {other}"
         )
     kind = devices[0].device_kind
     if not spec.simulated and chip.device_kinds and kind not in chip.device_kinds:
         raise ValueError(
-            f"{where} is for {chip.name} ({' or '.join(chip.device_kinds)}), but the devices here "
+            f"{mesh} is for {chip.name} ({' or '.join(chip.device_kinds)}), but the devices here "
             f"are {kind!r}; set chip to theirs, or give their numbers in a table [chip]"
         )
     alone = len({device.process_index for device in devices}) == 1
     if present > spec.devices and (platform == "tpu" or not alone):
         raise ValueError(
-            f"{where} has {spec.devices} devices, but {has} take part; processes and slices "
+            f"{mesh} has {spec.devices} devices, but {has} take part; processes and slices "
             f"cannot be left out: set devices = {present} and [axes] to match"
         )
     return devices[: spec.devices]

@@ -1,4 +1,4 @@
-"""A mesh file written again for more or fewer devices."""
+"""Text of a mesh file, for more or fewer devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtrain.mesh.mesh import AxisSizes, MeshSpec
 
 
 def mesh_text(spec: MeshSpec, axes: AxisSizes) -> str:
-    """The mesh file of `spec`, with other axes and as many devices as they have."""
+    """Returns the mesh file of `spec` with other axes and their number of devices."""
     path = local_path("mesh", library.file_of(spec.path))
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     document |= {"devices": math.prod(size for _, size in axes), "axes": dict(axes)}
@@ -23,8 +23,8 @@ def mesh_text(spec: MeshSpec, axes: AxisSizes) -> str:
 
 
 def _toml(value: object) -> str:
-    """A TOML value: JSON writes strings, numbers and truth as TOML does."""
+    """Returns a TOML value; JSON writes strings, numbers and booleans as TOML does."""
     if isinstance(value, Mapping):
-        parts = ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items())
+        parts = ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
         return f"{{ {parts} }}"
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""Where every tensor lives: three tables over one vocabulary.
+"""Sharding of every tensor: three tables from logical axes to mesh axes.
 
 The only file that writes a PartitionSpec.
 
@@ -73,7 +73,7 @@ _IN_USE = table({"batch": BATCH_AXES, "seq": "context"})
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """How parameters, optimizer state and activations are split; combine presets with `|`.
+    """Sharding of parameters, optimizer state and activations; combine presets with `|`.
 
     `accumulate_sharded`: gradients are reduce-scattered in every microbatch into sharded fp32
     accumulators (ZeRO-2, FSDP); False reduces once a step from unsharded ones (ZeRO-1): fewer
@@ -121,8 +121,8 @@ class ShardingRules:
 
     def _by_expert(self) -> ShardingRules:
         def split(rules: Table) -> Table:
-            rest = {name: tuple(a for a in over if a != EXPERT) for name, over in rules}
-            return tuple((rest | {"experts": (EXPERT, *rest.get("experts", ()))}).items())
+            table = {name: tuple(a for a in over if a != EXPERT) for name, over in rules}
+            return tuple((table | {"experts": (EXPERT, *table.get("experts", ()))}).items())
 
         optimizer = None if self.optimizer is None else split(self.optimizer)
         return replace(
@@ -181,7 +181,7 @@ def zero1() -> ShardingRules:
 
 
 def zero2() -> ShardingRules:
-    """As `zero1`, and gradients are accumulated split (P_os+g)."""
+    """Parameters whole, optimizer state and accumulated gradients split (P_os+g)."""
     split = ("fsdp", "data")
     return ShardingRules(optimizer=table({"embed": split, "latent": split}))
 
@@ -199,7 +199,7 @@ def tensor() -> ShardingRules:
 
 
 def is_small(axes: LogicalAxes) -> bool:
-    """Whether a leaf has fewer than two dims beside stacking ones."""
+    """True if a leaf has fewer than two dims, stacking ones not counted."""
     return sum(axis not in STACKING_AXES for axis in axes) < 2
 
 
@@ -233,12 +233,13 @@ def dims(
 
 
 def activation_dims(axes: LogicalAxes, rules: Table, *, sizes: Mapping[str, int]) -> Dims:
-    """As `dims`, for activations: one-dim tensors are split too; `batch*seq` is a merged dim."""
+    """The mesh axes of each dim of an activation. Unlike in `dims`, tensors with one dim are split
+    too, and `batch*seq` is a merged dim."""
     out = []
     for axis in axes:
         parts = (axis or "").split("*")
-        found = [a for part in parts for a in dict(rules).get(part, ())]
-        out.append(tuple(a for a in found if sizes.get(a, 1) > 1))
+        over = [a for part in parts for a in dict(rules).get(part, ())]
+        out.append(tuple(a for a in over if sizes.get(a, 1) > 1))
     return tuple(out)
 
 
@@ -252,12 +253,12 @@ def named_sharding(mesh: jax.sharding.Mesh, split: Dims) -> NamedSharding:
 
 
 def ways(dim: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    """Into how many parts a dim is split."""
+    """Number of parts into which a dim is split."""
     return math.prod(sizes[a] for a in dim)
 
 
 class Leaf(NamedTuple):
-    """One parameter and where it lives; whether it is trained, or frozen."""
+    """One parameter and its sharding at rest, in the optimizer and in use. trained: not frozen."""
 
     path: str
     shape: tuple[int, ...]
@@ -281,22 +282,22 @@ def place(
     *,
     sizes: Mapping[str, int],
 ) -> tuple[dict[str, Leaf], list[str]]:
-    """The place of every leaf, and every violation found (empty when all is well)."""
+    """Returns every leaf with its sharding, and all violations."""
     placed: dict[str, Leaf] = {}
     violations = _unused_rules(rules, {name for names in axes.values() for name in names})
     for path, leaf in leaves.items():
         try:
             names = axes[path]
-            mine = rules.of(names, sizes)
+            own = rules.of(names, sizes)
             # A parameter's "seq" is a table of positions, looked up by number wherever tokens are.
-            used = tuple((name, split) for name, split in mine.activations if name != "seq")
+            used = tuple((name, split) for name, split in own.activations if name != "seq")
             if len(names) != len(leaf.shape):
                 raise ValueError(
                     f"{path} has shape {leaf.shape} and {len(names)} logical axes {names}; "
                     f"name one axis for each dim"
                 )
-            at_rest = dims(names, mine.params, sizes=sizes, what=path)
-            optimizer = dims(names, mine.optimizer_table, sizes=sizes, what=path)
+            at_rest = dims(names, own.params, sizes=sizes, what=path)
+            optimizer = dims(names, own.optimizer_table, sizes=sizes, what=path)
             in_use = dims(names, used, sizes=sizes, what=path)
         except ValueError as error:
             violations.append(str(error))
@@ -308,19 +309,21 @@ def place(
 
 
 def _unused_rules(rules: ShardingRules, used: set[str | None]) -> list[str]:
-    """Entries for a logical axis that no leaf has and nobody knows: a typo would be silent."""
+    """Violations of rules for a logical axis that no leaf has and no list names, such as a typo."""
     entries = {**dict(rules.params), **dict(rules.optimizer_table), **dict(rules.activations)}
-    found = []
+    violations = []
     for name in entries:
         if name not in LOGICAL_AXES and name not in used:
             near = difflib.get_close_matches(name, [*LOGICAL_AXES, *filter(None, used)], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "remove the entry"
-            found.append(f"the sharding rules split {name!r}, an axis that no leaf has; {hint}")
-    return found
+            violations.append(
+                f"the sharding rules split {name!r}, an axis that no leaf has; {hint}"
+            )
+    return violations
 
 
 def _unsplit(leaves: Iterable[Leaf], sizes: Mapping[str, int]) -> list[str]:
-    """Each size that does not split over its mesh axes, once for all leaves that have it."""
+    """Violations of sizes that do not split over their mesh axes, one for all leaves of a size."""
     causes: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
     steps: dict[tuple[str, int], int] = {}
     padded: dict[tuple[str, int], int] = {}
@@ -357,18 +360,18 @@ def _unsplit(leaves: Iterable[Leaf], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _table_violations(leaf: Leaf) -> list[str]:
-    """Where the tables of a leaf do not agree."""
-    found = []
-    for axis, rest, use in zip(leaf.axes, leaf.params, leaf.in_use, strict=True):
-        if rest[: len(use)] != use:
-            found.append(
-                f"{leaf.path}: {axis} rests split over {rest} and is used split over {use}; a "
+    """Violations of a leaf whose tables do not agree."""
+    violations = []
+    for axis, at_rest, use in zip(leaf.axes, leaf.params, leaf.in_use, strict=True):
+        if at_rest[: len(use)] != use:
+            violations.append(
+                f"{leaf.path}: {axis} rests split over {at_rest} and is used split over {use}; a "
                 f"tensor is gathered for use, so the second must be the beginning of the first"
             )
-    for axis, rest, split in zip(leaf.axes, leaf.params, leaf.optimizer, strict=True):
-        if split[: len(rest)] != rest:
-            found.append(
-                f"{leaf.path}: {axis} rests split over {rest} and its optimizer state over "
+    for axis, at_rest, split in zip(leaf.axes, leaf.params, leaf.optimizer, strict=True):
+        if split[: len(at_rest)] != at_rest:
+            violations.append(
+                f"{leaf.path}: {axis} rests split over {at_rest} and its optimizer state over "
                 f"{split}; the first must be the beginning of the second"
             )
-    return found
+    return violations

@@ -1,4 +1,4 @@
-"""Fake CPU devices: what the environment must say before JAX starts."""
+"""Fake CPU devices: the environment that JAX needs before it starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 def simulation_flags(
     spec: MeshSpec, environ: Mapping[str, str], processes: int = 1
 ) -> dict[str, str]:
-    """The environment that runs `spec` on fake CPU devices, in one of so many processes that have
-    as many of them each. Raises ValueError where they cannot.
+    """Returns the environment that runs `spec` on fake CPU devices, shared equally by `processes`.
 
     JAX reads JAX_PLATFORMS when it is imported and XLA_FLAGS when it first looks for devices. A
-    device count that is already in XLA_FLAGS is kept if large enough; ValueError if it is not.
-    GLIBC_TUNABLES is read when a process starts, and changes speed only: XLA:CPU takes a program's
-    temporaries from malloc at every step, fresh pages every time, and huge ones are 512 times
-    fewer (experiments/LOG.md).
+    device count that is already in XLA_FLAGS is kept if it is large enough. GLIBC_TUNABLES is read
+    when a process starts, and changes speed only: XLA:CPU takes a program's temporaries from malloc
+    at every step, as fresh pages, and huge pages are 512 times fewer (experiments/LOG.md).
+
+    Raises ValueError if processes do not divide the devices, if one process cannot simulate its
+    part, and if XLA_FLAGS has a smaller device count.
     """
-    devices, left = divmod(spec.devices, processes)
-    if left:
+    devices, remainder = divmod(spec.devices, processes)
+    if remainder:
         raise ValueError(
             f"{spec.where} has {spec.devices} devices, which {processes} processes cannot have as "
             f"many of each; use a number of processes that divides {spec.devices}"
@@ -37,13 +38,13 @@ def simulation_flags(
             f"{MOST_SIMULATED_DEVICES}; use fewer devices"
         )
     flags = environ.get("XLA_FLAGS", "")
-    given = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", flags)
-    if given and int(given[-1]) < devices:
+    counts = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", flags)
+    if counts and int(counts[-1]) < devices:
         raise ValueError(
             f"{spec.where} needs {devices} devices, but XLA_FLAGS has "
-            f"{DEVICE_COUNT_FLAG}={given[-1]}; set it to {devices} or more, or remove it"
+            f"{DEVICE_COUNT_FLAG}={counts[-1]}; set it to {devices} or more, or remove it"
         )
-    if not given:
+    if not counts:
         flags = f"{flags} {DEVICE_COUNT_FLAG}={devices}".strip()
     tunables = environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:

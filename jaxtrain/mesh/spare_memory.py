@@ -1,4 +1,4 @@
-"""What a device's memory has room for beside the program that runs on it."""
+"""Memory of a device that the program running on it leaves free."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import jax
 
 MARGIN = 0.02
-"""Of the memory, left free: an allocator does not find room in pieces for everything that fits."""
+"""Fraction of the memory that stays free: free memory may be in pieces that are too small."""
 
 
 def working_bytes(program: jax.stages.Compiled) -> int:
-    """What a compiled program takes on each device beside its arguments while it runs; results that
-    take the place of a donated argument are not counted twice."""
-    found: Any = program.memory_analysis()
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.temp_size_in_bytes + max(0, made)
+    """Bytes that a compiled program needs on each device while it runs, its arguments not counted;
+    results in the place of a donated argument are not counted twice."""
+    memory: Any = program.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + max(0, results)
 
 
 def spare_bytes(devices: Iterable[jax.Device], program: jax.stages.Compiled | None = None) -> int:
-    """Bytes that are free on each of the devices, which are of this process, beside what is held
-    now and what a program takes while it runs: those of the fullest. 0 where a device does not say
-    what it has, as CPU devices do not; the program is not asked then."""
+    """Free bytes on the fullest of this process's `devices`, less what `program` needs to run.
+
+    0 if a device does not report its memory, as CPU devices do not."""
     free = min((_free(device.memory_stats() or {}) for device in devices), default=0)
     if free <= 0 or program is None:
         return max(0, free)

@@ -1,9 +1,9 @@
 """Models: a frozen config with `build(key)` and `describe()`, and the Flax NNX module it builds.
 
-A model speaks logical axes and asks a `Communicator`; meshes, optimizers and data are not known
-here. `description.py` is all that the rest of the house knows of a model, `layered.py` what one is
-made from, `stage.py` what a pipeline makes of it; the decoder is one family. To read first: Llama 2
-(Touvron et al. 2023) and GPT-2 (Radford et al. 2019), between which the decoder's fields reach.
+A model uses logical axes and a `Communicator`; it knows no meshes, optimizers or data.
+`description.py` is all that other rooms know of a model. `layered.py` is the base of a model,
+`stage.py` its stage in a pipeline; the decoder is one family. To read first: Llama 2 (Touvron et
+al. 2023) and GPT-2 (Radford et al. 2019), which the decoder's fields span.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside the matrices of a block (LoRA: Hu et al. 2021).
+"""Low-rank adapters of the matrices of a block (LoRA: Hu et al. 2021).
 
-A matrix w [in, out] with an adapter is used as w + scale A B, which is never formed but for export:
-x w + scale (x A) B keeps what bf16 would round away of small changes to w, and needs no matrix of
-w's size. Where w is split by column, x is gathered once for w and A; where by row, both products
-are parts of one sum. So the collectives are those without adapters.
+A matrix w [in, out] with an adapter is used as w + scale A B, which is formed only for export: x w
++ scale (x A) B keeps small changes to w that bf16 would round away, and needs no matrix of w's
+size. If w is split by column, x is gathered once for w and A; if by row, both products are parts of
+one sum. So the collectives are those without adapters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxtrain.nn.param import named_key
 
 @dataclass(frozen=True)
 class Adapters:
-    """targets: the matrices that have one, named as leaves of the model."""
+    """targets: the matrices that have an adapter, named as leaves of the model."""
 
     rank: int
     scale: float
@@ -38,9 +38,9 @@ class Adapters:
 def add_adapters(
     model: nnx.Module, adapters: Adapters, description: ModelDescription, key: jax.Array
 ) -> None:
-    """Gives modules of `model` parameters for A, drawn from N(0, 1 / in), and B, zero, and the
-    scale of both. They are stacked as their matrix is and have its logical axes, and `rank` has
-    none: it is never split. key: the model's."""
+    """Adds to modules of `model` the parameters A, drawn from N(0, 1 / in), and B, zero, and their
+    scale. They are stacked and sharded as their matrix is; `rank` has no logical axis and is never
+    split. key: the model's."""
     for path, name in targets_in(adapters, description):
         *way, last = (path + name).split(".")
         module: Any = model
@@ -50,7 +50,7 @@ def add_adapters(
         *stack, rows, columns = weight[...].shape
         *stacked, into, out = weight.get_metadata()["axes"]
         layered = STACKING_AXES[0] in stacked
-        shape = (*stack[layered:], rows, adapters.rank)  # of experts one for each
+        shape = (*stack[layered:], rows, adapters.rank)  # experts have one each
 
         def drawn(layer: Index, name: str = name, shape: tuple[int, ...] = shape) -> jax.Array:
             own = named_key(named_key(layer_key(key, layer), "adapters"), name)
@@ -65,7 +65,7 @@ def add_adapters(
 
 
 def targets_in(adapters: Adapters, description: ModelDescription) -> list[tuple[str, str]]:
-    """(path of the block, name in it) of each target."""
+    """Returns (path of the block, name in it) of each target."""
     return [
         (path, weight.leaf)
         for path, block in description.blocks.items()
@@ -77,7 +77,7 @@ def targets_in(adapters: Adapters, description: ModelDescription) -> list[tuple[
 def column(
     comm: Communicator, module: Any, names: tuple[str, ...], x: jax.Array
 ) -> list[jax.Array]:
-    """x [tokens share, in] times the module's matrices of these names, split by column."""
+    """x [tokens share, in] times the module's matrices `names`, split by column."""
     adapted = [name for name in names if hasattr(module, name + INTO)]
     weights = [getattr(module, name)[...] for name in names]
     ys = comm.column(x, *weights, *(getattr(module, name + INTO)[...] for name in adapted))
@@ -89,8 +89,7 @@ def column(
 
 
 def row(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
-    """x [tokens, in's part] times the module's matrix of that name, split by row: [tokens share,
-    out]."""
+    """x [tokens, in's part] times the module's matrix `name`, split by row: [tokens share, out]."""
     weight = getattr(module, name)[...]
     if not hasattr(module, name + INTO):
         return comm.row(x, weight)
@@ -99,8 +98,8 @@ def row(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
 
 
 def replicated(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
-    """x [tokens share, in] times the module's matrix of that name, which every device has whole:
-    [tokens share, out]."""
+    """x [tokens share, in] times the module's matrix `name`, which is replicated: [tokens share,
+    out]."""
     y = comm.multiply(x, getattr(module, name)[...])
     if not hasattr(module, name + INTO):
         return y
@@ -109,7 +108,7 @@ def replicated(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.
 
 
 def matrix(module: Any, name: str) -> jax.Array:
-    """The module's matrix of that name, what its adapter adds to it included."""
+    """The module's matrix `name`, with its adapter's product added."""
     weight = getattr(module, name)[...]
     if not hasattr(module, name + INTO):
         return weight
@@ -118,15 +117,15 @@ def matrix(module: Any, name: str) -> jax.Array:
 
 
 def adapter(module: Any, name: str) -> tuple[jax.Array, jax.Array] | None:
-    """A and B beside the module's matrix of that name; None without."""
+    """A and B of the module's matrix `name`; None without an adapter."""
     if not hasattr(module, name + INTO):
         return None
     return getattr(module, name + INTO)[...], getattr(module, name + OUT_OF)[...]
 
 
 def merge_adapters(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array]:
-    """The parameters of one layer or stacked over layers, matrices that have an adapter as
-    w + scale A B; adapters stay."""
+    """Returns the parameters of one layer or stacked over layers, with w + scale A B for each
+    matrix that has an adapter; adapters stay."""
     out = dict(params)
     for name in params:
         if name.endswith(INTO):
@@ -137,12 +136,12 @@ def merge_adapters(params: Mapping[str, jax.Array], scale: float) -> dict[str, j
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a leaf of that name is an adapter's."""
+    """True if a leaf of that name is an adapter's."""
     return name.endswith((INTO, OUT_OF))
 
 
 def adapter_places(description: ModelDescription) -> dict[str, int]:
-    """The matrices that can have an adapter, and the smaller side of each."""
+    """Matrices that can have an adapter, with the smaller side of each."""
     return {
         path + weight.leaf: min(weight.rows, weight.columns)
         for path, block in description.blocks.items()

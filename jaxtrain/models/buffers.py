@@ -1,8 +1,8 @@
-"""Leaves that rest among the parameters and that no optimizer moves: what a step sees is added up
-as their gradients are, and a rule of their own makes the next value of it.
+"""Leaves among the parameters that no optimizer updates. A step sums its observations as their
+gradients, and a separate rule computes the next values.
 
-Which leaves these are is told by exact names, of what a model says of itself: a user's own
-parameters may have names that look alike.
+Exact names from a model's description identify these leaves: a user's own parameters may have
+similar names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Value = TypeVar("Value")
 
 
 class Buffers(NamedTuple):
-    """Full names. scales: of products in 8 bits (`nn.quantized.delayed`); tallies: what a router
-    sees (`moe.tally`); biases: of routers that keep loads even by them (`moe.router`); replays:
-    routing that is kept, and given (`moe.replay`)."""
+    """Full names. scales: of products in 8 bits (`nn.quantized.delayed`). tallies: counts of
+    routers (`moe.tally`). biases: of routers that balance loads by them (`moe.router`). replays:
+    routing that is recorded and replayed (`moe.replay`)."""
 
     scales: frozenset[str] = frozenset()
     tallies: frozenset[str] = frozenset()
@@ -29,22 +29,22 @@ class Buffers(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all."""
+        """Names of all buffers."""
         return self.scales | self.of_routers
 
     @property
     def of_routers(self) -> frozenset[str]:
-        """In fp32 whatever the precision: they count tokens."""
+        """Buffers of routers, in fp32 at any precision: they count tokens."""
         return self.tallies | self.biases | self.replays
 
     @property
     def anew(self) -> frozenset[str]:
-        """Those that each run begins with its own of: no other run's and no folder's is read."""
+        """Buffers that each run starts anew: they are not read from another run or a folder."""
         return self.scales | self.tallies | self.replays
 
 
 def buffers_of(description: ModelDescription | None, *, scaled: bool) -> Buffers:
-    """Those of a model; none of one that says nothing of itself. scaled: whether its products have
+    """Names of a model's buffers; none without a description. scaled: True if its products have
     delayed scales."""
     if description is None:
         return Buffers()
@@ -60,21 +60,21 @@ def buffers_of(description: ModelDescription | None, *, scaled: bool) -> Buffers
 def moved_buffers(
     description: ModelDescription, buffers: Buffers, trained: Set[str]
 ) -> frozenset[str]:
-    """Those of operations whose outputs' gradients are made where these leaves are trained: of a
-    block (or the stack) that has one of them, or has one before it."""
+    """Buffers of operations whose outputs get gradients when the leaves `trained` are trained.
+    These belong to the first block (or the stack) with a trained leaf, and to all later ones."""
     paths = [*description.before, STACK, *description.after]
     entering = any(
         named_by(k, description.entering_alone) or k in description.tied for k in trained
     )
     first = 0 if entering else len(paths)
-    for at, path in enumerate(paths):
+    for index, path in enumerate(paths):
         if any(k.startswith(path) for k in trained):
-            first = min(first, at)
-    met = tuple(paths[first:])
-    return frozenset(k for k in buffers.names if k.startswith(met))
+            first = min(first, index)
+    updated = tuple(paths[first:])
+    return frozenset(k for k in buffers.names if k.startswith(updated))
 
 
 def without_buffers(leaves: Mapping[str, Value], buffers: Buffers) -> dict[str, Value]:
-    """The leaves that an optimizer moves."""
+    """Leaves that an optimizer updates."""
     names = buffers.names
     return {k: v for k, v in leaves.items() if k not in names}

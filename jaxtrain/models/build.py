@@ -1,4 +1,4 @@
-"""The module of a model: one that describes itself, with adapters or without, or a user's own."""
+"""Builds the module of a model: a described one, with or without adapters, or a user's own."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ def build_model(
     scales: bool = False,
     tallies: bool = False,
 ) -> nnx.Module:
-    """The module with its initial parameters, a function of `key`. kernel: of attention; adapters,
-    and leaves of delayed scales: put beside its matrices; tallies: beside its routers; all only of
-    a model that describes itself. A user's own is `build(rngs)` of a config, or a function of
-    `nnx.Rngs`."""
+    """Returns the module with its initial parameters, a function of `key`. kernel: of attention.
+    adapters, scales: added to its matrices. tallies: added to its routers. All need a model with a
+    description. A user's own model is a config with `build(rngs)`, or a function of `nnx.Rngs`."""
     if not isinstance(model, ModelConfig):
         make = getattr(model, "build", model)
         return build(lambda key: make(nnx.Rngs(key)), key)
 
-    def made(key: jax.Array) -> nnx.Module:
+    def make_described(key: jax.Array) -> nnx.Module:
         module: Any = model.build(key, kernel=kernel)
         if adapters is not None:
             add_adapters(module, adapters, model.describe(), key)
@@ -42,7 +41,7 @@ def build_model(
             add_tallies(module, model.describe())
         return module
 
-    return build(made, key)
+    return build(make_described, key)
 
 
 def abstract_model(
@@ -53,10 +52,11 @@ def abstract_model(
     scales: bool = False,
     tallies: bool = False,
 ) -> ModuleSplit:
-    """The module taken apart, shapes in place of arrays. Raises ValueError as `take_apart`."""
+    """Returns `take_apart` of the module that `build_model` makes with these options, with shapes
+    instead of arrays. Raises ValueError for logical axes that do not match a leaf's dims."""
 
     def make() -> nnx.Module:
-        how: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=tallies)
-        return build_model(model, jax.random.key(0), **how)
+        options: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=tallies)
+        return build_model(model, jax.random.key(0), **options)
 
     return take_apart(nnx.eval_shape(make))

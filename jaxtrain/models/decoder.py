@@ -72,17 +72,17 @@ class DecoderConfig(DecoderFields):
     """
 
     def violations(self) -> list[str]:
-        """What is wrong with the fields, each with its remedy; empty when all is well."""
+        """Returns violations of the fields, each with its remedy; empty if there are none."""
         return settled(violations(self), self, change=resized, violations_of=violations)
 
     def untried_violations(self) -> list[str]:
-        """As `violations`, for who tries remedies on a mesh."""
+        """`violations`, with remedies that are still to be tried on a mesh."""
         return violations(self)
 
     def describe(self) -> ModelDescription:
-        """The decoder in values (design.md, D11)."""
+        """Returns the decoder's description (design.md, D11)."""
         ends = {part: getattr(self, part) for part in ("prefix", "suffix")}
-        before, after = (
+        prefix, suffix = (
             {f"{part}.{i}.": describe_block(b, self.embed) for i, b in enumerate(blocks)}
             for part, blocks in ends.items()
         )
@@ -93,8 +93,8 @@ class DecoderConfig(DecoderFields):
             period=tuple(describe_block(block, self.embed) for block in self.period),
             periods=self.periods,
             head=Head(table, self.vocab, self.padded_vocab, self.chunk_tokens),
-            before=before,
-            after=after,
+            before=prefix,
+            after=suffix,
             tables=("embedding", *positions, *(() if self.tied else ("head",))),
             entering=positions,
             fields={name: ("seq",) for name in ("tokens", "targets", "weights")},
@@ -106,11 +106,12 @@ class DecoderConfig(DecoderFields):
     def flops(
         self, *, seq: int, sequences: int, documents: Mapping[int, float] | None = None
     ) -> ModelFlops:
-        """As `ModelDescription.flops`."""
+        """Matmul FLOPs of a forward pass, as `ModelDescription.flops` counts them."""
         return self.describe().flops(seq=seq, sequences=sequences, documents=documents)
 
     def shrunk(self, devices: int) -> DecoderConfig:
-        """The same features, small enough for a laptop, with a few heads for every device."""
+        """Returns a config with the same features, small enough for a laptop, with a few heads per
+        device."""
         return replace(self, **shrunk(self, devices))
 
     def varied(
@@ -121,12 +122,12 @@ class DecoderConfig(DecoderFields):
         periods: int | None = None,
         kept_routing: int | None = None,
     ) -> DecoderConfig:
-        """The same with these options, None for its own; kept_routing: as mixtures have it."""
+        """Returns the config with these options, None for its own; kept_routing: as in mixtures."""
         options: Any = dict(activation=activation, periods=periods, kept_routing=kept_routing)
         return replace(self, **varied(self, dropout=dropout, **options))
 
     def build(self, key: jax.Array, *, kernel: AttentionKernel | None = None) -> Decoder:
-        """The module; `kernel` is the attention kernel, None lets the platform choose."""
+        """Returns the module; `kernel` is the attention kernel, None lets the platform choose."""
         return Decoder(self, key=key, kernel=kernel)
 
 
@@ -190,7 +191,7 @@ class Decoder(LayeredModel):
         """Sum of weighted negative log-likelihoods in nats, and of weights.
 
         batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
-        rows [rows], their global numbers; with routing that is kept places [rows, seq], the number
+        rows [rows], their global numbers. With recorded routing also places [rows, seq], the number
         of each token in the batch.
         """
         x = self.hidden(x, context, comm, loop)
@@ -205,30 +206,30 @@ class Decoder(LayeredModel):
     def hidden(
         self, x: jax.Array, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
-        """The final hidden states, normalised, of what the period ends with."""
+        """Returns the final hidden states, normalised. x: the stack's output."""
         last = len(self.config.prefix) + len(self.config.period) * self.config.periods
         for i, block in enumerate(self.suffix):
             x = self.run_outside(block, f"suffix.{i}.", x, context, comm, loop, layer=last + i)
         return self.norm(x)
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
-        """What every layer is told of a batch's tokens."""
+        """Returns the facts of a batch's tokens that every layer gets."""
         return self._context(batch, key, comm, comm.row_seq(batch["tokens"].shape[1]))
 
     def _context(
         self, batch: Batch, key: jax.Array | None, comm: Communicator, row_seq: Seq
     ) -> Context:
-        """row_seq: tokens of a whole row so far, by which rotary embeddings may go."""
+        """row_seq: tokens of a complete row so far, on which rotary embeddings may depend."""
         rows, seq = batch["tokens"].shape
-        at = jnp.broadcast_to(comm.positions(seq)[None], (rows, seq))
-        # Of the tokens' type: of what is equal on devices that share the work a gradient would be
-        # summed over them, though nobody reads that of positions.
-        positions = batch["positions"] if "positions" in batch else at + 0 * batch["tokens"]
+        indices = jnp.broadcast_to(comm.positions(seq)[None], (rows, seq))
+        # Adding 0 * tokens gives the tokens' varying axes: else JAX would sum an unused gradient of
+        # positions over the devices on which they are equal.
+        positions = batch["positions"] if "positions" in batch else indices + 0 * batch["tokens"]
         keys = None
         if key is not None:
             numbers = batch.get("rows", jnp.arange(rows, dtype=jnp.int32))
             keys = DropoutKeys(
-                key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(at.reshape(-1))
+                key, comm.tokens(jnp.repeat(numbers, seq)), comm.tokens(indices.reshape(-1))
             )
         ropes = tuple(tables(rope, positions, size, row_seq) for rope, size in self.config.ropes)
         starts = document_starts(batch["segments"]) if "segments" in batch else None
@@ -250,7 +251,8 @@ class Decoder(LayeredModel):
         return dropout(x, config.dropout, context.keys, name="embedding")
 
     def empty_cache(self, rows: int, max_seq: int, dtype: Any) -> list[Caches]:
-        """Caches for `decode`: one a layer outside the period, stacked ones for its blocks."""
+        """Returns caches for `decode`: one for each layer outside the period, stacked ones for its
+        blocks."""
         config = self.config
 
         def cache(block: BlockConfig, *lead: int) -> Caches:
@@ -262,7 +264,8 @@ class Decoder(LayeredModel):
     def decode(
         self, ids: jax.Array, caches: list[Caches], index: jax.Array, *, comm: Local
     ) -> tuple[jax.Array, list[Caches]]:
-        """fp32 logits [rows, new, padded vocab] of new tokens [rows, new] after `index` others."""
+        """Returns fp32 logits [rows, new, padded vocab] of new tokens [rows, new] after `index`
+        others, and the updated caches."""
         rows, new = ids.shape
         positions = jnp.broadcast_to((index + jnp.arange(new, dtype=jnp.int32))[None], (rows, new))
         batch = {"tokens": ids, "positions": positions}
@@ -276,14 +279,14 @@ class Decoder(LayeredModel):
             x, out[i] = used(x, context, comm, layer=i, cache=caches[i])
         parts = [take_apart(block) for block in self.period]
 
-        def step(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
-            params, stacked = at
-            after = []
+        def step(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+            params, stacked = inputs
+            updated = []
             for i, part in enumerate(parts):
                 block = put_together(part.static, comm.fetch(params[i], f"period.{i}."))
                 x, cache = block(x, context, comm, layer=0, cache=stacked[i])
-                after.append(cache)
-            return x, after
+                updated.append(cache)
+            return x, updated
 
         x, out[first : first + n] = jax.lax.scan(
             step, x, ([part.params for part in parts], caches[first : first + n])
@@ -298,9 +301,9 @@ class Decoder(LayeredModel):
 
 
 def _token_weights(batch: Batch) -> jax.Array:
-    """[rows * seq] of each token in the loss."""
-    given = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
-    return given.reshape(-1).astype(jnp.float32)
+    """Weights [rows * seq] of the tokens in the loss."""
+    weights = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
+    return weights.reshape(-1).astype(jnp.float32)
 
 
 def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:
@@ -308,9 +311,9 @@ def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:
 
 
 def _gather_block(
-    block: Block, prefix: str, comm: Communicator, after: jax.Array
+    block: Block, prefix: str, comm: Communicator, x: jax.Array
 ) -> tuple[Block, jax.Array]:
-    """The block with its parameters as they are used, and `after`."""
+    """Returns the block with its gathered parameters, and x, for which the gather waits."""
     part = take_apart(block)
-    params, after = comm.gather(part.params, prefix, after)
-    return put_together(part.static, params), after
+    params, x = comm.gather(part.params, prefix, x)
+    return put_together(part.static, params), x

@@ -1,4 +1,4 @@
-"""The fields of a decoder, apart from its layers: what checks them is below what builds them."""
+"""The fields of a decoder, apart from its layers. Checks import them without the layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtrain.nn.rotary.rope import Rope
 
 @dataclass(frozen=True)
 class DecoderFields:
-    """A decoder language model; `DecoderConfig`, which has its methods, says what each one is."""
+    """A decoder language model; `DecoderConfig`, which has its methods, describes the fields."""
 
     vocab: int
     embed: int
@@ -47,13 +47,13 @@ class DecoderFields:
 
     @property
     def balanced(self) -> bool:
-        """Whether any layer has experts whose choices are counted."""
+        """True if any layer has experts whose choices are counted."""
         mixtures = (block.mlp for block in self.blocks)
         return any(isinstance(m, MoeConfig) and m.balance is not None for m in mixtures)
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:
-        """The distinct rotary embeddings, each with the head_dim it is of."""
-        each = (block.attention for block in self.blocks)
-        found = dict.fromkeys((a.rope, a.rotary_size(self.embed)) for a in each)
-        return tuple((rope, size) for rope, size in found if rope is not None)
+        """The distinct rotary embeddings, each with its head_dim."""
+        attentions = (block.attention for block in self.blocks)
+        distinct = dict.fromkeys((a.rope, a.rotary_size(self.embed)) for a in attentions)
+        return tuple((rope, size) for rope, size in distinct if rope is not None)

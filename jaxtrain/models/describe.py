@@ -1,4 +1,4 @@
-"""What a decoder's block says of itself."""
+"""Description of a decoder's block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxtrain.models.transformer.mixture import MoeConfig
 
 
 def describe_block(config: BlockConfig, embed: int) -> BlockDescription:
-    """What a block of a model of this width does, in the order in which it does it."""
+    """Returns the operations of a block of a model of width `embed`, in their order."""
     a = config.attention
     latent = isinstance(a, LatentAttentionConfig)
     attention = _describe_latent(a, embed) if latent else _describe_attention(a, embed)
@@ -83,10 +83,10 @@ def _describe_latent(a: LatentAttentionConfig, embed: int) -> tuple[Operation, .
 
 
 def _normed(config: BlockConfig, name: str, branch: tuple[Operation, ...]) -> tuple[Operation, ...]:
-    """A branch with the norms before and behind it."""
-    before = () if config.norm is None else (Elementwise((f"{name}_norm.",)),)
+    """Returns a branch with its norms before and after it."""
+    first = () if config.norm is None else (Elementwise((f"{name}_norm.",)),)
     behind = () if config.post_norm is None else (Elementwise((f"{name}_post_norm.",)),)
-    return (*before, *branch, *behind)
+    return (*first, *branch, *behind)
 
 
 def _describe_mlp(config: BlockConfig, embed: int) -> tuple[Operation, ...]:
@@ -105,9 +105,9 @@ def _describe_experts(mlp: MoeConfig, embed: int, weights: tuple[Weight, ...]) -
     shared: tuple[Weight, ...] = ()
     if mlp.shared is not None:
         wide = mlp.shared.hidden
-        for each in weights:
-            leaf = each.leaf.replace("mlp.", "mlp.shared.")
-            into = each.rows == embed and not leaf.endswith("down")
+        for weight in weights:
+            leaf = weight.leaf.replace("mlp.", "mlp.shared.")
+            into = weight.rows == embed and not leaf.endswith("down")
             shared += (Weight(leaf, *((embed, wide) if into else (wide, embed))),)
         if mlp.shared.weighed:
             shared += (Weight("mlp.shared_router", embed, 1),)

@@ -1,9 +1,9 @@
-"""A model in values: all that the rest of the house knows of one.
+"""A model in values: all that other rooms know of one.
 
 A block is a chain of operations on the residual stream [tokens, embed], in the order in which they
-run. From it the planner reads what a step sends and computes, a pipeline's split backward pass
-what can wait, LoRA which matrices there are, and MFU its FLOPs. Whether a description is true of a
-model is tested by its compiled program (`jaxtrain compile`, the contract).
+run. The planner reads from it what a step sends and computes, a split backward pass what can wait,
+LoRA the matrices, and MFU the FLOPs. A test compares a description with the model's compiled
+program (`jaxtrain compile`, the contract).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from jaxtrain.moe.replay import Replay
 
 STACK = "period."
-"""What begins the names of leaves that are stacked over layers: those of the module's `period`."""
+"""Prefix of the names of leaves that are stacked over layers: those of the module's `period`."""
 ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
-"""What ends the names of an adapter's matrices, A and B, behind their weight's."""
+"""Suffixes of the names of an adapter's matrices A and B, after their weight's name."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Weight:
 @dataclass(frozen=True)
 class ColumnParallel:
     """x @ w for weights that tensor parallelism splits by column, by one `Communicator.column`:
-    tokens are gathered before it (Shoeybi et al. 2019; Korthikanti et al. 2022). weights: those
-    that one gather serves."""
+    tokens are gathered before it (Shoeybi et al. 2019; Korthikanti et al. 2022). weights: those of
+    one gather."""
 
     weights: tuple[Weight, ...]
 
@@ -60,7 +60,7 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class ReplicatedProduct:
-    """x @ w for weights that every device of `tensor` has whole, by `Communicator.multiply`: each
+    """x @ w for weights that are replicated over `tensor`, by `Communicator.multiply`: each device
     multiplies its own share of the tokens, and nothing is sent. weights: of one input."""
 
     weights: tuple[Weight, ...]
@@ -68,18 +68,18 @@ class ReplicatedProduct:
 
 @dataclass(frozen=True)
 class TokenGather:
-    """What the heads of every device read of all tokens, by `Communicator.all_tokens`. width: its
-    numbers of a token."""
+    """Values of all tokens that the heads of every device read, by `Communicator.all_tokens`.
+    width: numbers of a token."""
 
     width: int
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Scores and values of all heads, by `Communicator.attend`. heads: of queries; kv_heads: of
-    keys and values; head_dim: of each as the kernel is given them; causal: a query sees no later
-    key. window, softcap: as `AttentionConfig` has them. needed: head_dim of queries and keys, and
-    that of values, without what pads the shorter to the longer; None where neither is padded."""
+    """Scores and values of all heads, by `Communicator.attend`. heads: of queries. kv_heads: of
+    keys and values. head_dim: that the kernel gets. causal: a query sees no later key. window: as
+    in `AttentionConfig`. softcap: likewise. needed: head_dim of queries and keys, and of values,
+    without padding of the shorter; None if neither is padded."""
 
     heads: int
     kv_heads: int
@@ -91,21 +91,20 @@ class AttentionCall:
 
     @property
     def flops(self) -> Attention:
-        """One layer's, for `telemetry.flops`."""
+        """FLOPs of one layer, for `telemetry.flops`."""
         size, value = self.needed or (self.head_dim, None)
         return Attention(self.heads, size, self.window, causal=self.causal, value_dim=value)
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """A mixture of experts, by `Communicator.experts`. router: its matrix; weights: those of one
-    expert; experts: how many there are; per_token: through how many of them a token goes; shared:
-    matrices that every token meets beside them. learns: whether the router has a gradient from the
-    loss. rows_of_group: tokens that an expert takes of each `routing_group` of them, None for all.
+    """A mixture of experts, by `Communicator.experts`. router: its matrix. weights: those of one
+    expert. experts: their number. per_token: experts of a token. shared: matrices of the shared
+    expert, for every token. learns: True if the router has a gradient from the loss. rows_of_group:
+    tokens that an expert takes from each `routing_group` tokens, None for all.
 
-    tallied: a step counts its choices; sums_loads: and adds them up over devices in each pass, for
-    an auxiliary loss; bias_rate: by how much the router's bias moves in a step; replay: of routing
-    that is kept.
+    tallied: a step counts its choices. sums_loads: each pass also sums them over devices, for an
+    auxiliary loss. bias_rate: change of the router's bias in a step. replay: of recorded routing.
     """
 
     router: Weight
@@ -129,16 +128,15 @@ class ExpertCall:
 @dataclass(frozen=True)
 class Elementwise:
     """A function of each token by itself whose derivative needs its input: a norm, an activation.
-    leaves: beginnings of the names of the parameters it reads."""
+    leaves: prefixes of the names of its parameters."""
 
     leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class NormAcrossHeads:
-    """Norms of what tensor parallelism has split by heads, over all of them: of each token `sums`
-    numbers are summed over devices, by one `Communicator.sum_over_heads`. leaves: as of
-    `Elementwise`."""
+    """Norms over all heads, which tensor parallelism splits: `sums` numbers of each token are
+    summed over devices, by one `Communicator.sum_over_heads`. leaves: as in `Elementwise`."""
 
     leaves: tuple[str, ...]
     sums: int
@@ -146,14 +144,14 @@ class NormAcrossHeads:
 
 @dataclass(frozen=True)
 class Bias:
-    """A parameter that is added: its derivative needs nothing. leaves: as of `Elementwise`."""
+    """A parameter that is added: its derivative needs no input. leaves: as in `Elementwise`."""
 
     leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Branches:
-    """Operations side by side on one input; what comes after them reads what all of them end with.
+    """Operations side by side on one input; the operation after them reads the outputs of all.
     branches: each a chain."""
 
     branches: tuple[tuple[Operation, ...], ...]
@@ -161,7 +159,7 @@ class Branches:
 
 ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation"})
 Product = ColumnParallel | RowParallel | ReplicatedProduct
-"""What multiplies tokens by matrices that all of them meet."""
+"""Products of all tokens with the same matrices."""
 Operation = (
     Product
     | TokenGather
@@ -176,7 +174,7 @@ Operation = (
 
 @dataclass(frozen=True)
 class Residual:
-    """x + branch(x). branch: what is done to x before it is added."""
+    """x + branch(x). branch: operations on x before it is added."""
 
     branch: tuple[Operation, ...]
 
@@ -185,12 +183,12 @@ Block = tuple[Operation | Residual, ...]
 
 
 def named_by(leaf: str, names: Iterable[str]) -> bool:
-    """Whether a leaf is one of `names`, or below one of them that ends with a dot."""
+    """True if a leaf is one of `names`, or below one of them that ends with a dot."""
     return any(leaf == name or (name.endswith(".") and leaf.startswith(name)) for name in names)
 
 
 def operations(block: Block) -> Iterator[Operation]:
-    """Those of a block, in their order; of branches those in them."""
+    """Operations of a block, in their order, including those within branches."""
     for step in block:
         if isinstance(step, Residual):
             yield from operations(step.branch)
@@ -202,32 +200,31 @@ def operations(block: Block) -> Iterator[Operation]:
 
 
 def matrices(operation: Operation) -> tuple[Weight, ...]:
-    """All that an operation multiplies by; of experts the router, those of one and of the
-    shared one."""
+    """Matrices that an operation multiplies by. For experts: the router, those of one expert and of
+    the shared one."""
     if isinstance(operation, ExpertCall):
         return (operation.router, *operation.weights, *operation.shared)
     return operation.weights if isinstance(operation, Product) else ()
 
 
 def products(block: Block) -> Iterator[Weight]:
-    """The matrices that every token of a block meets by `column` or `row`: those that may be
-    multiplied by in 8 bits, and whose gradients a schedule's W makes."""
-    for each in operations(block):
-        if isinstance(each, ColumnParallel | RowParallel):
-            yield from each.weights
+    """Matrices that multiply every token of a block by `column` or `row`. They may be in 8 bits,
+    and a schedule's W computes their gradients."""
+    for operation in operations(block):
+        if isinstance(operation, ColumnParallel | RowParallel):
+            yield from operation.weights
 
 
 def adaptable(block: Block) -> Iterator[Weight]:
-    """The matrices of a block that can have adapters: all but those with one column."""
-    for each in operations(block):
-        yield from (weight for weight in matrices(each) if weight.columns > 1)
+    """Matrices of a block that can have adapters: all but those with one column."""
+    for operation in operations(block):
+        yield from (weight for weight in matrices(operation) if weight.columns > 1)
 
 
 @dataclass(frozen=True)
 class Head:
     """Logits and loss over a vocabulary that is split, by `nn.loss.cross_entropy`. leaf: its table
-    [padded, embed]; vocab: its real rows; padded: all of them; chunk_tokens: as `HeadConfig` has
-    it."""
+    [padded, embed]. vocab: real rows. padded: all rows. chunk_tokens: as in `HeadConfig`."""
 
     leaf: str
     vocab: int
@@ -237,7 +234,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What a model says of itself.
+    """Description of a model.
 
     embed: width of the residual stream. period: the blocks of a stack, in which they repeat
     `periods` times; their leaves are `period.0.<leaf in the block>` and so on, stacked on dim 0.
@@ -280,66 +277,65 @@ class ModelDescription:
 
     @property
     def tokens(self) -> str:
-        """The field of a batch that has an element for each token."""
+        """Field of a batch that has an element for each token."""
         return next(iter(self.fields))
 
     @property
     def stacked(self) -> dict[str, Block]:
-        """The blocks of a period by their paths."""
+        """Blocks of a period by their paths."""
         return {f"{STACK}{i}.": block for i, block in enumerate(self.period)}
 
     @property
     def stacked_products(self) -> list[str]:
-        """The leaves of the stack that are multiplied by, by `column` or `row`."""
+        """Leaves of the stack that are multiplied by `column` or `row`."""
         every = ((path, weight) for path, b in self.stacked.items() for weight in products(b))
         return [path + weight.leaf for path, weight in every]
 
     @property
     def products(self) -> list[str]:
-        """Those, and the leaves of the blocks beside the stack that are multiplied by so."""
+        """`stacked_products`, and those of the blocks outside the stack."""
         return [path + weight.leaf for path, b in self.blocks.items() for weight in products(b)]
 
     @property
     def expert_matrices(self) -> dict[str, int]:
-        """The leaves of experts' matrices, and of how many experts each is."""
+        """Leaves of experts' matrices, with their numbers of experts."""
         return {
-            path + weight.leaf: each.experts
+            path + weight.leaf: call.experts
             for path, block in self.blocks.items()
-            for each in operations(block)
-            if isinstance(each, ExpertCall)
-            for weight in each.weights
+            for call in operations(block)
+            if isinstance(call, ExpertCall)
+            for weight in call.weights
         }
 
     @property
     def narrowed(self) -> dict[str, int]:
-        """The leaves that are multiplied by in 8 bits where that is asked for, and how many scales
-        each has."""
+        """Leaves that are in 8 bits if products are, with their numbers of scales."""
         return {**dict.fromkeys(self.products, 1), **self.expert_matrices}
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """All blocks by their paths, those of the period once."""
+        """Blocks by their paths, those of the period once."""
         return {**self.before, **self.stacked, **self.after}
 
     def layers_at(self, path: str) -> range:
-        """The numbers, in natural order, of the layers whose leaves begin with `path`."""
+        """Numbers, in natural order, of the layers whose leaves begin with `path`."""
         first, n = len(self.before), len(self.period)
         if path in self.stacked:
             return range(first + [*self.stacked].index(path), first + n * self.periods, n)
         outside = [*self.before, *self.after]
-        at = outside.index(path)
-        at += 0 if at < first else n * self.periods
-        return range(at, at + 1)
+        number = outside.index(path)
+        number += 0 if number < first else n * self.periods
+        return range(number, number + 1)
 
     @property
     def expert_calls(self) -> list[ExpertCall]:
         """Mixtures of experts, those of the period once."""
-        every = (each for block in self.blocks.values() for each in operations(block))
-        return [each for each in every if isinstance(each, ExpertCall)]
+        calls = (call for block in self.blocks.values() for call in operations(block))
+        return [call for call in calls if isinstance(call, ExpertCall)]
 
     @property
     def balances_microbatches(self) -> bool:
-        """Whether what is learned hangs on how a batch is cut into microbatches."""
+        """True if the gradients depend on how a batch is cut into microbatches."""
         return any(call.sums_loads for call in self.expert_calls)
 
     @property
@@ -348,42 +344,42 @@ class ModelDescription:
         return [*self.before.values(), *(self.period * self.periods), *self.after.values()]
 
     def enters(self, leaf: str) -> bool:
-        """Whether a leaf is read before the stack."""
+        """True if a leaf is read before the stack."""
         return named_by(leaf, (*self.entering_alone, *self.before))
 
     @property
     def entering_alone(self) -> tuple[str, ...]:
-        """What is read before the stack, without the blocks there."""
+        """Leaves that are read before the stack, except those of blocks."""
         return (*self.lookups, *self.entering)
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Leaves that are read before the stack and behind it."""
+        """Leaves that are read both before and after the stack."""
         return (self.head.leaf,) if self.enters(self.head.leaf) else ()
 
     def flops(
         self, *, seq: int, sequences: int, documents: Mapping[int, float] | None = None
     ) -> ModelFlops:
-        """Matmul FLOPs of a forward pass over `sequences` sequences; the padded rows of the
-        vocabulary are not counted, nor is a look-up; of experts those that a token goes through.
-        documents: as for `forward_flops`."""
+        """Matmul FLOPs of a forward pass over `sequences` sequences. Padded rows of the vocabulary
+        and look-ups are not counted; of experts only those of a token are. documents: as for
+        `forward_flops`."""
         matmuls, calls = [Matmul(self.head.leaf, self.embed, self.head.vocab)], Counter()
         for block, count in self._counted:
-            for each in operations(block):
-                if isinstance(each, Product):
-                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in each.weights]
-                elif isinstance(each, ExpertCall):
-                    met = count * each.per_token
-                    every = (each.router, *each.shared)
-                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in every]
-                    matmuls += [Matmul(w.leaf, w.rows, w.columns, met) for w in each.weights]
-                elif isinstance(each, AttentionCall):
-                    calls[each.flops] += count
+            for step in operations(block):
+                if isinstance(step, Product):
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in step.weights]
+                elif isinstance(step, ExpertCall):
+                    routed = count * step.per_token
+                    dense = (step.router, *step.shared)
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, count) for w in dense]
+                    matmuls += [Matmul(w.leaf, w.rows, w.columns, routed) for w in step.weights]
+                elif isinstance(step, AttentionCall):
+                    calls[step.flops] += count
         attention = [replace(call, count=count) for call, count in calls.items()]
         return forward_flops(matmuls, attention, seq=seq, sequences=sequences, documents=documents)
 
     @property
     def _counted(self) -> list[tuple[Block, int]]:
-        """Blocks, and how many layers are alike."""
+        """Blocks, with the number of layers of each."""
         outside = [(block, 1) for block in (*self.before.values(), *self.after.values())]
         return [*outside, *((block, self.periods) for block in self.period)]

@@ -1,4 +1,4 @@
-"""What a model computes, and in which fields two differ."""
+"""Canonical configs, for comparing the functions that two models compute."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxtrain.nn.param import Initialisation
 
 
 def essence(config: Any) -> Any:
-    """A decoder's config with one way to say each thing, less what changes no logits; None of a
-    model of another kind, of which that is not known."""
+    """Canonical config of a decoder: defaults filled in, fields that cannot change logits reset;
+    for comparing two models. None for another kind of model."""
     if not isinstance(config, DecoderConfig):
         return None
 
-    def block(given: BlockConfig) -> BlockConfig:
-        attention = _attention(given.attention, config.embed)
-        mlp = given.mlp
+    def block(layer: BlockConfig) -> BlockConfig:
+        attention = _attention(layer.attention, config.embed)
+        mlp = layer.mlp
         if isinstance(mlp, MoeConfig):
             mlp = replace(mlp, balance=None)
-        return replace(given, attention=attention, mlp=mlp, dropout=0.0)
+        return replace(layer, attention=attention, mlp=mlp, dropout=0.0)
 
     return replace(
         config,
@@ -51,7 +51,8 @@ def _attention(
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """Fields in which two configs differ; those of all layers go by one name, `block`."""
+    """Yields the fields in which two configs differ, with both values; those of all layers are
+    named `block`."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         if len(ours) != len(theirs):
             yield path, f"{len(ours)} of them", f"{len(theirs)} of them"

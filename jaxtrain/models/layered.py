@@ -1,9 +1,9 @@
-"""What a model is that describes itself, and a module to make one from (tests/models/encoder.py is
-one that is not of this library).
+"""Protocols of a model with a description, and a base class of its module (tests/models/encoder.py
+is a model outside this library).
 
-A config is a frozen dataclass with `build(key)` and `describe()`; what it builds is a module whose
-repeated blocks are stacked in `period`. The rest of the house knows the protocols here and
-`description.ModelDescription`, never a class that has them.
+A config is a frozen dataclass with `build(key)` and `describe()`. It builds a module whose repeated
+blocks are stacked in `period`. Other rooms know the protocols here and
+`description.ModelDescription`, never a class that implements them.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ Tables = Mapping[str, jax.Array]
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """A model of an experiment that describes itself.
+    """A model of an experiment, with a description.
 
-    It may also have `violations()`, a list of what is wrong with its fields, each with its remedy
-    (`untried_violations()`, where it has `remedies.Clash`es whose remedies a mesh may change);
-    and for the certificate `shrunk(devices)`, the model with the same features, small enough for a
-    laptop, and `varied(...)`, as `DecoderConfig` has them.
+    It may also have `violations()`, a list of violations of its fields, each with its remedy (and
+    `untried_violations()`, if it has `remedies.Clash`es whose remedies depend on a mesh); and for
+    the certificate `shrunk(devices)`, the model with the same features, small enough for a laptop,
+    and `varied(...)`, as in `DecoderConfig`.
     """
 
     def build(self, key: jax.Array, *, kernel: AttentionKernel | None = None) -> Model:
-        """The module with its first parameters, the same for the same key. kernel: of attention,
-        None lets the platform choose."""
+        """Returns the module with its initial parameters, a function of the key. kernel: of
+        attention, None lets the platform choose."""
         ...
 
     def describe(self) -> ModelDescription: ...
 
 
 class Model(Protocol):
-    """The module of a model that describes itself. `LayeredModel` has all but the first three."""
+    """The module of a model with a description. `LayeredModel` implements all but the first three
+    methods."""
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Any:
-        """What every layer is told of a batch: a tree of arrays, none differentiated. `key` turns
-        dropout on."""
+        """Returns the facts of a batch that every layer gets: a tree of arrays without derivatives.
+        `key` turns dropout on."""
         ...
 
     def enter(
         self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
-        """What the stack begins with, [tokens share, embed]. tables: as `gather_lookups` gives
-        them."""
+        """Returns the stack's input, [tokens share, embed]. tables: from `gather_lookups`."""
         ...
 
     def leave(
@@ -74,12 +74,12 @@ class Model(Protocol):
         comm: Communicator,
         loop: LayerLoop,
     ) -> LossSums:
-        """This device's shares of the loss sum and the count, of what the stack ends with; and, in
-        a dict, of the sums that the description names."""
+        """Returns this device's shares of the loss sum and the count, from the stack's output x;
+        and, in a dict, of the sums that the description names."""
         ...
 
     def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:
-        """The stack's parameters, named without `period.`, and what one turn of it does."""
+        """Returns the stack's parameters, named without `period.`, and one period's function."""
         ...
 
     def loss(
@@ -90,28 +90,28 @@ class Model(Protocol):
         comm: Communicator = ...,
         loop: LayerLoop = ...,
     ) -> LossSums:
-        """All of it on a device's rows [rows, ...] of a batch."""
+        """Returns the sums over a device's rows [rows, ...] of a batch, from lookup to loss."""
         ...
 
 
 def description_of(model: object) -> ModelDescription | None:
-    """What a model says of itself; None of a model that does not."""
+    """Returns the model's description; None for a model without one."""
     return model.describe() if isinstance(model, ModelConfig) else None
 
 
 class LayeredModel(nnx.Module):
-    """A model of blocks that repeat. A subclass sets `period`, by `stacked_blocks`, and has
-    `context`, `enter` and `leave`; its blocks are called as `run_block` says."""
+    """A model of blocks that repeat. A subclass sets `period`, by `stacked_blocks`, and implements
+    `context`, `enter` and `leave`; `run_block` shows how its blocks are called."""
 
     period: Any
     first_layer: int = 0
     """Layers before the stack."""
     lookup: str = "embedding"
-    """The parameter by which tokens enter."""
+    """Name of the table of the tokens' vectors."""
     tokens: str = "tokens"
-    """The field of a batch that has their ids."""
+    """Field of a batch with their ids."""
     used_next: str | None = None
-    """A parameter that `leave` uses: among its tables if gathered while the last layer ran."""
+    """A parameter that `leave` uses: among its tables if gathered during the last layer."""
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Any:
         raise NotImplementedError
@@ -135,14 +135,14 @@ class LayeredModel(nnx.Module):
     def run_block(
         self, block: Any, x: jax.Array, context: PyTree, comm: Communicator, *, layer: Index
     ) -> jax.Array:
-        """One layer, x [tokens share, embed]; `layer` is its number in natural order."""
+        """Runs one layer on x [tokens share, embed]; `layer` is its number in natural order."""
         return block(x, context, comm, layer=layer)
 
     def gather_lookups(self, comm: Communicator, batch: Batch) -> tuple[Tables, Batch]:
-        """The tables that tokens enter by, as they are used, and the batch: here one, `lookup`, by
-        the batch's `tokens`."""
-        whole, ids = self.gather_param(comm, self.lookup, batch[self.tokens])
-        return {self.lookup: whole}, {**batch, self.tokens: ids}
+        """Returns the gathered lookup tables and the batch: here the one table `lookup`, for the
+        batch's `tokens`."""
+        table, ids = self.gather_param(comm, self.lookup, batch[self.tokens])
+        return {self.lookup: table}, {**batch, self.tokens: ids}
 
     def loss(
         self,
@@ -152,8 +152,8 @@ class LayeredModel(nnx.Module):
         comm: Communicator = Local(),  # noqa: B008 (frozen)
         loop: LayerLoop = LayerLoop(),  # noqa: B008 (frozen)
     ) -> LossSums:
-        """This device's shares of what `leave` sums, of its rows of a batch; `key` turns dropout
-        on."""
+        """Returns this device's shares of `leave`'s sums, over its rows of a batch; `key` turns
+        dropout on."""
         tables, batch = self.gather_lookups(comm, batch)
         context = self.context(batch, key, comm)
         x = self.enter(tables, batch, context, comm, loop)
@@ -161,17 +161,17 @@ class LayeredModel(nnx.Module):
         return self.leave({**tables, **gathered}, x, batch, context, comm, loop)
 
     def gather_param(
-        self, comm: Communicator, name: str, after: jax.Array
+        self, comm: Communicator, name: str, x: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """A parameter of the model's own as it is used, and `after`, before which it is not."""
-        whole, after = comm.gather({name: getattr(self, name)[...]}, "", after)
-        return whole[name], after
+        """Returns a gathered parameter of the model, and x, for which the gather waits."""
+        params, x = comm.gather({name: getattr(self, name)[...]}, "", x)
+        return params[name], x
 
     def run_period(
         self, x: jax.Array, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> tuple[jax.Array, Tables]:
-        """x after all layers of the stack, and `used_next`, gathered meanwhile where permutes of
-        weights are tied to products."""
+        """Returns x after all layers of the stack; and `used_next`, gathered during the last layer,
+        if permutes of weights are tied to products."""
         name, tied = self.used_next, comm.tied_flops_per_byte is not None
         tables = {name: getattr(self, name)[...]} if name and tied else {}
         stacked, body = self.stack(comm)
@@ -189,15 +189,15 @@ class LayeredModel(nnx.Module):
         return layers.with_tables(stacked, x, context, tables)
 
     def stack(self, comm: Communicator) -> tuple[dict[str, jax.Array], Body]:
-        """The stack's parameters, named without `period.`, and what one turn of it does."""
+        """Returns the stack's parameters, named without `period.`, and one period's function."""
         parts = [take_apart(block) for block in self.period]
         first, n = self.first_layer, len(parts)
         stacked = {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.params.items()}
 
         def body(params: Any, x: jax.Array, context: PyTree, number: Index) -> jax.Array:
             for i, part in enumerate(parts):
-                mine = {k: params[f"{i}.{k}"] for k in part.params}
-                block = put_together(part.static, mine)
+                own = {k: params[f"{i}.{k}"] for k in part.params}
+                block = put_together(part.static, own)
                 x = self.run_block(block, x, context, comm, layer=first + number * n + i)
             return x
 
@@ -214,8 +214,8 @@ class LayeredModel(nnx.Module):
         *,
         layer: int,
     ) -> jax.Array:
-        """A block beside the stack whose leaves' names begin with `path`, under the loop's remat
-        policy."""
+        """Runs a block outside the stack, whose leaves' names begin with `path`, under the loop's
+        remat policy."""
         part = take_apart(block)
 
         def run(params: Any, x: jax.Array, context: PyTree) -> jax.Array:
@@ -227,7 +227,7 @@ class LayeredModel(nnx.Module):
 
 
 def layer_key(key: jax.Array, layer: Index) -> jax.Array:
-    """The key of a layer, by its number in natural order."""
+    """Key of a layer, by its number in natural order."""
     return jax.random.fold_in(named_key(key, "layer"), layer)
 
 
@@ -238,8 +238,8 @@ def stacked_blocks(
     *,
     first: int = 0,
 ) -> nnx.List:
-    """A model's `period`: what each of `make` builds of a layer's key, stacked over `periods`.
-    first: layers before the stack."""
+    """Returns a model's `period`: the block of each function of `make`, from a layer's key, stacked
+    over `periods`. first: layers before the stack."""
 
     def build(make: Callable[[jax.Array], nnx.Module], layer: jax.Array) -> nnx.Module:
         return make(layer_key(key, layer))
@@ -247,8 +247,8 @@ def stacked_blocks(
     numbers = first + len(make) * jnp.arange(periods)
     return nnx.List(
         [
-            nnx.vmap(partial(build, each), transform_metadata=STACKED)(numbers + i)
-            for i, each in enumerate(make)
+            nnx.vmap(partial(build, block), transform_metadata=STACKED)(numbers + i)
+            for i, block in enumerate(make)
         ]
     )
 
@@ -256,7 +256,7 @@ def stacked_blocks(
 def vocabulary_table(
     key: jax.Array, name: str, shape: tuple[int, int], *, std: float, real: int
 ) -> nnx.Param:
-    """A [vocab, embed] table whose rows from `real` on are zero, and stay so: they get no
+    """A [vocab, embed] table whose rows from `real` on are zero and stay zero: they get no
     gradient, and weight decay of zero is zero."""
     table = normal(key, name, shape, (PaddedAxis("vocab", real), "embed"), std=std)
     table.set_value(jnp.where(jnp.arange(shape[0])[:, None] < real, table[...], 0.0))

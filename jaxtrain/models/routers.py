@@ -1,4 +1,5 @@
-"""Leaves of a model's routers that a step counts in and moves (`moe.tally`, `buffers`)."""
+"""Leaves of a model's routers in which a step counts, and which it updates (`moe.tally`,
+`buffers`)."""
 
 from __future__ import annotations
 
@@ -15,24 +16,24 @@ from jaxtrain.moe.tally import tally_size
 
 Arrays = Mapping[str, jax.Array]
 TALLY, BIAS, REPLAY = "_tally", "_bias", "_replay"
-"""What ends the names of such leaves, behind that of a router."""
+"""Suffixes of the names of such leaves, after a router's name."""
 
 
 def every_router(description: ModelDescription) -> Iterator[tuple[str, ExpertCall]]:
-    """The name of each router, those of the stack once, and its layer."""
+    """Yields the name of each router, those of the stack once, and its operation."""
     for path, block in description.blocks.items():
-        for each in operations(block):
-            if isinstance(each, ExpertCall):
-                yield path + each.router.leaf, each
+        for call in operations(block):
+            if isinstance(call, ExpertCall):
+                yield path + call.router.leaf, call
 
 
 def routers(description: ModelDescription) -> Iterator[tuple[str, ExpertCall]]:
-    """Those that are counted."""
-    return (each for each in every_router(description) if each[1].tallied)
+    """Routers whose choices are counted."""
+    return (router for router in every_router(description) if router[1].tallied)
 
 
 def replays(description: ModelDescription) -> dict[str, tuple[Replay, range]]:
-    """The leaves in which routing is kept: what each layer's holds, and the numbers of layers."""
+    """Leaves that record routing: the format of a layer's record, and the numbers of layers."""
     return {
         name + REPLAY: (call.replay, description.layers_at(name.removesuffix(call.router.leaf)))
         for name, call in every_router(description)
@@ -41,7 +42,7 @@ def replays(description: ModelDescription) -> dict[str, tuple[Replay, range]]:
 
 
 def add_tallies(model: nnx.Module, description: ModelDescription) -> None:
-    """Gives modules of `model` a tally for each router that is counted, stacked as it is."""
+    """Adds to modules of `model` a tally for each router that is counted, stacked as it is."""
     for name, call in routers(description):
         *way, last = name.split(".")
         module: Any = model
@@ -55,8 +56,7 @@ def add_tallies(model: nnx.Module, description: ModelDescription) -> None:
 
 
 def with_seed(params: Arrays, tallies: Set[str], seed: jax.Array) -> dict[str, jax.Array]:
-    """The parameters, the `tallies` among them holding what the loss is multiplied by before it is
-    differentiated."""
+    """Returns the parameters, with `tallies` set to the loss's factor before differentiation."""
     return {
         k: jnp.broadcast_to(seed, v.shape).astype(v.dtype) if k in tallies else v
         for k, v in params.items()
@@ -68,10 +68,10 @@ def next_biases(
 ) -> dict[str, jax.Array]:
     """Routers' biases after a step, whose tallies are in `grads`: lower for experts above the mean
     load, higher for those below (Wang et al. 2024)."""
-    found = {}
+    biases = {}
     for name, call in () if description is None else routers(description):
         if call.bias_rate and name + TALLY in grads:
             loads, bias = grads[name + TALLY][..., : call.experts], params[name + BIAS]
             mean = jnp.mean(loads, axis=-1, keepdims=True)
-            found[name + BIAS] = bias + call.bias_rate * jnp.sign(mean - loads).astype(bias.dtype)
-    return found
+            biases[name + BIAS] = bias + call.bias_rate * jnp.sign(mean - loads).astype(bias.dtype)
+    return biases

@@ -1,4 +1,4 @@
-"""Leaves of delayed scales beside the matrices of a block (`nn.quantized.delayed`)."""
+"""Leaves of delayed scales for the matrices of a block (`nn.quantized.delayed`)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxtrain.nn.quantized.recipe import Products
 
 
 def scale_names(description: ModelDescription | None) -> frozenset[str]:
-    """The names of such leaves of a model whose products have delayed scales."""
+    """Names of such leaves in a model whose products have delayed scales."""
     return frozenset(k + SCALES for k in (() if description is None else description.narrowed))
 
 
 def add_scales(model: nnx.Module, description: ModelDescription) -> None:
-    """Gives modules of `model` a leaf of scales for each matrix that a layer multiplies by, stacked
-    as it is, over experts too; zeros, which `first_scales` replaces. Raises ValueError where the
-    module has another parameter of that name."""
+    """Adds to modules of `model` a leaf of scales for each matrix that a layer multiplies by,
+    stacked as it is, over experts too. They are zeros, which `first_scales` replaces. Raises
+    ValueError if the module has another parameter of that name."""
     for name in description.narrowed:
         *way, last = name.split(".")
         module: Any = model
@@ -50,14 +50,14 @@ def add_scales(model: nnx.Module, description: ModelDescription) -> None:
 def first_scales(
     params: Mapping[str, Any], scales: Set[str], products: Products | None, derivative: float = 1.0
 ) -> dict[str, Any]:
-    """The parameters, those leaves of `scales` as before the first step. derivative: as of
+    """Returns the parameters with the leaves `scales` as before the first step. derivative: as in
     `first_table`."""
-    found = dict(params)
+    updated = dict(params)
     for name in scales:
         assert products is not None and products.scaling is not None, "scales of no products"
         weight, forms = params[name.removesuffix(SCALES)], (products.forward, products.backward)
-        found[name] = first_table(weight, *forms, products.scaling.history, derivative)
-    return found
+        updated[name] = first_table(weight, *forms, products.scaling.history, derivative)
+    return updated
 
 
 def next_scales(
@@ -66,8 +66,8 @@ def next_scales(
     scales: Set[str],
     products: Products | None,
 ) -> dict[str, jax.Array]:
-    """The leaves of `scales` after a step. grads: of all trained leaves; of these what the step
-    saw."""
+    """Leaves `scales` after a step. grads: of all trained leaves; those of `scales` are the step's
+    observations."""
     if products is None or products.scaling is None:
         return {}
     history = products.scaling.history
@@ -77,8 +77,8 @@ def next_scales(
 def scales_of_weights(
     params: Mapping[str, jax.Array], scales: Set[str], products: Products | None
 ) -> dict[str, jax.Array]:
-    """The leaves of `scales` in which w's are those that the weights of `params` need, which no
-    step has had: averages of a run's may be larger than its own of late."""
+    """Leaves `scales` with w's rows computed from the weights of `params`, for weights that no step
+    has used: averages may be larger than a run's recent weights."""
     if products is None or products.scaling is None:
         return {}
     weights = {k: params[k.removesuffix(SCALES)] for k in scales}

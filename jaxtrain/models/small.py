@@ -1,4 +1,4 @@
-"""A decoder made small, with the same features; and the same one with other options."""
+"""A decoder made small, with the same features; and the same decoder with other options."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxtrain.nn.rotary.scaling import DynamicNtk, LongRope
 EMBED, HIDDEN, HEAD_DIM, LATENT, VOCAB, SEQ = 64, 192, 8, 16, 250, 16
 """EMBED, HIDDEN and LATENT are rounded up to a multiple of the devices."""
 EXPERTS, OF_EXPERT = 8, 32
-"""Experts at most, of which a token goes through half or less; and hidden units of each, which are
-multiplied in blocks of few rows. OF_EXPERT is rounded up as HIDDEN is."""
+"""Most experts, of which a token uses half or less; and hidden units of each, which are multiplied
+in blocks of few rows. OF_EXPERT is rounded up as HIDDEN is."""
 
 
 def shrunk(config: DecoderFields, devices: int) -> dict[str, Any]:
-    """The fields of a decoder of two periods and what stands before and behind them, narrow, a few
-    heads for every device: norms, biases, windows, rotary embeddings, grouped queries, tying and
+    """Fields of a narrow decoder with two periods and the layers before and after them, and a few
+    heads for every device. Norms, biases, windows, rotary embeddings, grouped queries, tying and
     scales stay."""
     narrow = {block: _block(block, devices) for block in config.blocks}
     period = tuple(narrow[b] for b in config.period)
@@ -57,13 +57,13 @@ def varied(
     periods: int | None,
     kept_routing: int | None,
 ) -> dict[str, Any]:
-    """The fields of the same decoder with these options, None for what it has."""
+    """Fields of the same decoder with these options, None for its own."""
 
-    def mlp(given: MlpConfig | MoeConfig) -> MlpConfig | MoeConfig:
-        given = replace(given, activation=activation or given.activation)
-        if not isinstance(given, MoeConfig):
-            return given
-        return replace(given, kept_routing=kept_routing)
+    def mlp(layer: MlpConfig | MoeConfig) -> MlpConfig | MoeConfig:
+        layer = replace(layer, activation=activation or layer.activation)
+        if not isinstance(layer, MoeConfig):
+            return layer
+        return replace(layer, kept_routing=kept_routing)
 
     parts: dict[str, Any] = {
         part: tuple(
@@ -78,8 +78,8 @@ def varied(
 
 
 def _init(init: Initialisation, narrower: float) -> Initialisation:
-    """Products as large as they were, of so many times fewer terms: what is nearly zero before a
-    norm comes out of it with all its rounding."""
+    """Keeps the size of products that have `narrower` times fewer terms: a norm would magnify the
+    rounding of values near zero."""
     return init if init.std is None else replace(init, std=init.std * max(narrower, 1.0) ** 0.5)
 
 
@@ -97,7 +97,7 @@ def _block(block: BlockConfig, devices: int) -> BlockConfig:
 def _attention(
     a: AttentionConfig | LatentAttentionConfig, devices: int
 ) -> AttentionConfig | LatentAttentionConfig:
-    """Values of a latent stay longer or shorter than queries, or as long."""
+    """Latent attention's values stay longer or shorter than queries, or equal."""
     if isinstance(a, LatentAttentionConfig):
         other = (a.value_head_dim > a.head_dim) - (a.value_head_dim < a.head_dim)
         return replace(
@@ -121,7 +121,8 @@ def _attention(
 
 
 def _rope(rope: Rope, head_dim: int) -> Rope:
-    """Of heads of so many dims; one that goes by a row's length does so within small rows."""
+    """Rotary embedding for heads of `head_dim` dims; if it depends on a row's length, its switch is
+    within small rows."""
     turned = max(rope.turned_dims(head_dim) // 2, 1)
     scaling = rope.scaling
     if isinstance(scaling, LongRope):
@@ -135,8 +136,8 @@ def _rope(rope: Rope, head_dim: int) -> Rope:
 
 
 def _mixture(mlp: MoeConfig, devices: int) -> MoeConfig:
-    """Its parts made small: two groups of experts, one of which is open where it has enough of
-    them; and tokens compete with those of half a row."""
+    """A mixture with small parts: two groups of experts, of which one is open if it has enough
+    experts; tokens compete with those of half a row."""
     groups = mlp.router.groups
     if groups is not None and mlp.experts % 2:
         groups = None
@@ -153,7 +154,7 @@ def _mixture(mlp: MoeConfig, devices: int) -> MoeConfig:
 
 
 def seq_of(devices: int) -> int:
-    """Tokens of a row: whole chunks, two for each device, wherever it is cut."""
+    """Tokens of a row: complete chunks, two for each device, wherever it is cut."""
     return _multiple(SEQ, 2 * devices)
 
 

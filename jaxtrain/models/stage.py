@@ -1,7 +1,7 @@
-"""What a pipeline's stage does, made from a model that describes itself.
+"""A pipeline's stage, made from a model with a description.
 
-What stands before and behind the pipeline is split over (tensor, stage) as it else is over tensor:
-every stage has its slice of the vocabulary, and of the heads of blocks outside the stack.
+Operations before and after the pipeline are split over (tensor, stage) instead of tensor: every
+stage has its slice of the vocabulary, and of the heads of blocks outside the stack.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ Arrays = dict[str, Any]
 class ModelStage:
     """A `pipeline.tick.Stage` of a `Model`.
 
-    static: the model without its parameters, as `nn.module.take_apart` gives it. described: what it
-    says of itself. layout: which layer lies where. split: the schedule has W.
-    inner: the communicator within a stage; wide: of what all stages share. params: as they rest.
-    batch: [microbatches, rows, ...]. key: the step's, None for no dropout. reduce_microbatch: one
-    microbatch's gradients of blocks to what is accumulated."""
+    static: the model without its parameters, from `nn.module.take_apart`. described: its
+    description. layout: places of the layers. split: True if the schedule has W. inner: the
+    communicator within a stage. wide: that of operations that all stages share. params: sharded as
+    at rest. batch: [microbatches, rows, ...]. key: the step's, None for no dropout.
+    reduce_microbatch: reduces one microbatch's gradients of blocks before they are accumulated.
+    """
 
     static: Any
     described: ModelDescription
@@ -58,8 +59,8 @@ class ModelStage:
         model, batch = self._model(outside, entering=True), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
-        by = self.inner.collectives.tensor
-        return gather_tokens("pipeline input gradients", (STAGE,), by, x)
+        algorithm = self.inner.collectives.tensor
+        return gather_tokens("pipeline input gradients", (STAGE,), algorithm, x)
 
     def leave(self, outside: Arrays, y: jax.Array, microbatch: Index) -> LossSums:
         model, batch = self._model(outside, entering=False), self._batch(microbatch)
@@ -68,25 +69,27 @@ class ModelStage:
         tables = self._tables(outside)
         return model.leave(tables, y, batch, context, self.wide, self.loop)
 
-    def forward(self, chunk: Arrays, x: jax.Array, at: At) -> jax.Array:
-        return self._layers(chunk, x, self._extras(at))
+    def forward(self, chunk: Arrays, x: jax.Array, work: At) -> jax.Array:
+        return self._layers(chunk, x, self._extras(work))
 
-    def forward_with_residuals(self, chunk: Arrays, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def forward_with_residuals(
+        self, chunk: Arrays, x: jax.Array, work: At
+    ) -> tuple[jax.Array, Any]:
         layers = self._layers if self._split is None else self._split
-        return layers.forward_with_residuals(chunk, x, self._extras(at))
+        return layers.forward_with_residuals(chunk, x, self._extras(work))
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: jax.Array, at: At
+        self, saved: PyTree, chunk: Arrays, dy: jax.Array, work: At
     ) -> tuple[Arrays, jax.Array, Any]:
         if self._split is not None:
-            grads, dx, stash = self._split.backward(saved, chunk, dy, self._extras(at))
-            return self._reduce_chunk(grads, at), dx, stash
-        grads, dx = self._layers.backward(saved, chunk, dy, self._extras(at))
-        return self._reduce_chunk(grads, at), dx, ()
+            grads, dx, stash = self._split.backward(saved, chunk, dy, self._extras(work))
+            return self._reduce_chunk(grads, work), dx, stash
+        grads, dx = self._layers.backward(saved, chunk, dy, self._extras(work))
+        return self._reduce_chunk(grads, work), dx, ()
 
-    def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
+    def weight_gradients(self, stash: PyTree, chunk: Arrays, work: At) -> Arrays:
         assert self._split is not None, "a schedule without W asks for none"
-        return self._reduce_chunk(self._split.weight_gradients(stash, chunk), at)
+        return self._reduce_chunk(self._split.weight_gradients(stash, chunk), work)
 
     @cached_property
     def _split(self) -> SplitLayers | None:
@@ -109,12 +112,12 @@ class ModelStage:
             flops_per_byte=self.inner.tied_flops_per_byte,
         )
 
-    def _reduce_chunk(self, grads: Arrays, at: At) -> Arrays:
-        """Of one chunk, which `reduce_microbatch` knows as a part of the leaf in slots only; zero
-        in those of padding, where the backward pass may have made what is no number."""
+    def _reduce_chunk(self, grads: Arrays, work: At) -> Arrays:
+        """Reduces one chunk's gradients; `reduce_microbatch` expects a leaf in slots. Padding's
+        gradients become zero: the backward pass may give NaN there."""
         layout = self.layout
         if layout.padding:
-            real = layers_of_stage(layout, STAGE)[at.chunk] >= 0
+            real = layers_of_stage(layout, STAGE)[work.chunk] >= 0
             grads = {k: where_real(real, g) for k, g in grads.items()}
         many = layout.chunks > 1
         reduced = self.reduce_microbatch(
@@ -123,7 +126,7 @@ class ModelStage:
         return {k.removeprefix(STACK): g[0] if many else g for k, g in reduced.items()}
 
     def _body(self, comm: Communicator) -> Body:
-        """One turn of the period, asking `comm`."""
+        """Function of one period with the communicator `comm`."""
 
         def body(params: Arrays, x: jax.Array, extras: PyTree, slot: Index) -> jax.Array:
             context, layers = extras
@@ -131,31 +134,31 @@ class ModelStage:
             if not self.layout.padding:
                 return turn(params, x, context, layers[slot])
             real = layers[slot] >= 0
-            # The gradient of a block of zeros may be no number, and 0 times it is none. The same x
-            # either way: forward this costs nothing, and backward it drops what padding gives.
+            # The gradient of a block of zeros may be NaN, as is 0 times it. Both branches are x:
+            # this costs nothing in the forward pass, and drops padding's gradient in the backward.
             into = jnp.where(real, x, lax.stop_gradient(x))
             y = turn(params, into, context, jnp.maximum(layers[slot], 0))
             return jnp.where(real, y, x)
 
         return body
 
-    def _extras(self, at: At) -> tuple[Any, jax.Array]:
-        """The microbatch's context, and which layer is in each slot of the chunk."""
-        model, batch = self._model({}), self._batch(at.microbatch)
-        layers = layers_of_stage(self.layout, STAGE)[at.chunk]
-        return model.context(batch, self._key(at.microbatch), self.inner), layers
+    def _extras(self, work: At) -> tuple[Any, jax.Array]:
+        """Returns the microbatch's context, and the layer in each slot of the chunk."""
+        model, batch = self._model({}), self._batch(work.microbatch)
+        layers = layers_of_stage(self.layout, STAGE)[work.chunk]
+        return model.context(batch, self._key(work.microbatch), self.inner), layers
 
     def _model(self, outside: Arrays, *, entering: bool | None = None) -> Model:
-        """entering: what is read before the stack is there (True), or what is read behind it: the
-        gradient of another would be made by nobody."""
-        # A model knows no chunks: any one of them.
+        """The model. entering: only leaves that are read before the stack may be read (True), or
+        only those after it: gradients of others would not be computed."""
+        # A model knows no chunks: any chunk serves.
         first = self.layout.by_chunk
         params = {k: first(p)[0] if k.startswith(STACK) else p for k, p in self.params.items()}
-        there: dict[str, Any] = {**params, **outside}
+        arrays: dict[str, Any] = {**params, **outside}
         for name in outside if entering is not None else ():
             if self.described.enters(name) != entering and name not in self.described.tied:
-                there[name] = _NotThere(name, entering=bool(entering))
-        return put_together(self.static, there)
+                arrays[name] = _NotThere(name, entering=bool(entering))
+        return put_together(self.static, arrays)
 
     def _tables(self, outside: Arrays) -> Arrays:
         return {name: outside.get(name, self.params[name]) for name in self.described.lookups}
@@ -169,20 +172,20 @@ class ModelStage:
 
 
 class _NotThere:
-    """Stands for a parameter that one side of the stack must not read."""
+    """Replaces a parameter that one side of the stack must not read."""
 
     def __init__(self, name: str, *, entering: bool) -> None:
-        said = "does not name" if entering else "names"
-        self._told = (
-            f"{'enter' if entering else 'leave'}() reads {name}, which describe() {said} among "
+        names = "does not name" if entering else "names"
+        self._message = (
+            f"{'enter' if entering else 'leave'}() reads {name}, which describe() {names} among "
             f"what is read before the stack (lookups, entering): in a pipeline its gradient "
             f"would not be made; {'name it there' if entering else 'take it out'}"
         )
 
     def __jax_array__(self) -> jax.Array:
-        raise ValueError(self._told)
+        raise ValueError(self._message)
 
-    def __getitem__(self, at: object) -> jax.Array:
-        raise ValueError(self._told)
+    def __getitem__(self, index: object) -> jax.Array:
+        raise ValueError(self._message)
 
     shape = dtype = ndim = astype = property(__jax_array__)

@@ -1,4 +1,4 @@
-"""What is wrong with a decoder's fields."""
+"""Violations of a decoder's fields."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from jaxtrain.nn.rotary.rope import Rope
 from jaxtrain.remedies import Clash, Near, Way, under
 
 LAYERS, EXPERTS, ALL_EXPERTS, SIZE = 2**14, 2**14, 2**20, 2**31 - 1
-"""At most: ten times the deepest and the most divided models known; and what an index of 32 bits
-counts. What claims more is no model, and would be listed layer by layer."""
+"""Upper limits: ten times the deepest and the most divided models known, and the range of a 32-bit
+index. A larger config is no model, and would be listed layer by layer."""
 
 
 def violations(config: DecoderFields) -> list[str]:
-    """Each wrong field with its remedy; remedies of clashes are not tried yet."""
-    if found := _layers_unknown(config):
-        return found
+    """Returns each wrong field with its remedy; remedies of clashes are not tried yet."""
+    if problems := _layers_unknown(config):
+        return problems
     fixed, n = len(config.prefix) + len(config.suffix), len(config.period)
     if (config.layers - fixed) % n or config.layers - fixed < n:
         near = fixed + max(1, (config.layers - fixed) // n) * n
-        found.append(
+        problems.append(
             f"layers={config.layers} is not prefix + suffix ({fixed}) plus a multiple of the "
             f"period ({n} blocks); use layers={near} or {near + n}"
         )
-        return found
+        return problems
     for name in ("vocab", "embed", "vocab_multiple"):
         if not _whole(getattr(config, name)):
-            found.append(f"{name}={getattr(config, name)}; use a whole number of at least 1")
+            problems.append(f"{name}={getattr(config, name)}; use a whole number of at least 1")
     optional = {"chunk_tokens": _whole, "learned_positions": _whole, "logit_softcap": _positive}
     for name, holds in optional.items():
         value = getattr(config, name)
         if value is not None and not holds(value):
-            found.append(f"{name}={value}; use {NEEDED[holds]}, or None")
-    found += _beyond_any(config)
-    found += _scale_violations(config) + _norm_problems("norm", config.norm)
+            problems.append(f"{name}={value}; use {NEEDED[holds]}, or None")
+    problems += _beyond_any(config)
+    problems += _scale_violations(config) + _norm_problems("norm", config.norm)
     if not _whole(config.embed):
-        return found  # heads are told against it
-    found += _of_blocks(config)
+        return problems  # heads are checked against it
+    problems += _of_blocks(config)
     if config.learned_positions is None and any(b.attention.rope is None for b in config.blocks):
-        found.append("some block has no rope and there are no learned positions; set either")
+        problems.append("some block has no rope and there are no learned positions; set either")
     if not _share(config.dropout):
-        found.append(f"dropout={config.dropout}; use a share in [0, 1)")
-    return found
+        problems.append(f"dropout={config.dropout}; use a share in [0, 1)")
+    return problems
 
 
 def _of_blocks(config: DecoderFields) -> list[str]:
-    """What is wrong with blocks, each cause once: blocks are numbered as they first come."""
+    """Violations of blocks, each cause once; distinct blocks are numbered in their order."""
     causes: dict[str, list[int]] = {}
-    for at, block in enumerate(dict.fromkeys(config.blocks)):
+    for number, block in enumerate(dict.fromkeys(config.blocks)):
         for violation in _block_violations(block, config.embed):
-            causes.setdefault(violation, []).append(at)
-    return [line for cause, at in causes.items() for line in under(_blocks(at), [cause])]
+            causes.setdefault(violation, []).append(number)
+    return [line for cause, numbers in causes.items() for line in under(_blocks(numbers), [cause])]
 
 
 def _blocks(numbers: list[int]) -> str:
@@ -71,7 +71,7 @@ def _blocks(numbers: list[int]) -> str:
 
 
 def _block_violations(block: BlockConfig, embed: int) -> list[str]:
-    """What is wrong with a block, without its number."""
+    """Violations of a block, without its number."""
     counts = _counts(block)
     if missing := [f"{name}={count}" for name, count in counts.items() if not _whole(count)]:
         return [f"{', '.join(missing)}; use a whole number of at least 1"]
@@ -85,23 +85,23 @@ def _block_violations(block: BlockConfig, embed: int) -> list[str]:
 
 
 def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int) -> list[str]:
-    """What is wrong with a block's attention, whose counts are sound."""
-    found: list[str] = []
+    """Violations of a block's attention, whose counts are valid."""
+    violations: list[str] = []
     kinds = {"head_dim": _whole, "window": _whole, "softcap": _positive, "scale": _positive}
     for name, holds in kinds.items():
         value = getattr(a, name, None)
         if value is not None and not holds(value):
-            found.append(f"{name}={value}; use {NEEDED[holds]}, or None")
+            violations.append(f"{name}={value}; use {NEEDED[holds]}, or None")
     if isinstance(a, LatentAttentionConfig):
-        return found + _latent_violations(a)
+        return violations + _latent_violations(a)
     if a.head_dim is not None and not _whole(a.head_dim):
-        return found
+        return violations
     sizes = {"embed": embed, "heads": a.heads, "head_dim": a.head_dim}
     heads, size = Near("heads", a.heads), Near("head_dim", max(a.size(embed), 1))
     uneven = a.head_dim is None and embed % a.heads != 0
     if uneven:
         near = embed // a.heads * a.heads or a.heads
-        found.append(
+        violations.append(
             Clash(
                 f"embed={embed} is not a multiple of heads={a.heads}",
                 f"use embed={near}, or set head_dim",
@@ -113,7 +113,7 @@ def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int
     if a.heads % a.key_heads:
         fitting = max(k for k in range(1, min(a.heads, a.key_heads) + 1) if a.heads % k == 0)
         of_keys = Near("kv_heads", a.key_heads)
-        found.append(
+        violations.append(
             Clash(
                 f"heads={a.heads} is not a multiple of kv_heads={a.key_heads}",
                 f"use kv_heads={fitting}",
@@ -125,35 +125,35 @@ def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int
     if a.rope is not None and not uneven:
         derived = f"embed={embed} // heads={a.heads} = {a.size(embed)} dims"
         embeds = Near("embed", embed, a.heads)
-        found += _unturned(
+        violations += _unturned(
             a.rope,
             size=a.size(embed),
-            said=derived if a.head_dim is None else f"head_dim={a.head_dim}",
+            described=derived if a.head_dim is None else f"head_dim={a.head_dim}",
             sizes=sizes,
             ways=[(size,)] if a.head_dim is not None else [(embeds,), (size,), (heads,)],
         )
     if a.qk_norm_across_heads and not isinstance(a.qk_norm, RMSNorm):
-        found.append(
+        violations.append(
             f"qk_norm_across_heads={a.qk_norm_across_heads!r} with qk_norm="
             f"{a.qk_norm!r}; use an RMSNorm, or False"
         )
-    return found
+    return violations
 
 
 def _unturned(
     rope: Rope,
     *,
     size: int,
-    said: str,
+    described: str,
     sizes: Mapping[str, int | None],
     ways: Sequence[Way],
 ) -> list[str]:
-    """Why heads of this size cannot be turned. said: the size in terms of fields."""
+    """Reasons why heads of this size cannot be turned. described: the size in terms of fields."""
     violations: list[str] = []
     for violation in rope.violations(size):
         rule, _, remedy = violation.partition("; ")
-        other = rule.replace(f"head_dim={size}", said)
-        rule = other if said in other else f"{other} ({said})"
+        other = rule.replace(f"head_dim={size}", described)
+        rule = other if described in other else f"{other} ({described})"
         violations.append(Clash(f"rope: {rule}", remedy, sizes=sizes, ways=ways))
     return violations
 
@@ -164,14 +164,14 @@ def _norm_violations(block: BlockConfig) -> list[str]:
         norms["qk_norm"] = a.qk_norm
     elif isinstance(a.norm, NormConfig):
         norms["attention.norm"] = a.norm
-    given = {name: norm for name, norm in norms.items() if norm is not None}
-    found = [each for name, norm in given.items() for each in _norm_problems(name, norm)]
+    present = {name: norm for name, norm in norms.items() if norm is not None}
+    problems = [line for name, norm in present.items() for line in _norm_problems(name, norm)]
     if block.norm is None and block.post_norm is None:
-        found.append(
+        problems.append(
             "norm=None without post_norm leaves its branches without any norm; use "
             "post_norm=RMSNorm(), as OLMo 2 does"
         )
-    return found
+    return problems
 
 
 def _norm_problems(name: str, norm: Any) -> list[str]:
@@ -182,7 +182,7 @@ def _norm_problems(name: str, norm: Any) -> list[str]:
 
 
 def _latent_violations(a: LatentAttentionConfig) -> list[str]:
-    found = [
+    violations = [
         f"{name}={value!r}; latent attention has one: use {such}"
         for name, value, kind, such in (
             ("rope", a.rope, Rope, "Rope()"),
@@ -190,31 +190,33 @@ def _latent_violations(a: LatentAttentionConfig) -> list[str]:
         )
         if not isinstance(value, kind)
     ]
-    if not found:
+    if not violations:
         size = a.rope_head_dim
         sizes: dict[str, int | None] = {"rope_head_dim": size, "latent": a.latent}
-        found += _unturned(
+        violations += _unturned(
             a.rope,
             size=size,
-            said=f"rope_head_dim={size}",
+            described=f"rope_head_dim={size}",
             sizes=sizes,
             ways=[(Near("rope_head_dim", size),)],
         )
-    return found
+    return violations
 
 
 def _mlp_violations(block: BlockConfig) -> list[str]:
-    mlp, found = block.mlp, []
+    mlp, violations = block.mlp, []
     if not callable(mlp.activation):
-        found.append(f"mlp.activation={mlp.activation!r}; use a function of an array, such as silu")
+        violations.append(
+            f"mlp.activation={mlp.activation!r}; use a function of an array, such as silu"
+        )
     for name in ("gated", "bias"):
         if not isinstance(value := getattr(mlp, name, False), bool):
-            found.append(f"mlp.{name}={value!r}; use True or False")
-    return found + (_moe_violations(mlp) if isinstance(mlp, MoeConfig) else [])
+            violations.append(f"mlp.{name}={value!r}; use True or False")
+    return violations + (_moe_violations(mlp) if isinstance(mlp, MoeConfig) else [])
 
 
 def _moe_violations(mlp: MoeConfig) -> list[str]:
-    """What is wrong with the parts of a mixture of experts, whose counts are sound."""
+    """Violations of the parts of a mixture of experts, whose counts are valid."""
     experts, chosen = mlp.experts, mlp.experts_per_token
     if chosen > experts:
         return [
@@ -230,20 +232,20 @@ def _moe_violations(mlp: MoeConfig) -> list[str]:
     for name, (kind, instead) in kinds.items():
         if not isinstance(value := getattr(mlp, name), kind):
             return [f"mlp.{name}={value!r}; use {instead}"]
-    found = {"router": mlp.router.violations(experts, chosen)}
+    violations = {"router": mlp.router.violations(experts, chosen)}
     if mlp.shared is not None:
         sound = _whole(mlp.shared.hidden) and mlp.shared.hidden <= SIZE
         wrong = f"hidden={mlp.shared.hidden}; use a whole number of at least 1"
-        found["shared"] = [] if sound else [wrong]
+        violations["shared"] = [] if sound else [wrong]
     if mlp.capacity is not None:
-        found["capacity"] = mlp.capacity.violations()
-    if mlp.balance is not None and not found["router"]:
-        found["balance"] = mlp.balance.violations(mlp.router)
-    return [f"mlp.{name}.{each}" for name, some in found.items() for each in some]
+        violations["capacity"] = mlp.capacity.violations()
+    if mlp.balance is not None and not violations["router"]:
+        violations["balance"] = mlp.balance.violations(mlp.router)
+    return [f"mlp.{name}.{line}" for name, lines in violations.items() for line in lines]
 
 
 def _counts(block: BlockConfig) -> dict[str, Any]:
-    """The fields of a block that count something, by name."""
+    """Fields of a block that are counts, by name."""
     a, mlp = block.attention, block.mlp
     counts = {"heads": a.heads, "mlp.hidden": mlp.hidden}
     if isinstance(a, LatentAttentionConfig):
@@ -259,39 +261,39 @@ def _counts(block: BlockConfig) -> dict[str, Any]:
 
 
 def _layers_unknown(config: DecoderFields) -> list[str]:
-    """What keeps the layers from being counted at all."""
-    found = []
+    """Violations that prevent counting the layers."""
+    violations = []
     if not isinstance(config.layers, int) or isinstance(config.layers, bool):
-        found.append(f"layers={config.layers!r}; use a whole number")
+        violations.append(f"layers={config.layers!r}; use a whole number")
     for name in ("period", "prefix", "suffix"):
         blocks = getattr(config, name)
         if not isinstance(blocks, tuple) or not all(hasattr(b, "attention") for b in blocks):
-            found.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
+            violations.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
     if config.period == ():
-        found.append("period=() has no block to repeat; use period=(block,)")
-    return found or too_many("layers", config.layers, LAYERS)
+        violations.append("period=() has no block to repeat; use period=(block,)")
+    return violations or too_many("layers", config.layers, LAYERS)
 
 
 def _beyond_any(config: DecoderFields) -> list[str]:
-    """Counts that no model has."""
-    found = []
+    """Counts that are larger than any model's."""
+    violations = []
     for name in ("vocab", "embed", "vocab_multiple", "chunk_tokens", "learned_positions"):
-        found += too_many(name, getattr(config, name), SIZE)
-    for at, block in enumerate(dict.fromkeys(config.blocks)):
+        violations += too_many(name, getattr(config, name), SIZE)
+    for number, block in enumerate(dict.fromkeys(config.blocks)):
         optional = {k: getattr(block.attention, k, None) for k in ("head_dim", "window")}
         sizes = _counts(block) | optional
         for name, size in sizes.items():
             most = EXPERTS if name.startswith("mlp.experts") else SIZE
-            found += too_many(f"block {at}: {name}", size, most)
+            violations += too_many(f"block {number}: {name}", size, most)
     experts = [getattr(block.mlp, "experts", 0) for block in config.blocks]
-    whole = all(isinstance(each, int) for each in experts)
-    return found + (
-        too_many("mlp.experts of all layers", sum(experts), ALL_EXPERTS) if whole else []
+    countable = all(isinstance(count, int) for count in experts)
+    return violations + (
+        too_many("mlp.experts of all layers", sum(experts), ALL_EXPERTS) if countable else []
     )
 
 
 def too_many(name: str, value: object, most: int) -> list[str]:
-    """That a count is beyond any model's; of what is no count nothing is said."""
+    """Violation for a count that is larger than any model's; none for other values."""
     if not isinstance(value, int) or value <= most:
         return []
     shown = value if value < 10**20 else "a number of more than 20 digits"
@@ -299,7 +301,7 @@ def too_many(name: str, value: object, most: int) -> list[str]:
 
 
 def _scale_violations(config: DecoderFields) -> list[str]:
-    """Numbers that would make every loss NaN or infinite."""
+    """Scales that would make every loss NaN or infinite."""
     scales = {
         "embedding_scale": config.embedding_scale,
         "logit_scale": config.logit_scale,
@@ -314,7 +316,7 @@ def _scale_violations(config: DecoderFields) -> list[str]:
 
 
 def _whole(value: object) -> bool:
-    """Whether it counts something: a whole number from 1."""
+    """True for a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

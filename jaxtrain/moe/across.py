@@ -32,7 +32,7 @@ class Sends(NamedTuple):
     begins: Int[Array, " devices"]
 
 
-class Came(NamedTuple):
+class Received(NamedTuple):
     """rows, `room` places for those of each device, of which `sizes` are taken by each expert's."""
 
     rows: Float[Array, "rows embed"]
@@ -61,32 +61,32 @@ def plan_sends(
 
 
 def experts_of_rows(sizes: Int[Array, "devices experts"], room: int) -> Int[Array, "rows 1"]:
-    """The expert of each row that came, `room` from each device, numbered as they are here; their
-    number where no row came."""
+    """Returns the local number of the expert of each received row, `room` rows from each device;
+    the number of experts for unused rows."""
     ends = jnp.cumsum(sizes, axis=1)
-    found = jnp.sum(jnp.arange(room)[None, :, None] >= ends[:, None, :], axis=-1)
-    return found.reshape(-1, 1)
+    numbers = jnp.sum(jnp.arange(room)[None, :, None] >= ends[:, None, :], axis=-1)
+    return numbers.reshape(-1, 1)
 
 
-def send(rows: Float[Array, "sent embed"], sends: Sends, room: int, exchange: Exchange) -> Came:
-    """The rows that other devices sent to this one's experts."""
+def send(rows: Float[Array, "sent embed"], sends: Sends, room: int, exchange: Exchange) -> Received:
+    """Sends rows to the devices of their experts; returns those that this device receives."""
     axes = exchange.experts
-    told = vary(jnp.concatenate([sends.sizes, sends.begins[:, None]], axis=1), axes)
-    heard = lax.stop_gradient(Lax().all_to_all(told, axes, 0, 0))
-    sizes, begin_there = heard[:, :-1], heard[:, -1]
+    counts = vary(jnp.concatenate([sends.sizes, sends.begins[:, None]], axis=1), axes)
+    received = lax.stop_gradient(Lax().all_to_all(counts, axes, 0, 0))
+    sizes, begin_there = received[:, :-1], received[:, -1]
     parts = Parts(jnp.sum(sends.sizes, 1), sends.begins, jnp.sum(sizes, 1), begin_there)
-    return Came(exchange.rows.there(rows, parts, room, axes), sizes, parts)
+    return Received(exchange.rows.there(rows, parts, room, axes), sizes, parts)
 
 
 def bring_back(
-    out: Float[Array, "rows embed"], sends: Sends, came: Came, exchange: Exchange
+    out: Float[Array, "rows embed"], sends: Sends, received: Received, exchange: Exchange
 ) -> Float[Array, "tokens k embed"]:
-    """What became of each token's rows where they were sent."""
+    """Sends the experts' outputs back; returns those of each token's choices."""
     sent = len(sends.plan.slots)
-    back = exchange.rows.back(out, came.parts, sent, exchange.experts)
+    back = exchange.rows.back(out, received.parts, sent, exchange.experts)
     return combine(back, sends.plan)
 
 
-def pinned(x: jax.Array, after: jax.Array | None) -> jax.Array:
-    """x, not before `after` is made."""
-    return x if after is None else lax.optimization_barrier((x, after))[0]
+def pinned(x: jax.Array, dependency: jax.Array | None) -> jax.Array:
+    """Returns x, which is not available before `dependency` is computed."""
+    return x if dependency is None else lax.optimization_barrier((x, dependency))[0]

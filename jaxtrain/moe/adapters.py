@@ -36,9 +36,9 @@ def with_changes(
         if pair is None:
             return y
         into, out_of = pair
-        by = _kernel_of_rank(kernel, rows, into)
-        z = grouped_matmul(by, rows, into, owners) * scale
-        return y + grouped_matmul(by, z, out_of, owners)
+        narrow = _kernel_of_rank(kernel, rows, into)
+        z = grouped_matmul(narrow, rows, into, owners) * scale
+        return y + grouped_matmul(narrow, z, out_of, owners)
 
     return tuple(changed(y, pair) for y, pair in zip(products, _each(pairs, products), strict=True))
 
@@ -53,12 +53,12 @@ def products_with_changes(
     ]
 
 
-def _each(pairs: Pairs, beside: Sequence[object]) -> Pairs:
-    return pairs or (None,) * len(beside)
+def _each(pairs: Pairs, products: Sequence[object]) -> Pairs:
+    return pairs or (None,) * len(products)
 
 
 def _kernel_of_rank(kernel: GroupedMatmul, rows: Rows, into: jax.Array) -> GroupedMatmul:
     experts, width, rank = into.shape
     checked = bool(varying_axes(rows, into))
-    asked = Asked(len(rows), experts, width, rank, rows.dtype, checked)
-    return BlockLoop() if kernel.violations(asked) else kernel
+    problem = Asked(len(rows), experts, width, rank, rows.dtype, checked)
+    return BlockLoop() if kernel.violations(problem) else kernel

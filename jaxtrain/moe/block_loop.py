@@ -34,12 +34,12 @@ class BlockLoop:
     largest_block: int = 512
     narrow: ClassVar[bool] = True
 
-    def violations(self, asked: Asked) -> list[str]:
+    def violations(self, problem: Asked) -> list[str]:
         return []
 
     def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
-        def step(_: tuple[()], at: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], jax.Array]:
-            block, owner = at
+        def step(_: tuple[()], turn: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], jax.Array]:
+            block, owner = turn
             return (), _times(block, _matrix(weights, owner))
 
         out = lax.scan(step, (), (blocks_of(rows, owners), owners))[1]
@@ -48,8 +48,8 @@ class BlockLoop:
     def backward(
         self, rows: Rows, weights: Experts, owners: Owners, dy: Products
     ) -> tuple[Rows, Experts]:
-        def step(dw: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            block, dy, owner = at
+        def step(dw: jax.Array, turn: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            block, dy, owner = turn
             narrow = dy.dtype.itemsize == 1
             sums = (
                 product_of_numbers
@@ -60,8 +60,8 @@ class BlockLoop:
 
         axes = varying_axes(rows, weights, owners, dy)
         start = vary(jnp.zeros(weights.shape, jnp.float32), axes)
-        each = (blocks_of(rows, owners), blocks_of(dy, owners), owners)
-        dw, dx = lax.scan(step, start, each)
+        turns = (blocks_of(rows, owners), blocks_of(dy, owners), owners)
+        dw, dx = lax.scan(step, start, turns)
         dtype = jnp.float32 if weights.dtype.itemsize == 1 else weights.dtype
         return dx.reshape(rows.shape), dw.astype(dtype)
 

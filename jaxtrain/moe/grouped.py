@@ -24,10 +24,10 @@ Owners = Int[Array, " blocks"]
 
 
 class Asked(NamedTuple):
-    """What a layer asks of a kernel, on one device.
+    """Sizes of a grouped product that a layer asks of a kernel, on one device.
 
     rows: its tokens, once for each of their experts. embed, hidden: the dims of its matrices.
-    checked: whether in a shard_map with `check_vma=True`.
+    checked: True in a shard_map with `check_vma=True`.
     """
 
     rows: int
@@ -47,8 +47,8 @@ class GroupedMatmul(Protocol):
         """Rows of a block at the most, a power of two."""
         ...
 
-    def violations(self, asked: Asked) -> list[str]:
-        """Why it cannot compute this."""
+    def violations(self, problem: Asked) -> list[str]:
+        """Returns the reasons why the kernel cannot compute this problem."""
         ...
 
     def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products: ...
@@ -61,8 +61,8 @@ class GroupedMatmul(Protocol):
 
 
 def takes_8_bits(kernel: GroupedMatmul) -> bool:
-    """Whether `forward` and `backward` take numbers of 8 bits, with results in fp32: a kernel says
-    so by `narrow`. Others get such numbers in 16."""
+    """True if `forward` and `backward` take numbers of 8 bits and return fp32: such a kernel has
+    `narrow = True`. Others get these numbers in 16 bits."""
     return getattr(kernel, "narrow", False)
 
 
@@ -98,10 +98,10 @@ def block_rows(rows: int, experts: int, largest: int) -> int:
 
 
 def block_count(rows: int, experts: int, largest: int) -> int:
-    """Blocks for any choice of experts: most are taken if each has one row, and one of them all
-    the others."""
-    taken = min(experts, rows)
-    return (rows - taken) // block_rows(rows, experts, largest) + taken
+    """Number of blocks that suffices for any choice of experts. Most are needed if all experts but
+    one have one row each."""
+    used = min(experts, rows)
+    return (rows - used) // block_rows(rows, experts, largest) + used
 
 
 def blocks_of(
@@ -114,5 +114,5 @@ def blocks_of(
 
 def group_sizes(owners: Owners, experts: int, rows: int) -> Int[Array, " experts"]:
     """Rows of each expert, padding included."""
-    found = jnp.sum(owners[:, None] == jnp.arange(experts)[None], axis=0)
-    return (found * (rows // max(len(owners), 1))).astype(jnp.int32)
+    blocks = jnp.sum(owners[:, None] == jnp.arange(experts)[None], axis=0)
+    return (blocks * (rows // max(len(owners), 1))).astype(jnp.int32)

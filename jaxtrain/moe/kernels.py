@@ -1,4 +1,4 @@
-"""Which kernel multiplies experts' rows where."""
+"""Choice of the kernel that multiplies experts' rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FUSED: dict[str, GroupedMatmul] = {
 """By platform, what is tried before the portable loop."""
 
 
-def choose(platform: str, asked: Asked) -> GroupedMatmul:
-    """The platform's fastest kernel that computes what is asked, else `BlockLoop`. The fused ones
-    are for 16-bit inputs: in fp32 they would multiply in passes of fewer bits."""
+def choose(platform: str, problem: Asked) -> GroupedMatmul:
+    """Returns the platform's fastest kernel for this problem, else `BlockLoop`. The fused ones are
+    for 16-bit inputs: they would multiply fp32 in passes of fewer bits."""
     fused = FUSED.get(platform)
-    if fused is None or asked.dtype.itemsize > 2 or fused.violations(asked):
+    if fused is None or problem.dtype.itemsize > 2 or fused.violations(problem):
         return BlockLoop()
     return fused
 
@@ -37,29 +37,30 @@ class PlatformGroupedMatmul:
     platform: str
 
 
-def settled(kernel: GroupedMatmul | PlatformGroupedMatmul | None, asked: Asked) -> GroupedMatmul:
-    """The kernel that runs; None is the default backend's. Raises ValueError where one that was
-    asked for by name cannot compute this."""
+def settled(kernel: GroupedMatmul | PlatformGroupedMatmul | None, problem: Asked) -> GroupedMatmul:
+    """Returns the kernel that runs; None is the default backend's. Raises ValueError if a kernel
+    that the user named cannot compute this problem."""
     if isinstance(kernel, GroupedMatmul):
-        if problems := kernel.violations(asked):
+        if problems := kernel.violations(problem):
             raise ValueError(
                 f"grouped_matmul={kernel!r} cannot compute this: {'; '.join(problems)}; use "
                 "BlockLoop(), or None for the platform's choice"
             )
         return kernel
     platform = jax.default_backend() if kernel is None else kernel.platform
-    chosen = choose(platform, asked)
+    chosen = choose(platform, problem)
     if isinstance(chosen, BlockLoop) and platform != "cpu":
-        warnings.warn(portable(platform, asked), stacklevel=2)
+        warnings.warn(portable(platform, problem), stacklevel=2)
     return chosen
 
 
-def portable(platform: str, asked: Asked) -> str:
-    """What it means that `BlockLoop` runs on an accelerator."""
+def portable(platform: str, problem: Asked) -> str:
+    """Returns a warning that `BlockLoop` runs on an accelerator, with the reason and its cost."""
     fused = FUSED.get(platform)
-    why = "; ".join(fused.violations(asked)) if fused else ""
+    reasons = "; ".join(fused.violations(problem)) if fused else ""
+    because = f" ({reasons})" if reasons else ""
     return (
-        f"{asked.experts} experts of {asked.dtype} [{asked.embed}, {asked.hidden}] with "
-        f"{asked.rows} rows have no fused kernel for {platform} here{why and f' ({why})'} and run "
+        f"{problem.experts} experts of {problem.dtype} [{problem.embed}, {problem.hidden}] with "
+        f"{problem.rows} rows have no fused kernel for {platform} here{because} and run "
         f"as a loop over blocks: on an H100 about 4 times the time of their products"
     )

@@ -44,7 +44,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class ExpertLeaves(NamedTuple):
-    """What a layer reads, on one device.
+    """Leaves that a layer reads, on one device.
 
     router [embed, experts]. weights: gate, up [experts, embed, mlp] and down [experts, mlp, embed],
     or up and down without a gate. bias [experts], tally and replay: of the router, None where it
@@ -67,11 +67,11 @@ class ExpertLeaves(NamedTuple):
     shared_adapters: Pairs = ()
 
     def splits(self, hidden: MeshAxes, experts: MeshAxes = ()) -> ExpertLeaves:
-        """In place of each leaf the mesh axes of its dims: those of the hidden dim and of
+        """Returns the mesh axes of each leaf's dims, for these axes of the hidden dim and of
         experts."""
         into, shared_into = (experts, (), hidden), ((), hidden)
         shared = (*(shared_into for _ in self.shared[1:]), (hidden, ()))
-        found = {
+        splits = {
             "router": ((), ()),
             "weights": (*(into for _ in self.weights[1:]), (experts, hidden, ())),
             "bias": ((),),
@@ -80,23 +80,23 @@ class ExpertLeaves(NamedTuple):
             "shared": shared[: len(self.shared)],
             "shared_router": ((), ()),
         }
-        there: dict[str, Any] = {k: v for k, v in found.items() if getattr(self, k) is not None}
+        result: dict[str, Any] = {k: v for k, v in splits.items() if getattr(self, k) is not None}
         of_pairs = {
             "adapters": ((experts, (), ()), (experts, (), hidden), (experts, hidden, ())),
             "shared_adapters": (((), ()), ((), hidden), (hidden, ())),
         }
-        for name, (whole, cut, down) in of_pairs.items():
+        for name, (unsplit, cut, down) in of_pairs.items():
             pairs = getattr(self, name)
-            every = (*((whole, cut) for _ in pairs[1:]), (down, whole))[: len(pairs)]
-            there[name] = tuple(pair and split for pair, split in zip(pairs, every, strict=True))
+            axes = (*((unsplit, cut) for _ in pairs[1:]), (down, unsplit))[: len(pairs)]
+            result[name] = tuple(pair and split for pair, split in zip(pairs, axes, strict=True))
         if self.router_adapter is not None:
-            there["router_adapter"] = (((), ()), ((), ()))
-        return ExpertLeaves(**there)
+            result["router_adapter"] = (((), ()), ((), ()))
+        return ExpertLeaves(**result)
 
 
 class TokenFacts(NamedTuple):
-    """What else is known of a device's tokens. weights: in the loss, for what is counted, None for
-    ones. places: in the batch, where routing is kept (`moe.replay`)."""
+    """Further facts of a device's tokens. weights: in the loss, for the router's statistics; None
+    for ones. places: in the batch, if routing is recorded (`moe.replay`)."""
 
     weights: Float32[Array, " tokens"] | None = None
     places: Int[Array, " tokens"] | None = None
@@ -148,10 +148,10 @@ class ExpertLayer:
         wide = _cast(leaves, jnp.float32)
         cut = lambda a: a.reshape(count, -1, *a.shape[1:])  # noqa: E731
         parts, done = zip(*map(cut, (x, *routed)), strict=True), []
-        again = jax.checkpoint(partial(self._chunk, exchange=exchange))
+        run_chunk = jax.checkpoint(partial(self._chunk, exchange=exchange))
         for part, *choice in parts:
-            here = pinned(part, done[-1] if done else None)
-            done.append(again(here, Routed(*choice), wide))
+            tokens = pinned(part, done[-1] if done else None)
+            done.append(run_chunk(tokens, Routed(*choice), wide))
         return jnp.concatenate(done)
 
     def _chunk(
@@ -184,21 +184,21 @@ class ExpertLayer:
         leaves: ExpertLeaves,
         exchange: Exchange,
     ) -> Float[Array, "tokens {self.per_token} embed"]:
-        """What each token's experts give it, on whichever device they are."""
+        """Returns the outputs of each token's experts, on any device."""
         experts, k = leaves.router.shape[1], self.per_token
         devices = lax.axis_size(exchange.experts) if exchange.experts else 1
-        group, taken = (None, None) if self.capacity is None else self.capacity.of_group(experts, k)
-        room = sent_rows(len(x), k, experts, devices, group, taken)
+        group, limit = (None, None) if self.capacity is None else self.capacity.of_group(experts, k)
+        room = sent_rows(len(x), k, experts, devices, group, limit)
         if devices == 1:
             return self._through(x, routed.chosen, leaves, room)
-        mine = tuple(with_own_scales(w, exchange.experts) for w in leaves.weights)
-        leaves = leaves._replace(weights=mine)
+        weights = tuple(with_own_scales(w, exchange.experts) for w in leaves.weights)
+        leaves = leaves._replace(weights=weights)
         packed = exchange.rows.packed
         sends = plan_sends(routed.chosen, experts, devices, room, packed=packed)
-        came = send(dispatch(x, sends.plan), sends, room, exchange)
-        numbers = experts_of_rows(came.sizes, room)
-        out = self._through(came.rows, numbers, leaves, len(came.rows))
-        return bring_back(out[:, 0], sends, came, exchange)
+        received = send(dispatch(x, sends.plan), sends, room, exchange)
+        numbers = experts_of_rows(received.sizes, room)
+        out = self._through(received.rows, numbers, leaves, len(received.rows))
+        return bring_back(out[:, 0], sends, received, exchange)
 
     def _through(
         self,
@@ -220,35 +220,36 @@ class ExpertLayer:
         facts: TokenFacts = TokenFacts(),  # noqa: B008
         exchange: Exchange = ALONE,
     ) -> Routed:
-        """Where each token goes; what is counted and kept of it, where there is a leaf for it."""
+        """Returns each token's experts and shares. Records statistics and routing if there are
+        leaves for them."""
         logits, experts = self.logits(x, leaves), leaves.router.shape[1]
         chosen = self.router.choose(logits, leaves.bias, self.per_token)
         if leaves.replay is not None and facts.places is not None:
             compared = self.router.compared(logits, leaves.bias)
-            where = (leaves.replay, facts.places, exchange.counted)
-            logits, chosen = replayed(logits, chosen, compared, *where)
-        kept = None if self.capacity is None else self.capacity.kept(chosen, experts)
+            record = (leaves.replay, facts.places, exchange.counted)
+            logits, chosen = replayed(logits, chosen, compared, *record)
+        fits = None if self.capacity is None else self.capacity.fits(chosen, experts)
         if self.balance is not None and leaves.tally is not None:
-            lost = 0 * chosen if kept is None else ~kept
+            lost = 0 * chosen if fits is None else ~fits
             dropped = jnp.sum(lost, axis=1).astype(jnp.float32)
-            given = jnp.ones(len(x), jnp.float32) if facts.weights is None else facts.weights
+            weights = jnp.ones(len(x), jnp.float32) if facts.weights is None else facts.weights
             logits = watched_logits(
-                logits, leaves.tally, chosen, dropped, given, self.router, self.balance, exchange
+                logits, leaves.tally, chosen, dropped, weights, self.router, self.balance, exchange
             )
         shares = self.router.shares(logits, chosen)
-        if kept is None:
+        if fits is None:
             return Routed(shares, chosen)
-        return Routed(jnp.where(kept, shares, 0.0), jnp.where(kept, chosen, experts))
+        return Routed(jnp.where(fits, shares, 0.0), jnp.where(fits, chosen, experts))
 
     def logits(
         self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves
     ) -> Float32[Array, "tokens experts"]:
-        """What the router says of each token's experts."""
-        found = router_logits(x, leaves.router)
+        """Returns the router's logits, with its adapter's."""
+        logits = router_logits(x, leaves.router)
         if leaves.router_adapter is None:
-            return found
+            return logits
         into, out_of = leaves.router_adapter
-        return found + router_logits(router_logits(x, into) * self.adapter_scale, out_of)
+        return logits + router_logits(router_logits(x, into) * self.adapter_scale, out_of)
 
     def settled(
         self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves, rows: int
@@ -268,9 +269,9 @@ class ExpertLayer:
         """Each expert's rows through its layer."""
 
         def products(rows: jax.Array, which: slice) -> tuple[jax.Array, ...]:
-            found = grouped_matmuls(kernel, rows, leaves.weights[which], owners)
+            outs = grouped_matmuls(kernel, rows, leaves.weights[which], owners)
             pairs = leaves.adapters[which]
-            return with_changes(kernel, rows, found, pairs, self.adapter_scale, owners)
+            return with_changes(kernel, rows, outs, pairs, self.adapter_scale, owners)
 
         hidden = products(rows, slice(None, -1))
         return products(self._activated(hidden), slice(-1, None))[0]
@@ -295,18 +296,18 @@ class ExpertLayer:
 
 
 def _cast(leaves: ExpertLeaves, dtype: DTypeLike) -> ExpertLeaves:
-    """With matrices for chunks, of which the router's are of all tokens; none in 8 bits: each
-    chunk's rows would have a scale of their own."""
+    """Returns the leaves with matrices in `dtype`, for chunks; the router is read for all tokens at
+    once. Refuses products in 8 bits: each chunk's rows would have their own scale."""
     narrow = any(isinstance(w, QuantizedWeight) for w in leaves.weights)
     assert not narrow, "chunks are refused where products are in 8 bits"
     names = ("weights", "adapters", "shared", "shared_adapters", "shared_router")
-    mine = {name: getattr(leaves, name) for name in names}
-    return leaves._replace(**jax.tree.map(lambda w: w.astype(dtype), mine))
+    matrices = {name: getattr(leaves, name) for name in names}
+    return leaves._replace(**jax.tree.map(lambda w: w.astype(dtype), matrices))
 
 
 def router_logits(
     x: Float[Array, "tokens embed"], router: Float[Array, "embed experts"]
 ) -> Float32[Array, "tokens experts"]:
-    """What a router says of each token's experts."""
+    """Returns a router's logits, computed in fp32."""
     wide = (x.astype(jnp.float32), router.astype(jnp.float32))
     return jnp.matmul(*wide, precision=lax.Precision.HIGHEST)

@@ -32,25 +32,25 @@ class Megablox:
 
     def __post_init__(self) -> None:
         rows, *dims = self.tile
-        found = power_of_two("tile[0]", rows, LEAST_ROWS)
-        raise_violations(found + [v for dim in dims for v in count("tile[1:]", dim)])
+        violations = power_of_two("tile[0]", rows, LEAST_ROWS)
+        raise_violations(violations + [v for dim in dims for v in count("tile[1:]", dim)])
 
     @property
     def largest_block(self) -> int:
         return 1
 
-    def violations(self, asked: Asked) -> list[str]:
-        found = []
-        if asked.checked:
-            found.append("shard_map has check_vma=True, which it refuses; set it False")
-        if asked.dtype not in (jnp.bfloat16, jnp.float32):
-            found.append(f"{asked.dtype} is not supported, bfloat16 and float32 are")
-        if self._rows(asked.rows) < LEAST_ROWS:
-            found.append(
-                f"{asked.rows} rows (tokens of a device x experts_per_token) are no multiple of "
+    def violations(self, problem: Asked) -> list[str]:
+        violations = []
+        if problem.checked:
+            violations.append("shard_map has check_vma=True, which it refuses; set it False")
+        if problem.dtype not in (jnp.bfloat16, jnp.float32):
+            violations.append(f"{problem.dtype} is not supported, bfloat16 and float32 are")
+        if self._rows(problem.rows) < LEAST_ROWS:
+            violations.append(
+                f"{problem.rows} rows (tokens of a device x experts_per_token) are no multiple of "
                 f"{LEAST_ROWS}"
             )
-        return found
+        return violations
 
     def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
         return self._product(rows, weights, owners, transposed=False)

@@ -78,15 +78,15 @@ def _forward(
 ) -> tuple[tuple[Products, ...], tuple[Scaled, Any, Weights, Owners]]:
     form, tables = ways.products.forward, [weights[0].scales]
     greatest = [_greatest(rows, owners, weights[0].shape[0])]
-    (scale,), (seen,) = _scales(ways, greatest, tables, form, "x")
-    x = _narrow(rows, scale, owners, form, delayed=seen is not None)
+    (scale,), (entry,) = _scales(ways, greatest, tables, form, "x")
+    x = _narrow(rows, scale, owners, form, delayed=entry is not None)
     outs = []
     for weight in weights:
-        given, w = _taken(kernel, ways, x.numbers, weight.value.numbers)
-        made = kernel.forward(given, w, owners)
+        numbers, w = _operands(kernel, ways, x.numbers, weight.value.numbers)
+        product = kernel.forward(numbers, w, owners)
         of_rows = _of_rows(scale * weight.value.scale, owners, len(rows))
-        outs.append((made.astype(jnp.float32) * of_rows).astype(ways.dtype))
-    return tuple(outs), (x, seen, tuple(map(kept, weights)), owners)
+        outs.append((product.astype(jnp.float32) * of_rows).astype(ways.dtype))
+    return tuple(outs), (x, entry, tuple(map(kept, weights)), owners)
 
 
 def _backward(
@@ -98,16 +98,16 @@ def _backward(
     x, of_x, weights, owners = saved
     form = ways.products.backward
     greatest = [_greatest(dy, owners, weights[0].shape[0]) for dy in dys]
-    scales, seen = _scales(ways, greatest, [w.scales for w in weights], form, "dy")
-    dxs, made = [], []
-    for weight, dy, scale, of_dy in zip(weights, dys, scales, seen, strict=True):
+    scales, entries = _scales(ways, greatest, [w.scales for w in weights], form, "dy")
+    dxs, dws = [], []
+    for weight, dy, scale, of_dy in zip(weights, dys, scales, entries, strict=True):
         narrow = _narrow(dy, scale, owners, form, delayed=of_dy is not None).numbers
-        given, w, by = _taken(kernel, ways, x.numbers, weight.value.numbers, narrow)
-        dx, dw = kernel.backward(given, w, owners, by)
+        numbers, w, cotangent = _operands(kernel, ways, x.numbers, weight.value.numbers, narrow)
+        dx, dw = kernel.backward(numbers, w, owners, cotangent)
         of_rows = _of_rows(scale * weight.value.scale, owners, len(dy))
         dxs.append(dx.astype(jnp.float32) * of_rows)
-        made.append(_gradient(weight, dw, x.scale * scale, [of_x, weight.seen, of_dy]))
-    return sum(dxs[1:], start=dxs[0]).astype(ways.dtype), tuple(made), None
+        dws.append(_gradient(weight, dw, x.scale * scale, [of_x, weight.seen, of_dy]))
+    return sum(dxs[1:], start=dxs[0]).astype(ways.dtype), tuple(dws), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -116,34 +116,34 @@ _multiply.defvjp(_forward, _backward)
 def _gradient(
     weight: QuantizedWeight, dw: Experts, scale: Float32[Array, " experts"], seen: list[Any]
 ) -> QuantizedWeight:
-    """The cotangent of a weight in whose place `kept` has been: of its array that is dw times
-    `scale`, of its leaf of scales what was `seen`."""
-    made = told = None
+    """Returns the cotangent of a weight that `kept` stood for: dw times `scale` for its array, the
+    magnitudes `seen` for its leaf of scales."""
+    gradient = magnitudes = None
     if weight.stand_in is not None:
-        made = (dw.astype(jnp.float32) * along(scale, dw)).astype(weight.dtype)
+        gradient = (dw.astype(jnp.float32) * along(scale, dw)).astype(weight.dtype)
     if weight.scales is not None:
-        told = jnp.concatenate(seen, axis=-1).astype(weight.scales.dtype)
-        told = vary(told, varying_axes(weight.scales))
-    return replace(weight, value=None, stand_in=made, scales=told, seen=None)
+        magnitudes = jnp.concatenate(seen, axis=-1).astype(weight.scales.dtype)
+        magnitudes = vary(magnitudes, varying_axes(weight.scales))
+    return replace(weight, value=None, stand_in=gradient, scales=magnitudes, seen=None)
 
 
 def _greatest(
     x: Float[Array, "rows n"], owners: Owners, experts: int
 ) -> Float32[Array, " experts"]:
-    """The greatest magnitude of each expert's rows; 0 of one without."""
+    """Greatest magnitude of each expert's rows; 0 for an expert without rows."""
     of_blocks = greatest_of_matrices(blocks_of(x, owners))
-    mine = owners[:, None] == jnp.arange(experts)[None]
-    return jnp.max(jnp.where(mine, of_blocks[:, None], 0.0), axis=0, initial=0.0)
+    owned = owners[:, None] == jnp.arange(experts)[None]
+    return jnp.max(jnp.where(owned, of_blocks[:, None], 0.0), axis=0, initial=0.0)
 
 
 def _scales(
     ways: Ways, greatest: list[Any], tables: Sequence[Any], form: Format, row: str
 ) -> tuple[list[Any], list[Any]]:
-    """Of rows with these greatest magnitudes the scales of each expert, by `tables` where there
-    are any; and what was seen of them for the next of those, None without."""
+    """Returns the scales of each expert for rows with these greatest magnitudes (from `tables` if
+    there are any), and the magnitudes to record in the next tables (None without tables)."""
     if tables[0] is None:
         return scales_alike(greatest, form, ways.maxima), [None for _ in greatest]
-    return [scale_of(table, row) for table in tables], [entry(each, form) for each in greatest]
+    return [scale_of(table, row) for table in tables], [entry(g, form) for g in greatest]
 
 
 def _narrow(
@@ -169,12 +169,12 @@ def _of_rows(
     return jnp.repeat(scale[owners], rows // max(len(owners), 1))[:, None]
 
 
-def _taken(
+def _operands(
     kernel: GroupedMatmul, ways: Ways, *numbers: Shaped[Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Numbers as the kernel takes them: where it takes none of 8 bits as wider ones, which hold
-    each of them exactly."""
+    """Returns numbers in a dtype that the kernel takes: for a kernel without 8 bits a wider one,
+    which represents each of them exactly."""
     if takes_8_bits(kernel):
         return numbers
     wide = jnp.bfloat16 if jnp.dtype(ways.dtype).itemsize == 2 else ways.dtype
-    return tuple(each.astype(wide) for each in numbers)
+    return tuple(array.astype(wide) for array in numbers)

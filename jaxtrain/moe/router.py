@@ -36,23 +36,25 @@ class Groups:
     best: int = 1
 
     def violations(self, experts: int, per_token: int) -> list[str]:
-        """What does not fit so many experts, of which a token goes through so many."""
-        found = [v for n in ("count", "chosen", "best") for v in count(n, getattr(self, n))]
-        if found:
-            return found
+        """Returns the violations for so many experts, and so many of them for a token."""
+        violations = [v for n in ("count", "chosen", "best") for v in count(n, getattr(self, n))]
+        if violations:
+            return violations
         if experts % self.count:
             return [f"count={self.count} does not divide experts={experts}; use a divisor of it"]
         size = experts // self.count
         if self.chosen > self.count:
-            found.append(f"chosen={self.chosen} of count={self.count} groups; use at most that")
+            violations.append(
+                f"chosen={self.chosen} of count={self.count} groups; use at most that"
+            )
         if self.best > size:
-            found.append(f"best={self.best} of {size} experts in a group; use at most {size}")
+            violations.append(f"best={self.best} of {size} experts in a group; use at most {size}")
         if self.chosen * size < per_token:
-            found.append(
+            violations.append(
                 f"chosen={self.chosen} groups of {size} experts are fewer than experts_per_token="
                 f"{per_token}; use chosen={-(-per_token // size)} or more"
             )
-        return found
+        return violations
 
     def open(self, scores: Scores) -> jax.Array:
         """[tokens, experts]: whether an expert's group is one of the token's."""
@@ -61,14 +63,14 @@ class Groups:
         return jnp.repeat(among.any(axis=1), scores.shape[1] // self.count, axis=1)
 
     def worth(self, scores: Scores) -> Float32[Array, "tokens groups"]:
-        """Of each group to each token: those with the most are open."""
+        """Returns the worth of each group for each token: the groups with the most are open."""
         grouped = scores.reshape(len(scores), self.count, -1)
         return jnp.sum(lax.top_k(grouped, self.best)[0], axis=-1)
 
 
 @dataclass(frozen=True)
 class Router:
-    """What routers have in common: the `k` experts with the largest scores are chosen.
+    """Base of routers, which choose the `k` experts with the largest scores.
 
     renormalise: the shares of the chosen are divided by their sum; else they are their scores, and
     with one expert a token its router learns. scale: what shares are multiplied by. bias: a number
@@ -82,12 +84,12 @@ class Router:
     groups: Groups | None = None
 
     def violations(self, experts: int, per_token: int) -> list[str]:
-        """What does not fit so many experts, of which a token goes through so many."""
-        found = flag("renormalise", self.renormalise) + flag("bias", self.bias)
-        found += positive("scale", self.scale)
+        """Returns the violations for so many experts, and so many of them for a token."""
+        violations = flag("renormalise", self.renormalise) + flag("bias", self.bias)
+        violations += positive("scale", self.scale)
         if self.groups is not None:
-            found += [f"groups.{v}" for v in self.groups.violations(experts, per_token)]
-        return found
+            violations += [f"groups.{v}" for v in self.groups.violations(experts, per_token)]
+        return violations
 
     def scores(self, logits: Logits) -> Scores:
         raise NotImplementedError
@@ -115,11 +117,11 @@ class Router:
         return scores if bias is None else scores + lax.stop_gradient(bias)[None]
 
     def shares(self, logits: Logits, chosen: Chosen) -> Shares:
-        """Of the chosen experts in the token's output."""
-        found = jnp.take_along_axis(self.scores(logits), chosen, axis=1)
+        """Returns the shares of the chosen experts in the token's output."""
+        scores = jnp.take_along_axis(self.scores(logits), chosen, axis=1)
         if self.renormalise:
-            found = found / (jnp.sum(found, axis=1, keepdims=True) + 1e-20)
-        return found * self.scale
+            scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+        return scores * self.scale
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class SoftmaxRouter(Router):
         if not self.renormalise:
             return super().shares(logits, chosen)
         # A softmax over the k largest logits is that over all, its k largest divided by their sum.
-        found = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1), axis=-1)
-        return found if self.scale == 1.0 else found * self.scale
+        shares = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1), axis=-1)
+        return shares if self.scale == 1.0 else shares * self.scale
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,9 @@ class Capacity:
         """Tokens of a group, and those of them that an expert takes."""
         return self.routing_group, self.rows(experts, k)
 
-    def kept(self, chosen: Chosen, experts: int) -> jax.Array:
-        """[tokens, k]: whether the expert takes the token. Raises ValueError where groups do not
-        divide the tokens."""
+    def fits(self, chosen: Chosen, experts: int) -> jax.Array:
+        """Returns [tokens, k]: True if the expert has room for the token. Raises ValueError if
+        groups do not divide the tokens."""
         tokens, k = chosen.shape
         if tokens % self.routing_group:
             raise ValueError(
@@ -191,16 +193,16 @@ class Capacity:
             )
         queues = chosen.reshape(-1, self.routing_group, k).swapaxes(1, 2)
         queues = queues.reshape(-1, k * self.routing_group)
-        taken = jax.nn.one_hot(queues, experts, dtype=jnp.int32)
-        before = jnp.sum((jnp.cumsum(taken, axis=1) - taken) * taken, axis=-1)
-        kept = (before < self.rows(experts, k)).reshape(-1, k, self.routing_group)
-        return kept.swapaxes(1, 2).reshape(tokens, k)
+        choices = jax.nn.one_hot(queues, experts, dtype=jnp.int32)
+        earlier = jnp.sum((jnp.cumsum(choices, axis=1) - choices) * choices, axis=-1)
+        fits = (earlier < self.rows(experts, k)).reshape(-1, k, self.routing_group)
+        return fits.swapaxes(1, 2).reshape(tokens, k)
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps the loads of experts even, and the counting of them: with it each layer's loads,
-    what is dropped and the router's entropy are among the metrics.
+    """Balancing and statistics of experts' loads: each layer's loads, dropped choices and router
+    entropy are added to the metrics.
 
     loss_weight: of the load-balancing loss of each layer, experts * sum_e f_e P_e, where f_e is the
     part of a microbatch's choices that fall on expert e and P_e its mean probability; 1 where loads
@@ -217,7 +219,9 @@ class Balance:
 
     def violations(self, router: Router) -> list[str]:
         names = ("loss_weight", "z_loss_weight", "bias_rate")
-        found = [v for name in names for v in at_least(name, getattr(self, name), 0)]
-        if not found and self.bias_rate and not router.bias:
-            found.append(f"bias_rate={self.bias_rate} moves a router's bias; give it bias=True")
-        return found
+        violations = [v for name in names for v in at_least(name, getattr(self, name), 0)]
+        if not violations and self.bias_rate and not router.bias:
+            violations.append(
+                f"bias_rate={self.bias_rate} moves a router's bias; give it bias=True"
+            )
+        return violations

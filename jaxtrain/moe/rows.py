@@ -16,7 +16,7 @@ from jaxtrain.moe.grouped import block_count, block_rows
 
 
 class Plan(NamedTuple):
-    """Where each row lies. A slot is a token's j-th choice, number token * k + j.
+    """Place of each row. A slot is a token's j-th choice, number token * k + j.
 
     slots: the slot of each row, or the number of slots where a block is padded. places: the row of
     each slot, or the number of rows for a choice of no expert. owners: the expert of each block.
@@ -30,12 +30,12 @@ class Plan(NamedTuple):
 def plan_rows(
     chosen: Int[Array, "tokens k"], experts: int, largest: int, most: int | None = None
 ) -> Plan:
-    """Rows for these choices, in the order of experts, and within one of tokens. An expert of
-    number `experts` is none, and has no row. largest: rows of a block at the most. most: choices
-    that have a row at the most, None for all of them."""
+    """Returns the rows of these choices, in the order of experts, then of tokens. A choice with the
+    number `experts` is of no expert and has no row. largest: greatest number of rows in a block.
+    most: greatest number of choices that have a row, None for all of them."""
     count = chosen.size
     most = count if most is None else most
-    block, blocks = (of(most, experts, largest) for of in (block_rows, block_count))
+    block, blocks = block_rows(most, experts, largest), block_count(most, experts, largest)
     of_slot = chosen.reshape(-1)
     order = jnp.argsort(of_slot, stable=True)[:most]
     sizes = jnp.sum(of_slot[:, None] == jnp.arange(experts)[None], axis=0)
@@ -53,17 +53,17 @@ def plan_rows(
 def places_of(
     order: Int[Array, " some"],
     rows: Int[Array, " some"],
-    taken: Bool[Array, " some"],
+    used: Bool[Array, " some"],
     size: int,
     count: int,
 ) -> tuple[Int[Array, " {size}"], Int[Array, " {count}"]]:
-    """`Plan.slots` of so many rows and the flat `Plan.places` of so many slots, where the slots in
-    `order` have these rows if they are `taken`."""
-    # Beyond the last row, each at a place of its own, lie those that have none.
-    at = jnp.where(taken, rows, size + jnp.arange(len(rows)))
-    slots = jnp.full(size, count).at[at].set(order, mode="drop", unique_indices=True)
-    at = jnp.minimum(at, size)
-    return slots, jnp.full(count, size).at[order].set(at, unique_indices=True)
+    """Returns `Plan.slots` of `size` rows and the flat `Plan.places` of `count` slots. The slots in
+    `order` have these rows if they are `used`."""
+    # Unused slots get distinct places beyond the last row.
+    places = jnp.where(used, rows, size + jnp.arange(len(rows)))
+    slots = jnp.full(size, count).at[places].set(order, mode="drop", unique_indices=True)
+    places = jnp.minimum(places, size)
+    return slots, jnp.full(count, size).at[order].set(places, unique_indices=True)
 
 
 @jax.custom_vjp
@@ -79,9 +79,9 @@ def combine(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k 
     return _take_rows(rows, plan.places)
 
 
-def _take_rows(x: Float[Array, "m n"], at: Int[Array, "*rows"]) -> Float[Array, "*rows n"]:
-    """Rows `at` of x; zeros for those beyond its end."""
-    return x.at[at].get(mode="fill", fill_value=0)
+def _take_rows(x: Float[Array, "m n"], numbers: Int[Array, "*rows"]) -> Float[Array, "*rows n"]:
+    """Returns these rows of x; zeros for numbers beyond its end."""
+    return x.at[numbers].get(mode="fill", fill_value=0)
 
 
 def _dispatch_backward(

@@ -1,14 +1,15 @@
-"""What a step counts of its routers, and the auxiliary losses that are made of it.
+"""Statistics of routers in a step, and auxiliary losses from them.
 
-Beside a router may lie a leaf, `router_tally`, of which no optimizer knows. What a microbatch's
-choices come to is added up as that leaf's gradient is: over microbatches, stages and devices, in
-any order and number. Its value is what the step's loss is multiplied by before it is
-differentiated: auxiliary losses have their gradients with it, at the logits, and stand in no sum.
+A router may have a leaf `router_tally` that no optimizer updates. Its gradient is the statistics of
+a microbatch's choices, so they are summed as gradients are: over microbatches, stages and devices,
+in any order and number. Its value is the factor of the step's loss before differentiation: the
+gradients of auxiliary losses are multiplied by it and added at the logits, so that they need no
+sum.
 
 Let w_t be the weight of a token t in the loss, W their sum, p_te the router's probabilities and f_e
 the part of all choices that fall on expert e. Then W times the load-balancing loss is
-experts * sum_t w_t sum_e f_e p_te: of each device's own tokens, once f_e is known. So one sum of
-`experts` numbers crosses the wire.
+experts * sum_t w_t sum_e f_e p_te, a sum over each device's own tokens once f_e is known. So only
+one sum of `experts` numbers is sent.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def watched_logits(
     balance: Balance,
     exchange: Exchange,
 ) -> Float32[Array, "tokens experts"]:
-    """The logits; with their gradient comes that of the auxiliary losses, and as the tally's what
-    is counted. dropped: choices of each token that no expert takes."""
+    """Returns the logits. Their gradient gets the auxiliary losses' gradient added, and the tally's
+    gradient is the statistics. dropped: choices of each token for which no expert has room."""
     experts = logits.shape[1]
     weights = weights * exchange.counted
     kinds = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)
@@ -64,9 +65,9 @@ def watched_logits(
     pull, (even, z) = jax.grad(penalties, has_aux=True)(still)
     p = router.probabilities(still)
     entropy = -jnp.sum(weights[:, None] * p * jnp.log(jnp.maximum(p, 1e-30)))
-    beside = jnp.stack([jnp.sum(weights * dropped), entropy, even, z])
-    found = lax.stop_gradient(jnp.concatenate([loads, beside]))
-    return _watched(logits, tally, pull, found)
+    totals = jnp.stack([jnp.sum(weights * dropped), entropy, even, z])
+    statistics = lax.stop_gradient(jnp.concatenate([loads, totals]))
+    return _watched(logits, tally, pull, statistics)
 
 
 @jax.custom_vjp
@@ -74,7 +75,7 @@ def _watched(
     logits: Float[Array, "tokens experts"],
     tally: Float[Array, " numbers"],
     pull: Float[Array, "tokens experts"],
-    found: Float[Array, " numbers"],
+    statistics: Float[Array, " numbers"],
 ) -> Float[Array, "tokens experts"]:
     return logits
 
@@ -83,16 +84,16 @@ def _watched_forward(
     logits: Float[Array, "tokens experts"],
     tally: Float[Array, " numbers"],
     pull: Float[Array, "tokens experts"],
-    found: Float[Array, " numbers"],
+    statistics: Float[Array, " numbers"],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return logits, (tally, pull, found)
+    return logits, (tally, pull, statistics)
 
 
 def _watched_backward(
     saved: tuple[jax.Array, ...], dy: Float[Array, "tokens experts"]
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    tally, pull, found = saved
-    return dy + tally[0] * pull, vary(found, varying_axes(tally)), None, None
+    tally, pull, statistics = saved
+    return dy + tally[0] * pull, vary(statistics, varying_axes(tally)), None, None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)

@@ -52,27 +52,29 @@ class TritonBlocks:
 
     def __post_init__(self) -> None:
         sizes = ("largest_block", "columns", "depth", "warps")
-        found = [v for name in sizes for v in power_of_two(name, getattr(self, name))]
-        raise_violations(found + count("stages", self.stages))
+        violations = [v for name in sizes for v in power_of_two(name, getattr(self, name))]
+        raise_violations(violations + count("stages", self.stages))
 
-    def violations(self, asked: Asked) -> list[str]:
-        found = []
-        if asked.dtype not in (jnp.bfloat16, jnp.float16) and not self.interpret:
-            found.append(f"{asked.dtype} is not supported, bfloat16 and float16 are")
-        for name, size in (("embed", asked.embed), ("hidden", asked.hidden)):
+    def violations(self, problem: Asked) -> list[str]:
+        violations = []
+        if problem.dtype not in (jnp.bfloat16, jnp.float16) and not self.interpret:
+            violations.append(f"{problem.dtype} is not supported, bfloat16 and float16 are")
+        for name, size in (("embed", problem.embed), ("hidden", problem.hidden)):
             if size % LEAST:
-                found.append(f"{name}={size} on a device is not a multiple of {LEAST}")
-        block = block_rows(asked.rows, asked.experts, self.largest_block)
+                violations.append(f"{name}={size} on a device is not a multiple of {LEAST}")
+        block = block_rows(problem.rows, problem.experts, self.largest_block)
         if block < LEAST:
-            found.append(
-                f"{asked.rows} rows (tokens of a device x experts_per_token) for {asked.experts} "
-                f"experts are too few: blocks of {block}, at least {LEAST}"
+            violations.append(
+                f"{problem.rows} rows (tokens of a device x experts_per_token) for "
+                f"{problem.experts} experts are too few: blocks of {block}, at least {LEAST}"
             )
-        matrices = asked.embed * asked.hidden * asked.experts
-        largest = max(matrices, asked.rows * max(asked.embed, asked.hidden))
+        matrices = problem.embed * problem.hidden * problem.experts
+        largest = max(matrices, problem.rows * max(problem.embed, problem.hidden))
         if largest >= MOST_ELEMENTS:
-            found.append(f"{largest} numbers in one array; it takes fewer than {MOST_ELEMENTS}")
-        return found
+            violations.append(
+                f"{largest} numbers in one array; it takes fewer than {MOST_ELEMENTS}"
+            )
+        return violations
 
     def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
         return self._product(rows, weights, owners, transposed=False)
@@ -147,16 +149,17 @@ def _product(
 
     height, width, depth = tile
     block, column = _place(pl.program_id(0), blocks, out.shape[1] // width)
-    at, columns, owner = pl.ds(block * height, height), pl.ds(column * width, width), owners[block]
+    span, owner = pl.ds(block * height, height), owners[block]
+    columns = pl.ds(column * width, width)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         inner = pl.ds(i * depth, depth)
         w = weights[owner, columns, inner].T if transposed else weights[owner, inner, columns]
-        return total + triton.dot(rows[at, inner], w)
+        return total + triton.dot(rows[span, inner], w)
 
     total = jnp.zeros((height, width), jnp.float32)
     total = lax.fori_loop(0, rows.shape[1] // depth, step, total)
-    out[at, columns] = total.astype(out.dtype)
+    out[span, columns] = total.astype(out.dtype)
 
 
 def _gradient(
@@ -171,8 +174,8 @@ def _gradient(
     into, columns = (pl.ds(i * size, size) for i, size in zip(place, tile, strict=True))
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        at = pl.ds(i * piece, piece)
-        return total + triton.dot(rows[at, into].T, dy[at, columns])
+        span = pl.ds(i * piece, piece)
+        return total + triton.dot(rows[span, into].T, dy[span, columns])
 
     first, end = begins[expert] * pieces, begins[expert + 1] * pieces
     total = lax.fori_loop(first, end, step, jnp.zeros(tile, jnp.float32))

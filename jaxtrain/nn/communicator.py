@@ -35,44 +35,44 @@ from jaxtrain.nn.tiles import TiledProducts
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
 Starts = Int[Array, "rows row_seq"] | None
-"""Of whole rows, wherever the sequence is cut."""
+"""First position of each token's document; rows are complete even where the sequence is cut."""
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
-"""Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
+"""Weights of a layer as it uses them: arrays, and `QuantizedWeight`s for matrices in 8 bits."""
 Attend = Callable[..., jax.Array]
 Experts = Callable[..., jax.Array]
 """`moe.layer.ExpertLayer` of (x, leaves, facts of tokens, exchange)."""
 ExpertLeaves, TokenFacts = Any, Any
-"""Those of `moe.layer`."""
+"""Types of `moe.layer`."""
 Pair = tuple[jax.Array, jax.Array]
 
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What a layer may ask for. Shapes are what one call sees: local ones in `Explicit`."""
+    """Operations that a layer may ask for. Shapes are those of one call: local in `Explicit`."""
 
     @property
     def grouped_matmul(self) -> Any:
-        """What multiplies experts' rows, as `moe.layer.ExpertLayer` takes it; None: the default
-        backend's own."""
+        """Grouped product of experts' rows, as `moe.layer.ExpertLayer` takes it; None: the default
+        backend's."""
         ...
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at one time where the head does not say."""
+        """Tokens whose logits exist at one time, if the head's config has no `chunk_tokens`."""
         ...
 
     @property
     def tied_flops_per_byte(self) -> float | None:
-        """What the device computes while its link carries a byte of weights, where permutes of
-        weights are to be tied to products (`overlap.alongside`); None where they are not."""
+        """FLOPs that the device computes while its link carries one byte of weights. None: permutes
+        of weights are not tied to products (`overlap.alongside`)."""
         ...
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
-        """Parameters as they are used: whole over the axes that only split them at rest, in the
-        compute dtype or in 8 bits; not before `after` exists, which is returned: where a gather
-        stands in the source it stays, in the loop over microbatches and in the pass.
-        Differentiable: the adjoint is `scatter`."""
+    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
+        """Returns parameters as a layer uses them, and x. Weights are gathered over the axes that
+        split them only at rest, and in the compute dtype or in 8 bits. The gather waits for x: so
+        it keeps its place in the loop over microbatches and in the pass. Its adjoint is
+        `scatter`."""
         ...
 
     def fetch(self, params: Arrays, prefix: str) -> Weights:
@@ -80,39 +80,39 @@ class Communicator(Protocol):
         ...
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
-        """Adjoint of `fetch`: gradients summed over those axes, each device keeping its part; none
-        of frozen leaves."""
+        """Adjoint of `fetch`: sums gradients over those axes, each device keeping its part. Frozen
+        leaves get none."""
         ...
 
     def frozen_of(self, params: Arrays, prefix: str) -> frozenset[str]:
-        """Those of the leaves named below `prefix` that are frozen: nobody asks for gradients."""
+        """Names below `prefix` of the leaves that are frozen and get no gradient."""
         ...
 
     def tiled_products(
         self, prefix: str, body_of: Callable[[Any], Callable[..., jax.Array]]
     ) -> TiledProducts | None:
-        """How a layer's weights below `prefix` get gradients that are scattered while they are
-        made; None where all are scattered by `scatter`. body_of: as of `TiledProducts`."""
+        """Returns the weights below `prefix` whose gradients are scattered while they are computed;
+        None if `scatter` scatters all. body_of: as in `TiledProducts`."""
         ...
 
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """x @ w for weights split by column: [tokens, embed] -> [tokens, part of the columns]."""
         ...
 
-    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        """x @ w for a weight split by row, and beside it others, x' @ w' with x' in parts; the
-        result is the residual stream's share of all summed."""
+    def row(self, x: jax.Array, weight: jax.Array, *adapters: Pair) -> jax.Array:
+        """x @ w for a weight split by row, plus x' @ w' for each adapter (x', w'), x' in parts. The
+        result is the residual stream's share of the sum."""
         ...
 
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """x @ w of what lies on the device."""
+        """x @ w of local arrays, without communication."""
         ...
 
     def column_gradients(
         self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
     ) -> tuple[jax.Array, ...]:
-        """Gradients of the weights of `column` from its x and its outputs' cotangents; in tiles
-        where `tiled` says of one how."""
+        """Gradients of the weights of `column` from its x and its outputs' cotangents. Entries of
+        `tiled` that are not None give a gradient in tiles."""
         ...
 
     def row_gradients(
@@ -126,12 +126,13 @@ class Communicator(Protocol):
         ...
 
     def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
-        """kernel(q, k, v, starts), each device with its rows and heads; where it has a part of the
-        sequence alone the kernel must be a `SelfAttention` of attention/, and is given more."""
+        """kernel(q, k, v, starts) on each device's rows and heads. Where a device has only a part
+        of the sequence, the kernel must be a `SelfAttention` of attention/ and gets more
+        arguments."""
         ...
 
     def positions(self, seq: int) -> Int[Array, " seq"]:
-        """The places in their row of the `seq` tokens of a row that one call sees."""
+        """Positions in their row of the `seq` tokens of a row that one call sees."""
         ...
 
     def row_seq(self, seq: int) -> int:
@@ -141,30 +142,30 @@ class Communicator(Protocol):
     def experts(
         self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
-        """layer(x, leaves, facts, exchange), x [tokens, embed], the residual stream's share;
-        matrices of experts are split over their hidden dim. facts: of all tokens."""
+        """layer(x, leaves, facts, exchange) for x [tokens, embed], the residual stream's share.
+        Experts' matrices are split over their hidden dim. facts: of all tokens."""
         ...
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
-        """The share of a per-token array [tokens, ...] that lies beside the residual stream."""
+        """Slice of a per-token array [tokens, ...] that belongs to the residual stream's share."""
         ...
 
     def all_tokens(self, x: jax.Array) -> jax.Array:
-        """The tokens of all devices that have a share [tokens share, dim] of them. Its gradients
-        are summed over these, as those of `column`'s x are."""
+        """Gathers the tokens of all devices that have a share [tokens share, dim] of them.
+        Gradients are summed over these devices, as those of `column`'s x are."""
         ...
 
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
-        """Adjoint of `all_tokens` when every device holds a part of the sum."""
+        """Adjoint of `all_tokens` if every device holds a part of the sum."""
         ...
 
     def vocab_offset(self, local: int) -> Index:
-        """The first id of this device's slice of the vocabulary."""
+        """First id of this device's slice of the vocabulary."""
         ...
 
     def sum_over_heads(self, squares: jax.Array) -> jax.Array:
-        """Sums over the devices that have parts of the heads, of what each makes of its own part of
-        a token [tokens, ...]; differentiable."""
+        """Sum over the devices that split the heads. squares [tokens, ...]: each device's part.
+        Differentiable."""
         ...
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array: ...
@@ -183,7 +184,7 @@ class Communicator(Protocol):
         ...
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """State the logical axes of an activation; `batch*seq` names merged tokens."""
+        """States the logical axes of an activation; `batch*seq` names merged tokens."""
         ...
 
 
@@ -197,71 +198,71 @@ class Local:
     grouped_matmul: Any = None
     chunk_tokens: int = LEAST_CHUNK
     expert_chunk: int | None = None
-    """Tokens of a device that go to their experts at one time; None: all."""
+    """Tokens of a device that are sent to their experts at one time; None: all."""
     quantized: Products | None = None
     """How layers multiply by the matrices of `products`; None: in the compute dtype."""
     products: frozenset[str] = frozenset()
     """Full names of matrices that a layer multiplies by once, by `column` or `row`."""
     expert_matrices: frozenset[str] = frozenset()
-    """Full names of those of experts, which `experts` multiplies by."""
+    """Full names of the experts' matrices, which `experts` multiplies by."""
 
     @property
     def tied_flops_per_byte(self) -> float | None:
         return None
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.narrow(params, prefix):
-            return self.fetch(params, prefix), after
-        return gather(self, prefix, params, after)
+            return self.fetch(params, prefix), x
+        return gather(self, prefix, params, x)
 
     def fetch(self, params: Arrays, prefix: str) -> Weights:
         def cast(name: str, value: jax.Array) -> jax.Array:
-            kept = keeps_dtype(name, value.ndim)
-            return value if kept else value.astype(self.compute_dtype)
+            keep = keeps_dtype(name, value.ndim)
+            return value if keep else value.astype(self.compute_dtype)
 
-        whole = {k: cast(k, v) for k, v in params.items()}
-        return self.quantize(whole, self.narrow(params, prefix), prefix)
+        weights = {k: cast(k, v) for k, v in params.items()}
+        return self.quantize(weights, self.narrow(params, prefix), prefix)
 
     def narrow(self, params: Arrays, prefix: str) -> list[str]:
-        """Those of the parameters named below `prefix` that are used in 8 bits."""
+        """Names below `prefix` of the parameters that are used in 8 bits."""
         every = frozenset() if self.quantized is None else self.products | self.expert_matrices
         return [k for k in params if prefix + k in every]
 
     def quantize(
         self, weights: Weights, names: Sequence[str], prefix: str, axes: MeshAxes = ()
     ) -> Weights:
-        """The weights named below `prefix`, those of `names` in 8 bits, of each the parts on the
-        devices of `axes` alike: by one all-reduce for them all, or by their delayed scales. Frozen
-        ones, which nobody moves, are not read."""
+        """Returns the weights below `prefix` with those of `names` in 8 bits. The parts of a weight
+        on the devices of `axes` get one scale: from one all-reduce for all weights, or from delayed
+        scales. Delayed scales that are frozen, and so never updated, are not read."""
         if self.quantized is None or not names:
             return weights
         form, delayed = self.quantized.forward, self.quantized.scaling is not None
-        before = [k for k in names if delayed and prefix + k + SCALES not in self.frozen]
-        tables = {k: self.tables(weights[k + SCALES], weights[k]) for k in before}
-        made = {k: quantized.scaled_before(weights[k], tables[k], form) for k in before}
-        alike = [k for k in names if k not in made]
-        if alike:
-            values = quantized.scaled_alike([weights[k] for k in alike], form, axes)
-            pairs = zip(alike, values, strict=True)
-            made |= {k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}
-        of_experts = {k: w for k, w in made.items() if prefix + k in self.expert_matrices}
+        delayed_names = [k for k in names if delayed and prefix + k + SCALES not in self.frozen]
+        tables = {k: self.tables(weights[k + SCALES], weights[k]) for k in delayed_names}
+        narrow = {k: quantized.scaled_before(weights[k], tables[k], form) for k in delayed_names}
+        current = [k for k in names if k not in narrow]
+        if current:
+            values = quantized.scaled_alike([weights[k] for k in current], form, axes)
+            pairs = zip(current, values, strict=True)
+            narrow |= {k: QuantizedWeight(v, None, weights[k].dtype) for k, v in pairs}
+        of_experts = {k: w for k, w in narrow.items() if prefix + k in self.expert_matrices}
         return {
             **weights,
-            **made,
+            **narrow,
             **{k: replace(w, ways=self.ways_of_experts()) for k, w in of_experts.items()},
         }
 
     def tables(self, scales: jax.Array, weight: jax.Array) -> jax.Array:
-        """Of a leaf of delayed scales that of a weight as the device has it."""
+        """Selects from a leaf of delayed scales those of the local weight."""
         return scales
 
     def ways(self) -> Ways:
-        """How the operands of a product in 8 bits come together."""
+        """Settings of the products in 8 bits: formats, dtype and collectives."""
         assert self.quantized is not None, "asked for without products in 8 bits"
         return Ways(self.quantized, self.compute_dtype)
 
     def ways_of_experts(self) -> Ways:
-        """The same, where each expert has its own."""
+        """`ways` for matrices whose scales are per expert."""
         return self.ways()
 
     def scatter(self, grads: Arrays, prefix: str) -> Arrays:
@@ -281,11 +282,11 @@ class Local:
             return quantized.column(self.ways(), x, weights)
         return tuple(self.multiply(x, w) for w in weights)
 
-    def row(self, x: jax.Array, weight: Any, *beside: Pair) -> jax.Array:
+    def row(self, x: jax.Array, weight: Any, *adapters: Pair) -> jax.Array:
         if isinstance(weight, QuantizedWeight):
-            assert not beside, "adapters are refused where products are in 8 bits"
+            assert not adapters, "adapters are refused where products are in 8 bits"
             return quantized.row(self.ways(), x, weight)
-        return sum((self.multiply(*pair) for pair in beside), start=self.multiply(x, weight))
+        return sum((self.multiply(*pair) for pair in adapters), start=self.multiply(x, weight))
 
     def multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
@@ -355,33 +356,33 @@ def _gradients(
     x: jax.Array, dys: Sequence[jax.Array], tiled: Sequence[Tiled | None]
 ) -> tuple[jax.Array, ...]:
     return tuple(
-        x.T @ dy if each is None else each.gradient(x, dy).tile
-        for dy, each in zip(dys, tiled or (None,) * len(dys), strict=True)
+        x.T @ dy if tile is None else tile.gradient(x, dy).tile
+        for dy, tile in zip(dys, tiled or (None,) * len(dys), strict=True)
     )
 
 
-Whole = tuple[Weights, jax.Array]
+Gathered = tuple[Weights, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather(comm: Communicator, prefix: str, params: Arrays, after: jax.Array) -> Whole:
+def gather(comm: Communicator, prefix: str, params: Arrays, x: jax.Array) -> Gathered:
     """`comm.gather` made of its `fetch` and `scatter`."""
-    params, after = lax.optimization_barrier((params, after))
-    whole = comm.fetch(params, prefix)
+    params, x = lax.optimization_barrier((params, x))
+    weights = comm.fetch(params, prefix)
     return {
-        k: quantized.standing_for(w, quantized.differentiated(w)) for k, w in whole.items()
-    }, after
+        k: quantized.standing_for(w, quantized.differentiated(w)) for k, w in weights.items()
+    }, x
 
 
-def _gather_forward(comm: Communicator, prefix: str, params: Arrays, after: jax.Array) -> Any:
+def _gather_forward(comm: Communicator, prefix: str, params: Arrays, x: jax.Array) -> Any:
     # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
-    return gather(comm, prefix, params, after), {k: v[:0] for k, v in params.items()}
+    return gather(comm, prefix, params, x), {k: v[:0] for k, v in params.items()}
 
 
-def _gather_backward(comm: Communicator, prefix: str, like: Arrays, grads: Whole) -> Any:
-    whole = {k: quantized.cotangent(g) for k, g in grads[0].items()}
-    made = {k: g.astype(like[k].dtype) for k, g in comm.scatter(whole, prefix).items()}
-    return {k: made.get(k) for k in like}, grads[1]
+def _gather_backward(comm: Communicator, prefix: str, like: Arrays, grads: Gathered) -> Any:
+    cotangents = {k: quantized.cotangent(g) for k, g in grads[0].items()}
+    shards = {k: g.astype(like[k].dtype) for k, g in comm.scatter(cotangents, prefix).items()}
+    return {k: shards.get(k) for k in like}, grads[1]
 
 
 gather.defvjp(_gather_forward, _gather_backward)

@@ -67,17 +67,17 @@ class Explicit(Local):
     reduce_dtype: Any = jnp.float32
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
     counted: frozenset[str] = frozenset()
-    """Full names of leaves whose gradients count tokens: in their own dtype on the wire."""
+    """Full names of leaves whose gradients are token counts, sent in their own dtype."""
     flops_per_byte: float = 0.0
-    """What a device computes while its link carries a byte of weights; 0 where that is unknown."""
+    """FLOPs of a device while its link carries one byte of weights; 0 if unknown."""
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
     sequence: tuple[str, ...] = ()
     """Mesh axes that cut the sequence."""
     context: Any = None
-    """How attention sees whole rows then: a `context.methods.ContextMethod`."""
+    """How attention sees complete rows then: a `context.methods.ContextMethod`."""
     tiled: Mapping[int, Tiled] = field(default_factory=dict)
-    """What is multiplied by in the place of an array, by its identity."""
+    """By the `id` of a weight's array: the `Tiled` that is multiplied by in its place."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -85,14 +85,14 @@ class Explicit(Local):
 
     @property
     def tied_flops_per_byte(self) -> float | None:
-        by = self.collectives
-        permutes = any(not isinstance(each, Lax) for each in (by.fsdp, by.scatters))
+        used = self.collectives
+        permutes = any(not isinstance(choice, Lax) for choice in (used.fsdp, used.scatters))
         return self.flops_per_byte if permutes and self.gather_weights else None
 
-    def gather(self, params: Arrays, prefix: str, after: jax.Array) -> tuple[Weights, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
         if not self.gather_weights:
-            return super().gather(params, prefix, after)
-        return gather(self, prefix, params, after)
+            return super().gather(params, prefix, x)
+        return gather(self, prefix, params, x)
 
     def fetch(self, params: Arrays, prefix: str) -> Weights:
         def cast(name: str, value: jax.Array) -> jax.Array:
@@ -100,25 +100,25 @@ class Explicit(Local):
             dims = sum(axis not in STACKING_AXES for axis in axes)
             return value if keeps_dtype(name, dims) else value.astype(self.compute_dtype)
 
-        whole = {k: cast(k, v) for k, v in params.items()}
+        weights = {k: cast(k, v) for k, v in params.items()}
         for names in self._scaled_together(self.narrow(params, prefix), prefix):
-            whole = self.quantize(whole, names, prefix, self._parts_of(names, prefix, params))
+            weights = self.quantize(weights, names, prefix, self._parts_of(names, prefix, params))
         if not self.gather_weights:
-            return whole
-        sent = {k: quantized.as_sent(w) for k, w in whole.items()}
-        by = self.collectives.fsdp
+            return weights
+        sent = {k: quantized.as_sent(w) for k, w in weights.items()}
+        algorithm = self.collectives.fsdp
         for split in self._bundles(params, prefix):
-            for part in travelling_together(by, split, sent):
-                sent = gather_bundle(sent, part, by)
-        return {k: quantized.received(w, sent[k]) for k, w in whole.items()}
+            for part in travelling_together(algorithm, split, sent):
+                sent = gather_bundle(sent, part, algorithm)
+        return {k: quantized.received(w, sent[k]) for k, w in weights.items()}
 
     def fetch_once(self, params: Arrays) -> Arrays:
-        """All parameters by their full names, in the compute dtype, as `whole()` takes them: each
-        layer makes its own 8-bit numbers of them."""
+        """Returns all parameters by their full names, in the compute dtype, for `pregathered()`.
+        Each layer makes its own 8-bit numbers from them."""
         return replace(self, quantized=None).fetch(params, "")
 
     def _parts_of(self, names: Sequence[str], prefix: str, params: Arrays) -> MeshAxes:
-        """The mesh axes over which any of those leaves' matrices is split before it is gathered."""
+        """Mesh axes over which any of those leaves' matrices is split before it is gathered."""
         split = set()
         for name in names:
             place = self.places[prefix + name]
@@ -127,8 +127,8 @@ class Explicit(Local):
         return tuple(axis for axis in self.axes if axis in split)
 
     def _scaled_together(self, names: list[str], prefix: str) -> list[list[str]]:
-        """Matrices of which one all-reduce has the greatest magnitudes: experts' apart where
-        devices have other ones."""
+        """Divides matrices into those whose greatest magnitudes share an all-reduce. Experts'
+        matrices are apart where devices have different experts."""
         if EXPERT not in self.sizes:
             return [names]
         apart = [k for k in names if prefix + k in self.expert_matrices]
@@ -140,17 +140,17 @@ class Explicit(Local):
         return own_tables(scales, weight.shape[0], (EXPERT,))
 
     def ways(self) -> Ways:
-        # A stage's microbatch is another's than that of the next, unless all stages share it.
+        # Each stage has another microbatch, unless `tensor` includes the stages.
         maxima = tuple(axis for axis in self.axes if axis != STAGE or STAGE in self.tensor)
-        by = self.collectives.tensor
-        return replace(super().ways(), maxima=maxima, tensor=self.tensor, by=by)
+        algorithm = self.collectives.tensor
+        return replace(super().ways(), maxima=maxima, tensor=self.tensor, by=algorithm)
 
     def ways_of_experts(self) -> Ways:
         ways = self.ways()
         return replace(ways, maxima=tuple(axis for axis in ways.maxima if axis != EXPERT))
 
     def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
-        """tiles: gradients of other leaves, that were scattered when they were made."""
+        """tiles: gradients of other leaves, which were scattered while they were computed."""
         grads = super().scatter(grads, prefix)
         if not self.gather_weights:
             return grads
@@ -158,15 +158,15 @@ class Explicit(Local):
             k: g if prefix + k in self.counted else g.astype(self.reduce_dtype)
             for k, g in grads.items()
         }
-        by = self.collectives.scatters
+        algorithm = self.collectives.scatters
         for split in reversed(self._bundles(grads, prefix)):
-            for part in travelling_together(by, split, grads):
-                grads = scatter_bundle(grads, part, by)
+            for part in travelling_together(algorithm, split, grads):
+                grads = scatter_bundle(grads, part, algorithm)
         return {**grads, **(tiles or {})}
 
     def _bundles(self, params: Weights, prefix: str) -> list[LeafSplits]:
-        """Which dim of each parameter is split at rest and whole in use, over which mesh axes: what
-        FSDP gathers."""
+        """Returns rounds of the dims of each parameter that are split only at rest, with their mesh
+        axes: what FSDP gathers."""
         splits = {}
         for name, value in params.items():
             place = self.places[prefix + name]
@@ -179,16 +179,16 @@ class Explicit(Local):
         return TiledProducts(self, prefix, body_of) if by_product else None
 
     def tiles(self, params: Weights, prefix: str) -> dict[str, Tiled]:
-        """Those of `products` that are trained, and rest split along one dim of what they are in
-        use; none with its arrays."""
+        """Trained parameters of `products` that are gathered along exactly one dim, as `Tiled`s
+        without arrays."""
         ring = self.collectives.weight_gradients
         assert isinstance(ring, Ring), "asked for without a ring"
         own = {k: p for k, p in params.items() if prefix + k in self.products - self.frozen}
-        first, *others = self._bundles(own, prefix) or [{}]
+        first, *later_rounds = self._bundles(own, prefix) or [{}]
         return {
             name: Tiled(None, None, dim, axes, ring, jnp.dtype(self.reduce_dtype))
             for name, (dim, axes) in first.items()
-            if not any(name in split for split in others)
+            if not any(name in split for split in later_rounds)
         }
 
     def tiling(self, tiled: Mapping[int, Tiled]) -> Explicit:
@@ -197,20 +197,20 @@ class Explicit(Local):
     def column(self, x: jax.Array, *weights: Any) -> tuple[jax.Array, ...]:
         if isinstance(weights[0], QuantizedWeight):
             return super().column(x, *weights)
-        by, used = self.collectives.tensor, tuple(self.tiled.get(id(w), w) for w in weights)
-        if isinstance(by, Ring):
-            return gather_matmul(x, used, self.tensor, by)
-        x = gather_tokens("column gradients", self.tensor, by, x)
+        choice, used = self.collectives.tensor, tuple(self.tiled.get(id(w), w) for w in weights)
+        if isinstance(choice, Ring):
+            return gather_matmul(x, used, self.tensor, choice)
+        x = gather_tokens("column gradients", self.tensor, choice, x)
         return tuple(multiply(x, w) for w in used)
 
-    def row(self, x: jax.Array, weight: Any, *beside: Pair) -> jax.Array:
+    def row(self, x: jax.Array, weight: Any, *adapters: Pair) -> jax.Array:
         if isinstance(weight, QuantizedWeight):
-            return super().row(x, weight, *beside)
-        by = self.collectives.tensor
-        xs, weights = zip((x, self.tiled.get(id(weight), weight)), *beside, strict=True)
-        if isinstance(by, Ring):
-            return matmul_scatter(xs, weights, self.tensor, by)
-        return scatter_tokens("row", self.tensor, by, matmul_scatter(xs, weights, (), Ring()))
+            return super().row(x, weight, *adapters)
+        choice = self.collectives.tensor
+        xs, weights = zip((x, self.tiled.get(id(weight), weight)), *adapters, strict=True)
+        if isinstance(choice, Ring):
+            return matmul_scatter(xs, weights, self.tensor, choice)
+        return scatter_tokens("row", self.tensor, choice, matmul_scatter(xs, weights, (), Ring()))
 
     def column_gradients(
         self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
@@ -224,10 +224,10 @@ class Explicit(Local):
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         local = ids - self.vocab_offset(vectors.shape[0])
-        mine = (local >= 0) & (local < vectors.shape[0])
-        found = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
-        found = jnp.where(mine[:, None], found, jnp.zeros((), found.dtype))
-        return scatter_tokens("embedding", self.tensor, self.collectives.tensor, found)
+        in_slice = (local >= 0) & (local < vectors.shape[0])
+        rows = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
+        rows = jnp.where(in_slice[:, None], rows, jnp.zeros((), rows.dtype))
+        return scatter_tokens("embedding", self.tensor, self.collectives.tensor, rows)
 
     def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
         if not self.sequence:
@@ -247,16 +247,16 @@ class Explicit(Local):
         self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """Every device of `tensor` has all tokens, so the same choices, and its slice of every
-        expert. What goes through the router has its gradient in parts too, for the outputs are: so
-        the sums over `tensor`, of x here and of the router with other whole leaves', count once.
-        """
+        expert. Its outputs are parts of a sum, and so are the gradients that pass through the
+        router. The sums over `tensor`, here of x's and elsewhere of the router's gradient,
+        therefore count each part once."""
         x = gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
         out = layer(x, leaves, facts, self._exchange())
         return scatter_tokens("row", self.tensor, self.collectives.tensor, out)
 
     def _exchange(self) -> Exchange:
         first = jnp.float32(self._tensor_index() == 0) if self.tensor else 1.0
-        tokens, experts = ([a for a in self.axes if a in of] for of in (TOKEN_AXES, (EXPERT,)))
+        tokens, experts = ([a for a in self.axes if a in axes] for axes in (TOKEN_AXES, (EXPERT,)))
         rows, chunk = self.collectives.experts, self.expert_chunk
         return Exchange(tuple(tokens), first, tuple(experts), rows, chunk)
 
@@ -288,15 +288,15 @@ class Explicit(Local):
     def vocab_ways(self) -> int:
         return ways(self.tensor, self.sizes)
 
-    def whole(self) -> Explicit:
-        """The same, for parameters that were gathered once before."""
+    def pregathered(self) -> Explicit:
+        """The same communicator, for parameters that were gathered once before."""
         return replace(self, gather_weights=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sum_over_heads(axes: MeshAxes, every: MeshAxes, x: jax.Array) -> jax.Array:
-    """The sum over the devices of `axes`, varying over `every`. Its adjoint is the same: each of
-    them has a part of the cotangent."""
+    """Sum over the devices of `axes`, varying over `every`. Its adjoint is the same sum: each
+    device has a part of the cotangent."""
     return vary(sum_over("heads", x, axes), every)
 
 
@@ -307,25 +307,25 @@ _sum_over_heads.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def gather_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
-    """Tokens of all devices of `axes`; adjoint: the reduce-scatter registered as `name`."""
-    return all_gather(x, axes, 0, by)
+def gather_tokens(name: str, axes: MeshAxes, algorithm: Algorithm, x: jax.Array) -> jax.Array:
+    """Gathers tokens of all devices of `axes`. Adjoint: the reduce-scatter registered as `name`."""
+    return all_gather(x, axes, 0, algorithm)
 
 
 gather_tokens.defvjp(
-    lambda name, axes, by, x: (all_gather(x, axes, 0, by), None),
-    lambda name, axes, by, _, dx: (sum_scatter(name, dx, axes, 0, by),),
+    lambda name, axes, algorithm, x: (all_gather(x, axes, 0, algorithm), None),
+    lambda name, axes, algorithm, _, dx: (sum_scatter(name, dx, axes, 0, algorithm),),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def scatter_tokens(name: str, axes: tuple[str, ...], by: Algorithm, x: jax.Array) -> jax.Array:
-    """The sum over the devices of `axes`, by the reduce-scatter registered as `name`, each keeping
-    its tokens; adjoint: all-gather."""
-    return sum_scatter(name, x, axes, 0, by)
+def scatter_tokens(name: str, axes: MeshAxes, algorithm: Algorithm, x: jax.Array) -> jax.Array:
+    """Sums over the devices of `axes` by the reduce-scatter registered as `name`, each keeping its
+    tokens. Adjoint: all-gather."""
+    return sum_scatter(name, x, axes, 0, algorithm)
 
 
 scatter_tokens.defvjp(
-    lambda name, axes, by, x: (sum_scatter(name, x, axes, 0, by), None),
-    lambda name, axes, by, _, dy: (all_gather(dy, axes, 0, by),),
+    lambda name, axes, algorithm, x: (sum_scatter(name, x, axes, 0, algorithm), None),
+    lambda name, axes, algorithm, _, dy: (all_gather(dy, axes, 0, algorithm),),
 )

@@ -44,18 +44,18 @@ from jaxtrain.nn.quantized.products import as_sent, received
 class Gspmd(Local):
     """Sharding constraints from the rules; XLA's partitioner chooses the collectives.
 
-    It sums a matmul's partial results in the matmul's dtype: for gradients of matrices at least
-    `reduce_dtype`, rounded after the sum; for activations and theirs the compute dtype."""
+    It sums a matmul's partial results in the matmul's dtype: at least `reduce_dtype` for gradients
+    of matrices, rounded after the sum; the compute dtype for activations and their gradients."""
 
     mesh: jax.sharding.Mesh = field(kw_only=True)
     rules: ShardingRules = field(kw_only=True)
     places: Mapping[str, Leaf] = field(kw_only=True)
     reduce_dtype: Any = jnp.float32
 
-    def _place(self, params: Weights, prefix: str, what: str) -> Weights:
+    def _place(self, params: Weights, prefix: str, table: str) -> Weights:
         out = {}
         for name, value in params.items():
-            split = getattr(self.places[prefix + name], what)
+            split = getattr(self.places[prefix + name], table)
             split = split[len(split) - value.ndim :]
             sharding = named_sharding(self.mesh, split)
             placed = lax.with_sharding_constraint(as_sent(value), sharding)
@@ -94,9 +94,9 @@ class Gspmd(Local):
         self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """A shard_map over tokens and hidden units: each device sorts its own tokens, where XLA's
-        partitioner would sort those of all. The gradients of weights and router are summed by JAX,
-        of parts as wide as `reduce_dtype`; outputs, and the gradient of x, are over `tensor` in the
-        compute dtype."""
+        partitioner would sort those of all. JAX sums the gradients of weights and router, from
+        parts as wide as `reduce_dtype`. Outputs and the gradient of x are summed over `tensor` in
+        the compute dtype."""
         return _experts(self, layer, x, leaves, facts)
 
     def _experts(
@@ -110,7 +110,7 @@ class Gspmd(Local):
         dtypes = crossing.each(lambda leaf: leaf.dtype, leaves)
 
         def local(x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts) -> jax.Array:
-            x, facts = jax.tree.map(lambda each: vary(each, axes), (x, facts))
+            x, facts = jax.tree.map(lambda leaf: vary(leaf, axes), (x, facts))
             used = crossing.each(partial(crossing.on_device, axes, experts), leaves, dtypes)
             first = jnp.float32(lax.axis_index(split) == 0) if split else 1.0
             exchange = Exchange(tokens[0], first, experts, chunk=self.expert_chunk)
@@ -130,15 +130,15 @@ class Gspmd(Local):
         return run(x, crossing.each(partial(crossing.widened, self.reduce_dtype), leaves), facts)
 
     def chunks(self, per_token: jax.Array, count: int, *, rows: int) -> jax.Array:
-        # Within rows: a run of whole rows would lie on a few devices only.
-        rest = per_token.shape[1:]
-        split = per_token.reshape(rows, count, -1, *rest)
-        return jnp.moveaxis(split, 1, 0).reshape(count, -1, *rest)
+        # Chunks are cut within rows: consecutive rows would lie on a few devices only.
+        inner = per_token.shape[1:]
+        split = per_token.reshape(rows, count, -1, *inner)
+        return jnp.moveaxis(split, 1, 0).reshape(count, -1, *inner)
 
     def unchunk(self, chunked: jax.Array, *, rows: int) -> jax.Array:
-        count, rest = chunked.shape[0], chunked.shape[2:]
-        split = jnp.moveaxis(chunked.reshape(count, rows, -1, *rest), 0, 1)
-        return split.reshape(-1, *rest)
+        count, inner = chunked.shape[0], chunked.shape[2:]
+        split = jnp.moveaxis(chunked.reshape(count, rows, -1, *inner), 0, 1)
+        return split.reshape(-1, *inner)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         split = activation_dims(axes, self.rules.activations, sizes=dict(self.mesh.shape))
@@ -149,8 +149,8 @@ class Gspmd(Local):
 def _experts(
     comm: Gspmd, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
 ) -> jax.Array:
-    """Saves its inputs alone: residuals out of the shard_map would be every device's copy of what
-    it gathered, and nothing could tell them from activations."""
+    """The experts, recomputed in the backward pass: only inputs are saved. Residuals out of the
+    shard_map would be each device's copy of gathered weights, kept as activations are."""
     return comm._experts(layer, x, leaves, facts)
 
 
@@ -162,8 +162,8 @@ def _experts_backward(
     def run(x: jax.Array, moved: Any) -> jax.Array:
         return comm._experts(layer, x, crossing.each(crossing.with_moved, leaves, moved), facts)
 
-    dx, found = jax.vjp(run, x, crossing.each(crossing.moved, leaves))[1](dy)
-    return dx, crossing.each(crossing.cotangent, leaves, found), None
+    dx, gradients = jax.vjp(run, x, crossing.each(crossing.moved, leaves))[1](dy)
+    return dx, crossing.each(crossing.cotangent, leaves, gradients), None
 
 
 _experts.defvjp(

@@ -1,10 +1,10 @@
 """Cross-entropy fused with the output head, split over the vocabulary and over chunks of tokens.
 
 Logits exist for one chunk at a time, forward and backward. The derivative of the loss is known in
-the forward pass up to a scalar, so the gradients of the head and of its input are made there, from
-logits at hand: three matmuls a chunk where recomputing logits takes four. Over a split vocabulary
-(Shoeybi et al. 2019, section 3) each device holds a slice of the logits, and three numbers a token
-travel. Evaluated without a derivative, it makes no gradient.
+the forward pass up to a scalar, so the gradients of the head and of its input are computed there,
+from the same logits: three matmuls a chunk, where recomputing logits takes four. Over a split
+vocabulary (Shoeybi et al. 2019, section 3) each device holds a slice of the logits, and sends three
+numbers a token. Evaluated without a derivative, it computes no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtrain.nn.communicator import Communicator
 
 Carry = TypeVar("Carry")
 Chunk = tuple[jax.Array, ...]
-"""Of a chunk of tokens: what enters the head, targets and weights."""
+"""A chunk of tokens: the head's input, targets and weights."""
 
 MASKED = -1e30
 """The logit of a padded row of the vocabulary."""
@@ -34,10 +34,10 @@ MASKED = -1e30
 class HeadConfig:
     """Static facts of the head.
 
-    vocab: ids below this are real; rows above pad the table and never get probability.
-    softcap: logits are softcap * tanh(logits / softcap) (Gemma 2). scale: multiplies them first.
-    chunk_tokens: tokens a chunk, at most, None for the communicator's; chunks divide the tokens
-    evenly. frozen: no gradient of the head is made. accuracy: count what was right too; it sends
+    vocab: ids below this are real; rows above pad the table and never get probability. softcap:
+    logits are softcap * tanh(logits / softcap) (Gemma 2). scale: multiplies them first.
+    chunk_tokens: most tokens of a chunk, None for the communicator's; chunks divide the tokens
+    evenly. frozen: the head gets no gradient. accuracy: also count correct predictions; this sends
     nothing more.
     """
 
@@ -50,9 +50,9 @@ class HeadConfig:
 
 
 class LossSums(NamedTuple):
-    """Sums over the rows a device has seen, fp32 scalars. loss: of the losses; count: what it is
-    divided by at the end of the step; beside: by name, what is divided by the same and logged
-    beside it, such as what was right."""
+    """Sums over the rows of a device, fp32 scalars. loss: sum of the losses. count: divisor at the
+    end of the step. beside: further sums by name, divided by the same count and logged, such as the
+    number of correct predictions."""
 
     loss: jax.Array
     count: jax.Array
@@ -60,23 +60,23 @@ class LossSums(NamedTuple):
 
 
 Sums = tuple[Float32[Array, "..."], Float32[Array, "vocab embed"] | None]
-"""Of the loss, and of the head's gradient unless it is frozen."""
+"""Sums of the loss, and of the head's gradient unless it is frozen."""
 
 
 class Residuals(NamedTuple):
-    """What the forward pass leaves to the backward one: finished gradients but for one factor."""
+    """Saved for the backward pass: gradients that are finished except for one factor."""
 
     dx: Float[Array, "tokens embed"]
     dhead: Float32[Array, "vocab embed"] | None
     like: Float[Array, "0 embed"]
-    """Of the head's dtype."""
+    """Empty; has the head's dtype."""
     weights: Float[Array, " all_tokens"]
     lift: float | Float32[Array, ""]
-    """By how much dx and dhead are too large."""
+    """Factor by which dx and dhead are too large."""
 
 
 def refuse_other_sums(names: Collection[str], sums: LossSums) -> None:
-    """Raises ValueError where a model does not sum beside its loss what it says, `names`."""
+    """Raises ValueError if the sums beside a model's loss are not the declared `names`."""
     if set(sums.beside) != set(names):
         raise ValueError(
             f"model.describe() says sums={names}, and the loss returned "
@@ -102,21 +102,21 @@ def cross_entropy(
     rows: int,
 ) -> Float32[Array, ...]:
     """This device's share of sum_t weights_t * -log p(target_t); the shares add to the sum. With
-    `config.accuracy` [2]: beside it the share of the weight whose target was the likeliest id.
+    `config.accuracy` [2]: the second is the share of the weight whose target was the likeliest id.
 
     x: the residual stream's share, which sequence parallelism makes a part of all tokens. head:
-    this device's slice of the vocabulary, in the compute dtype. rows: of the batch, whose tokens
-    follow one another; tokens are chunked within rows, so the chunk count divides tokens / rows.
+    this device's slice of the vocabulary, in the compute dtype. rows: of the batch, in token order.
+    Tokens are chunked within rows, so the chunk count divides tokens / rows.
     """
     chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens or comm.chunk_tokens)
     return _cross_entropy(_Static(comm, config, chunks, rows), x, head, targets, weights)
 
 
 def chunk_count(tokens: int, rows: int, chunk_tokens: int) -> int:
-    """Into how many chunks the tokens of `rows` rows are divided: the fewest that divide a row and
-    hold at most `chunk_tokens`, or the row's length."""
-    seq, wanted = tokens // rows, -(-tokens // chunk_tokens)
-    return max(1, next((n for n in range(min(wanted, seq), seq + 1) if seq % n == 0), seq))
+    """Number of chunks for the tokens of `rows` rows: the fewest that divide a row evenly and hold
+    at most `chunk_tokens` tokens, or the row's length."""
+    seq, fewest = tokens // rows, -(-tokens // chunk_tokens)
+    return max(1, next((n for n in range(min(fewest, seq), seq + 1) if seq % n == 0), seq))
 
 
 def logits(
@@ -125,8 +125,8 @@ def logits(
     config: HeadConfig,
     offset: Index = 0,
 ) -> Float32[Array, "tokens vocab"]:
-    """fp32 logits over the slice of the vocabulary that `head` is, which begins with the id
-    `offset`; padded ids get `MASKED`."""
+    """fp32 logits, scaled and soft-capped by `config`. `head` is the slice of the vocabulary that
+    begins with the id `offset`; padded ids get `MASKED`."""
     out = lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     out = _shape(out, config)
     ids = offset + lax.broadcasted_iota(jnp.int32, out.shape, 1)
@@ -136,7 +136,7 @@ def logits(
 def _shape(
     raw: Float32[Array, "tokens vocab"], config: HeadConfig
 ) -> Float32[Array, "tokens vocab"]:
-    """Scaled and soft-capped."""
+    """Scales and soft-caps logits."""
     raw = raw if config.scale == 1.0 else raw * config.scale
     return raw if config.softcap is None else config.softcap * jnp.tanh(raw / config.softcap)
 
@@ -148,7 +148,7 @@ def _chunk(
     targets: Int[Array, " tokens"],
     weights: Float[Array, " tokens"],
 ) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"]]:
-    """Loss sum of one chunk, with what was right of it where asked; the gradient of its logits."""
+    """Loss sum of a chunk, with `accuracy` also its correct weight; the gradient of its logits."""
     # With z_tv the logits and t' the target of token t, over the whole vocabulary:
     #   loss = sum_t w_t (log sum_v exp(z_tv) - z_tt'),  dz_tv = w_t (softmax(z_t)_v - [v = t']).
     # A device sees its slice of v: max, sum of exponentials and target's logit travel.
@@ -157,13 +157,13 @@ def _chunk(
     z = logits(x, head, config, offset)
     top = comm.max_over_vocab(z.max(-1))
     e = jnp.exp(z - top[:, None])
-    mine = offset + lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
-    chosen = jnp.sum(jnp.where(mine, z, 0.0), -1)
+    is_target = offset + lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
+    chosen = jnp.sum(jnp.where(is_target, z, 0.0), -1)
     total, chosen = comm.sum_over_vocab(jnp.stack([e.sum(-1), chosen]))
     loss = jnp.sum((jnp.log(total) + top - chosen) * weights)
     if config.accuracy:
         loss = jnp.stack([loss, jnp.sum(jnp.where(chosen >= top, weights, 0.0))])
-    dz = (e * (weights / total)[:, None]) - jnp.where(mine, weights[:, None], 0.0)
+    dz = (e * (weights / total)[:, None]) - jnp.where(is_target, weights[:, None], 0.0)
     if config.softcap is not None:
         dz = dz * (1 - (z / config.softcap) ** 2)
         # A padded id's logit is a constant, not the softcap of anything.
@@ -182,8 +182,8 @@ def _cross_entropy(
     comm, n = static.comm, static.chunks
     x = comm.all_tokens(x)
 
-    def step(total: jax.Array, at: Chunk) -> tuple[jax.Array, None]:
-        loss, _ = _chunk(static, at[0], head, *at[1:])
+    def step(total: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
+        loss, _ = _chunk(static, chunk[0], head, *chunk[1:])
         return total + loss, None
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
@@ -199,7 +199,7 @@ def _start(static: _Static, zero: Float32[Array, ""]) -> Float32[Array, ...]:
 def _loop(
     step: Callable[[Carry, Chunk], tuple[Carry, PyTree]], carry: Carry, parts: Chunk
 ) -> tuple[Carry, PyTree]:
-    """A scan, or its body alone when there is one chunk: XLA sees no loop then."""
+    """Runs a scan, or its body alone for a single chunk: XLA sees no loop then."""
     if len(parts[0]) > 1:
         return lax.scan(step, carry, parts)
     carry, out = step(carry, jax.tree.map(lambda p: p[0], parts))
@@ -213,15 +213,15 @@ def _forward(
     targets: Int[Array, " all_tokens"],
     weights: Float[Array, " all_tokens"],
 ) -> tuple[Float32[Array, ...], Residuals]:
-    """The loss, and its gradients with respect to x and head, `lift` times too large: in one loop
-    over chunks, while each chunk's logits are at hand."""
+    """Returns the loss, and its gradients with respect to x and head, `lift` times too large. One
+    loop over chunks computes all of them from each chunk's logits."""
     comm, n, dtype = static.comm, static.chunks, head.dtype
     lift = _lift(dtype, weights, static.config)
     x = comm.all_tokens(x)
 
-    def step(carry: Sums, at: Chunk) -> tuple[Sums, jax.Array]:
+    def step(carry: Sums, chunk: Chunk) -> tuple[Sums, jax.Array]:
         total, dhead = carry
-        x, targets, weights = at
+        x, targets, weights = chunk
         loss, dz = _chunk(static, x, head, targets, weights)
         dz = (dz * lift).astype(dtype)
         dx = lax.dot_general(dz, head, (((1,), (0,)), ((), ())))
@@ -244,7 +244,7 @@ def _forward(
 def _backward(
     static: _Static, residuals: Residuals, g: Float32[Array, ...]
 ) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
-    """All that is left: a multiplication by g / lift, g the cotangent of the loss, a scalar."""
+    """Multiplies the saved gradients by g / lift; g is the cotangent of the loss, a scalar."""
     dx, dhead, like, weights, lift = residuals
     g = (g[0] if static.config.accuracy else g) / lift
     if dhead is not None:
@@ -255,10 +255,10 @@ def _backward(
 def _lift(
     dtype: jax.typing.DTypeLike, weights: Float[Array, " tokens"], config: HeadConfig
 ) -> float | Float32[Array, ""]:
-    """Logit gradients are weights times probabilities, most of them below fp16's smallest number:
-    in fp16 they are kept this much larger until the loss scale is known. 1024 where no weight
-    reaches 2, less where one does, so that none overflows. A power of two: it changes no digit;
-    and the same on every slice of the vocabulary, for each has the weights of all its tokens."""
+    """Factor of the logit gradients until the loss scale is known; 1 except in fp16. They are
+    weights times probabilities, mostly below fp16's smallest number. 1024 where no weight reaches
+    2, else less, so that none overflows. A power of two changes no digit. It is the same on every
+    slice of the vocabulary, as each has the weights of all its tokens."""
     if dtype != jnp.float16:
         return 1.0
     largest = jnp.max(jnp.abs(weights), initial=1.0) * max(abs(config.scale), 1.0)

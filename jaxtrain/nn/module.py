@@ -21,11 +21,11 @@ the axis names of each parameter, in flax's spelling and in ours."""
 
 
 class ModuleSplit(NamedTuple):
-    """A module taken apart: its static form, parameters, and all other state (BatchStat, ...)."""
+    """Parts of a module: its static form, parameters, and all other state (BatchStat, ...)."""
 
     static: Any
     params: Arrays
-    rest: Arrays
+    model_state: Arrays
     axes: dict[str, tuple[str | None, ...]]
     """Logical axes of every parameter."""
 
@@ -36,11 +36,11 @@ class _Static(NamedTuple):
 
 
 def take_apart(module: nnx.Module) -> ModuleSplit:
-    """The module's arrays by dotted path. Raises ValueError where axis names and dims differ in
-    number, with every such parameter."""
+    """Returns the module's arrays by dotted path. Raises ValueError, with every such parameter,
+    where the numbers of axis names and dims differ."""
     graph, state = nnx.split(module)
     params: Arrays = {}
-    rest: Arrays = {}
+    model_state: Arrays = {}
     axes = {}
     variables = []
     violations: list[str] = []
@@ -54,31 +54,31 @@ def take_apart(module: nnx.Module) -> ModuleSplit:
             if len(axes[name]) != len(value.shape):
                 violations.append(_misnamed(name, value.shape, axes[name]))
         else:
-            rest[name] = value
+            model_state[name] = value
     if violations:
         raise ValueError("\n".join(violations))
-    return ModuleSplit(_Static(graph, tuple(variables)), params, rest, axes)
+    return ModuleSplit(_Static(graph, tuple(variables)), params, model_state, axes)
 
 
 def put_together(static: _Static, arrays: Arrays) -> Any:
-    """The module with these arrays; `arrays` holds parameters and other state together. A matrix
-    in 8 bits gets its delayed scales, which its products read."""
+    """Returns the module with these arrays, parameters and other state together. A matrix in 8 bits
+    gets its delayed scales, which its products read."""
 
-    def found(name: str) -> Any:
+    def leaf(name: str) -> Any:
         value = arrays[name]
-        # Of scales of the moment nothing was seen: a leaf of that name is another's then.
+        # `seen` is None without delayed scaling: a leaf of that name is the user's own then.
         delayed = isinstance(value, QuantizedWeight) and value.seen is not None
         return replace(value, scales=arrays[name + SCALES]) if delayed else value
 
     flat = [
-        (path, variable.replace(found(".".join(map(str, path)))))
+        (path, variable.replace(leaf(".".join(map(str, path)))))
         for path, variable in static.variables
     ]
     return nnx.merge(static.graph, nnx.from_flat_state(flat))
 
 
 def build(make: Callable[[jax.Array], nnx.Module], key: jax.Array) -> nnx.Module:
-    """make(key), with flax's own axis annotations left as metadata instead of applied at once."""
+    """Returns make(key). Flax's own axis annotations stay metadata and are not applied at once."""
     with nnx.use_eager_sharding(False):
         return make(key)
 
@@ -94,22 +94,22 @@ def _axes(variable: nnx.Variable, dims: int) -> tuple[str | None, ...]:
 
 
 def _misnamed(name: str, shape: tuple[int, ...], names: tuple[str | None, ...]) -> str:
-    """What is wrong with the names and what to write."""
-    found = (
+    """Message for a parameter whose number of axis names is wrong, with the remedy."""
+    message = (
         f"parameter {name} has shape {tuple(shape)} and {len(names)} axis names {names}; name one "
         f"logical axis, or None, for each dim"
     )
     if len(names) == len(shape) - 1:
-        # Whether the first dim is a stack or a kernel's width is not to be seen from a shape.
+        # A shape does not tell whether the first dim is a stack or a kernel's width.
         layers = STACKING_AXES[0]
-        found += (
+        message += (
             f": {(None, *names)}, or {(layers, *names)} for stacked layers, which nnx.vmap and "
             f"nnx.scan write when given transform_metadata={{nnx.PARTITION_NAME: {layers!r}}} "
             f"(with 'axes': {layers!r} in it where names are given as axes=)"
         )
-    return found
+    return message
 
 
 def under(arrays: Arrays, prefix: str) -> Arrays:
-    """The entries below `prefix`, their names without it."""
+    """Entries below `prefix`, with the prefix removed from their names."""
     return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}

@@ -61,8 +61,8 @@ class Norm(nnx.Module):
     def scaled(
         self, x: Float32[Array, "... part"], mean_square: Float32[Array, "... 1"]
     ) -> Float32[Array, "... part"]:
-        """x / rms times the scale, of which x may be a part that one device has: then the mean
-        square is of what all of them have."""
+        """x / rms times the scale. x may be one device's part of the last dim: then the mean square
+        is that of all parts."""
         scale = self.scale[...].astype(jnp.float32)
         if isinstance(self.config, RMSNorm) and self.config.unit_offset:
             scale = scale + 1

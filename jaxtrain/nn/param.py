@@ -1,4 +1,4 @@
-"""Parameters with logical axis names, born from keys by name."""
+"""Parameters with logical axis names, initialised from keys by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class Initialisation:
-    """How weights are drawn: normal with one standard deviation, or by fan-in.
+    """Distribution of initial weights: normal with one standard deviation, or by fan-in.
 
     std: of all matrices; None means fan_in ** -0.5 (LeCun et al. 1998).
     embedding_std: of the embedding tables; None means `std` (or 1 / sqrt(embed)).

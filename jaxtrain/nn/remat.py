@@ -1,4 +1,4 @@
-"""What the backward pass finds saved and what it computes again: rematerialisation by name."""
+"""Rematerialisation by name: values that are saved for the backward pass, or recomputed in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxtrain.mesh.host_memory import DEVICE, HOST
 P = ParamSpec("P")
 T = TypeVar("T")
 ATTENTION = ("attention_out", "attention_lse")
-"""Names under which attention kernels keep what their backward pass needs."""
+"""Names of the values that attention kernels save for their backward pass."""
 INPUT = "block_input"
-"""The name of what a body begins with."""
+"""Name of a body's input."""
 PRODUCT = "quantized_product"
-"""The name of the outputs of products in 8 bits, into which policies do not look."""
+"""Name of the outputs of products in 8 bits, into which policies do not look."""
 
 _BY_KERNELS: Callable[..., bool] = policies.save_only_these_names(*ATTENTION)
 _DOTS: Callable[..., bool] = policies.save_from_both_policies(
@@ -34,25 +34,25 @@ REMAT: dict[str, Callable[..., bool] | None] = {
     "dots_and_attention": policies.save_from_both_policies(_DOTS, _BY_KERNELS),
 }
 """`none` saves every intermediate, `full` only a block's input, `dots` also the products with
-weights, `attention` only what the attention kernel returned (Chen et al. 2016; Korthikanti et al.
+weights, `attention` only the attention kernel's results (Chen et al. 2016; Korthikanti et al.
 2022). The products of a mixture's experts are saved by `none` alone, and under gspmd by none of
-these: elsewhere the backward pass makes them again."""
+these: the backward pass recomputes them."""
 
 OFFLOAD: dict[str, Callable[..., bool]] = {
     "input": policies.save_only_these_names(INPUT),
     "attention": _BY_KERNELS,
     "dots": _DOTS,
 }
-"""What of the saved values may lie in the host's memory until the backward pass reads it: a block's
-input, which every policy but `none` saves, and what the policies of these names do (Rajbhandari et
-al. 2020, section 5.1)."""
+"""Saved values that may lie in the host's memory until the backward pass reads them: a block's
+input, which every policy but `none` saves, and the values that the policies of these names save
+(Rajbhandari et al. 2020, section 5.1)."""
 
 
 def remat(function: Callable[P, T], name: str, offload: tuple[str, ...] = ()) -> Callable[P, T]:
-    """`function` under the policy of that name; of what it saves `offload` lies in the host's
-    memory. Raises ValueError as `remat_violations` has it."""
-    if found := remat_violations(name, offload):
-        raise ValueError("; ".join(found))
+    """Returns `function` under the policy of that name; the saved values in `offload` lie in the
+    host's memory. Raises ValueError on `remat_violations`."""
+    if violations := remat_violations(name, offload):
+        raise ValueError("; ".join(violations))
     policy = _offloading(name, offload) if offload else REMAT[name]
     return function if policy is None else jax.checkpoint(function, policy=policy)
 
@@ -63,10 +63,10 @@ def named_input(x: jax.Array) -> jax.Array:
 
 
 def remat_violations(name: str, offload: tuple[str, ...]) -> list[str]:
-    """What is wrong with a policy's name, and with what is to be offloaded under it."""
+    """Violations in a policy's name and in the values to offload under it."""
     if name not in REMAT:
         return [f"remat={name!r} is unknown; the policies are {', '.join(REMAT)}"]
-    unknown = [each for each in offload if each not in OFFLOAD]
+    unknown = [value for value in offload if value not in OFFLOAD]
     if unknown:
         return [f"offload has {unknown[0]!r}; what can be offloaded is {', '.join(OFFLOAD)}"]
     if offload and name == "none":
@@ -74,28 +74,28 @@ def remat_violations(name: str, offload: tuple[str, ...]) -> list[str]:
             f"remat='none' saves values that have no names, and offload={offload} goes by "
             "names; use remat='dots_and_attention', or offload=()"
         ]
-    idle = [each for each in offload if each != "input" and each not in name.split("_and_")]
+    idle = [value for value in offload if value != "input" and value not in name.split("_and_")]
     return [
-        f"offload has {each!r}, which remat={name!r} does not save; use remat="
-        f"{_saving(name, each)!r}, or take it out"
-        for each in idle
+        f"offload has {value!r}, which remat={name!r} does not save; use remat="
+        f"{_saving(name, value)!r}, or take it out"
+        for value in idle
     ]
 
 
 def _saving(name: str, also: str) -> str:
-    """The policy that saves what `name` does and `also`."""
+    """Name of the policy that saves the values of `name` and of `also`."""
     return also if name == "full" else "dots_and_attention"
 
 
 @lru_cache
 def _offloading(name: str, offload: tuple[str, ...]) -> Callable[..., Any]:
-    """What the policy of that name saves, in the host's memory where one of `offload` is it."""
-    saved, moved = REMAT[name], [OFFLOAD[each] for each in offload]
+    """Policy that saves the values of that name, those of `offload` in the host's memory."""
+    saved, moved = REMAT[name], [OFFLOAD[value] for value in offload]
     assert saved is not None, "nothing is offloaded of what has no name"
 
-    def choose(*operation: Any, **given: Any) -> Any:
-        if any(each(*operation, **given) for each in moved):
+    def choose(*operation: Any, **options: Any) -> Any:
+        if any(policy(*operation, **options) for policy in moved):
             return Offloadable(src=DEVICE, dst=HOST)
-        return saved(*operation, **given)
+        return saved(*operation, **options)
 
     return choose

@@ -1,10 +1,10 @@
-"""A backward pass in two: B makes the gradients of activations, W those of weight matrices.
+"""A backward pass in two: B computes the gradients of activations, W those of weight matrices.
 
-Qi et al. 2023, "Zero bubble pipeline parallelism". Only the input's gradient is waited for, by the
-stage before; the weights' may fill the time in which there is nothing else to do. W takes every
-matrix that a layer multiplies by (`Communicator.column` and `row`), from a stash of each product's
-input x and its output's cotangent dy, as they lie on the device: what B would have gathered for
-dW, W gathers again. All other parameters have their gradients from B.
+Qi et al. 2023, "Zero bubble pipeline parallelism". The stage before waits only for the input's
+gradient; the weights' gradients may fill idle time. W takes every matrix that a layer multiplies by
+(`Communicator.column` and `row`), from a stash of each product's input x and its output's cotangent
+dy, as they lie on the device. It gathers again what dW needs. B computes the gradients of all other
+parameters.
 
 dy comes from one backward pass: a zero t is added to each product's output, and its cotangent is
 dy. Of y = x w + t and a loss L, dL/dt = dL/dy = dy; then dx = dy w^T is B's and dw = x^T dy W's.
@@ -60,9 +60,9 @@ Taps = dict[Product, tuple[jax.Array, ...]]
 
 
 class Tapped:
-    """A communicator that adds `taps` to the outputs of products and notes their inputs.
+    """A communicator that adds `taps` to the outputs of products and records their inputs.
 
-    names: of each matrix by the identity of its array. Everything else is as `comm` does it.
+    names: of each matrix by the identity of its array. All other operations are those of `comm`.
     """
 
     def __init__(self, comm: Communicator, names: dict[int, str], taps: Taps | None = None) -> None:
@@ -76,21 +76,21 @@ class Tapped:
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return self._tap("column", x, weights, self._comm.column(x, *weights))
 
-    def row(self, x: jax.Array, weight: jax.Array, *beside: Pair) -> jax.Array:
-        return self._tap("row", x, (weight,), (self._comm.row(x, weight, *beside),))[0]
+    def row(self, x: jax.Array, weight: jax.Array, *adapters: Pair) -> jax.Array:
+        return self._tap("row", x, (weight,), (self._comm.row(x, weight, *adapters),))[0]
 
     def _tap(
         self, way: str, x: Stream, weights: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        known = [i for i, w in enumerate(weights) if id(w) in self._names]
-        product = Product(way, tuple(self._names[id(weights[i])] for i in known))
-        if not known:
+        tapped = [i for i, w in enumerate(weights) if id(w) in self._names]
+        product = Product(way, tuple(self._names[id(weights[i])] for i in tapped))
+        if not tapped:
             return ys
-        self.shapes.append((product, tuple((ys[i].shape, ys[i].dtype) for i in known)))
+        self.shapes.append((product, tuple((ys[i].shape, ys[i].dtype) for i in tapped)))
         if self._taps is None or product not in self._taps:
             return ys
         self.inputs[product] = x
-        taps = dict(zip(known, self._taps[product], strict=True))
+        taps = dict(zip(tapped, self._taps[product], strict=True))
         return tuple(y + taps[i] if i in taps else y for i, y in enumerate(ys))
 
 
@@ -98,8 +98,8 @@ class Tapped:
 class SplitLayers:
     """`layers` in three parts: `forward_with_residuals` is F, `backward` B, `weight_gradients` W.
 
-    comm: the communicator that their body asks; body_of: the same body asking another. Their loop's
-    `prefetch` says nothing here, and weights are fetched again for the backward pass.
+    comm: the communicator of their body. body_of: the same body with another communicator. Their
+    loop's `prefetch` is ignored, and the backward pass fetches weights again.
     """
 
     layers: Layers
@@ -111,8 +111,7 @@ class SplitLayers:
     def forward_with_residuals(
         self, params: Arrays, x: Stream, extras: PyTree
     ) -> tuple[Stream, PyTree]:
-        """x after all layers, and what `backward` needs beside `params` and
-        `extras`."""
+        """Returns x after all layers, and what `backward` needs besides `params` and `extras`."""
 
         def step(x: Stream, layer: Index) -> tuple[Stream, PyTree]:
             shards, x = pinned_slice(params, layer, x)
@@ -123,30 +122,30 @@ class SplitLayers:
     def backward(
         self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
     ) -> tuple[Arrays, Stream, PyTree]:
-        """B: gradients of what is no matrix, stacked; of x; and what `weight_gradients` needs."""
+        """B: returns the gradients of all leaves but the matrices, stacked; of x; and the stash."""
 
-        def step(dx: Stream, layer: Index, one: tuple[Saved, Inputs]) -> tuple[Stream, PyTree]:
-            kept, inputs = one
+        def step(dx: Stream, layer: Index, entry: tuple[Saved, Inputs]) -> tuple[Stream, PyTree]:
+            vjp, inputs = entry
             shards, dx = pinned_slice(params, layer, dx)
-            others, dys, dx, _ = kept.unpack((self.layers.fetch(shards), extras))(dx)
+            dw, dys, dx, _ = vjp.unpack((self.layers.fetch(shards), extras))(dx)
             stash = {product: (x, dys[product]) for product, x in inputs.items()}
-            return dx, (like(self.layers.scatter(others), params), stash)
+            return dx, (like(self.layers.scatter(dw), params), stash)
 
-        dx, made = self._over_layers(step, dy, depth(params), saved, reverse=True)
+        dx, results = self._over_layers(step, dy, depth(params), saved, reverse=True)
         if not self.layers.loop.unroll:
-            return made[0], dx, made[1]
-        grads, stash = zip(*made, strict=True)
+            return results[0], dx, results[1]
+        grads, stash = zip(*results, strict=True)
         return _stack(grads), dx, list(stash)
 
     def weight_gradients(self, stash: PyTree, params: Arrays) -> Arrays:
-        """W: gradients of the matrices, stacked."""
+        """W: returns the gradients of the matrices, stacked."""
 
-        def step(carry: tuple[()], layer: Index, one: Stash) -> tuple[tuple[()], Arrays]:
+        def step(carry: tuple[()], layer: Index, layer_stash: Stash) -> tuple[tuple[()], Arrays]:
             ways, grads = self._tiled(params), {}
-            for (way, names), (x, dys) in one.items():
+            for (way, names), (x, dys) in layer_stash.items():
                 tiled = [ways.get(name) for name in names]
-                made = getattr(self.comm, f"{way}_gradients")(x, *dys, tiled=tiled)
-                grads |= dict(zip(names, made, strict=True))
+                gradients = getattr(self.comm, f"{way}_gradients")(x, *dys, tiled=tiled)
+                grads |= dict(zip(names, gradients, strict=True))
             tiles = {k: grads.pop(k) for k in ways if k in grads}
             return carry, scattered(self.layers, (grads, tiles), params)
 
@@ -154,7 +153,7 @@ class SplitLayers:
         return _stack(grads) if self.layers.loop.unroll else grads
 
     def _tiled(self, params: Arrays) -> dict[str, Tiled]:
-        """How matrices get gradients that need no scatter. params: stacked."""
+        """Matrices whose gradients need no scatter, with their tilings. params: stacked."""
         tiled = self.layers.tiled
         return {} if tiled is None else tiled.ways({k: p[0] for k, p in params.items()})
 
@@ -163,34 +162,34 @@ class SplitLayers:
     ) -> tuple[Stream, tuple[Saved, Inputs]]:
         names = self._names(weights)
         taps = self._zeros(weights, x, extras)
-        apart = {name for product in taps for name in product.weights} | self.layers.frozen
-        others = {k: w for k, w in weights.items() if k not in apart}
+        excluded = {name for product in taps for name in product.weights} | self.layers.frozen
+        direct = {k: w for k, w in weights.items() if k not in excluded}
 
-        def run(others: Arrays, taps: Taps, x: Stream, extras: PyTree) -> tuple[Stream, Inputs]:
+        def run(direct: Arrays, taps: Taps, x: Stream, extras: PyTree) -> tuple[Stream, Inputs]:
             comm = Tapped(self.comm, names, taps)
-            y = self.body_of(comm)({**weights, **others}, named_input(x), extras, layer)
+            y = self.body_of(comm)({**weights, **direct}, named_input(x), extras, layer)
             return y, comm.inputs
 
         body = remat(run, self.layers.loop.remat, self.layers.loop.offload)
-        y, vjp, inputs = jax.vjp(body, others, taps, x, extras, has_aux=True)
+        y, vjp, inputs = jax.vjp(body, direct, taps, x, extras, has_aux=True)
         return y, (pack_residuals(vjp, (weights, extras)), inputs)
 
     def _zeros(self, weights: Arrays, x: Stream, extras: PyTree) -> Taps:
-        """A zero for the output of every product whose matrices are used once in the layer. Of one
-        that is used twice W would know but one of the products."""
-        found: list[Any] = []
+        """A zero for the output of every product whose matrices are used once in the layer. W would
+        see only one of a matrix's two products."""
+        products: list[Any] = []
 
         def run(weights: Arrays, x: Stream) -> Stream:
             comm = Tapped(self.comm, self._names(weights))
             y = self.body_of(comm)(weights, x, extras, 0)
-            found.extend(comm.shapes)
+            products.extend(comm.shapes)
             return y
 
         jax.eval_shape(run, weights, x)
-        used = [name for product, _ in found for name in product.weights]
+        used = [name for product, _ in products for name in product.weights]
         return {
             product: tuple(self.vary(jnp.zeros(*shape)) for shape in shapes)
-            for product, shapes in found
+            for product, shapes in products
             if all(used.count(name) == 1 for name in product.weights)
         }
 
@@ -203,22 +202,22 @@ class SplitLayers:
         step: Callable[..., tuple[Carry, PyTree]],
         carry: Carry,
         count: int,
-        *each: PyTree,
+        *trees: PyTree,
         reverse: bool = False,
     ) -> tuple[Carry, PyTree]:
-        """`step(carry, layer, *each[layer])` over all layers. Its results, and `each`, are lists
-        where the loop is unrolled, and stacked where it is not."""
+        """Runs `step(carry, layer, *trees[layer])` over all layers. Results and `trees` are lists
+        in an unrolled loop, else stacked."""
         if not self.layers.loop.unroll:
 
-            def turn(carry: Carry, at: tuple[PyTree, ...]) -> tuple[Carry, PyTree]:
-                return step(carry, *at)
+            def turn(carry: Carry, inputs: tuple[PyTree, ...]) -> tuple[Carry, PyTree]:
+                return step(carry, *inputs)
 
-            return lax.scan(turn, carry, (jnp.arange(count), *each), reverse=reverse)
+            return lax.scan(turn, carry, (jnp.arange(count), *trees), reverse=reverse)
         out: list[Any] = [None] * count
         for layer in reversed(range(count)) if reverse else range(count):
-            carry, out[layer] = step(carry, layer, *(one[layer] for one in each))
+            carry, out[layer] = step(carry, layer, *(tree[layer] for tree in trees))
         return carry, out
 
 
-def _stack(each: Sequence[Arrays]) -> Arrays:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+def _stack(layers: Sequence[Arrays]) -> Arrays:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)

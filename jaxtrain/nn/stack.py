@@ -2,9 +2,9 @@
 
 Why by hand: in an ordinary differentiated scan a prefetched weight is part of the carry, so every
 layer's full weights are kept for the backward pass (12x the memory in a trial). Here the residuals
-are block inputs and what the remat policy names; weights but the last layer's are fetched again,
-one layer ahead of their use, and gradients leave one layer behind, so that both hide behind a
-layer's arithmetic.
+are block inputs and the values that the remat policy names. Weights but the last layer's are
+fetched again, one layer ahead of their use, and gradients are scattered one layer behind, so that
+both hide behind a layer's arithmetic.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxtrain.overlap.alongside import Call, alongside
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
-"""Of a layer as it uses them: arrays, and of matrices in 8 bits `QuantizedWeight`s."""
+"""Weights of a layer as it uses them: arrays, and `QuantizedWeight`s for matrices in 8 bits."""
 Gradients = dict[str, jax.Array | None]
-"""Gradients of parameters, None of those that are frozen."""
+"""Gradients of parameters, None for frozen ones."""
 Stream = Float[Array, "tokens embed"]
 """The residual stream, or its cotangent: this device's share."""
 
@@ -40,7 +40,7 @@ Body = Callable[[Weights, Stream, PyTree, Index], Stream]
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How the loop over layers runs.
+    """Settings of the loop over layers.
 
     unroll: layers are unrolled into the program (True) or scanned. On XLA:CPU a scanned loop
       costs 1.3x; on accelerators scanning keeps compile time flat in depth.
@@ -65,10 +65,10 @@ class LayerLoop:
 class Layers:
     """A stack of layers: x [tokens, embed] -> x.
 
-    body: what a layer does. fetch turns one layer's parameters into what `body` uses, and scatter
-    is its adjoint. frozen: names of parameters that are not differentiated. tiled: how some get
-    gradients that need no scatter; None where there are none. flops_per_byte: what a device
-    computes while its link carries a byte of weights, by which permutes of weights are tied to
+    body: function of a layer. fetch turns one layer's parameters into the weights that `body` uses,
+    and scatter is its adjoint. frozen: names of parameters that are not differentiated. tiled: the
+    weights whose gradients need no scatter; None if there are none. flops_per_byte: FLOPs of a
+    device while its link carries one byte of weights, by which permutes of weights are tied to
     products of layers; None: the compiler alone orders them. fetch_tables and scatter_tables: as
     fetch and scatter, for parameters that are used next.
 
@@ -87,26 +87,26 @@ class Layers:
     scatter_tables: Callable[[Arrays], Arrays] = lambda grads: grads
 
     def __call__(self, params: Arrays, x: Stream, extras: PyTree) -> Stream:
-        """x after all layers."""
+        """Returns x after all layers."""
         return _run(self, params, x, extras, {})[0]
 
     def with_tables(
         self, params: Arrays, x: Stream, extras: PyTree, tables: Arrays
     ) -> tuple[Stream, Weights]:
-        """x after all layers, and `tables` as they are used next: in a prefetching loop fetched
-        while the last layer is computed, their gradients scattered while it is pulled back."""
+        """Returns x after all layers, and `tables` fetched for use. A prefetching loop fetches them
+        during the last layer, and scatters their gradients during its backward pass."""
         return _run(self, params, x, extras, tables)
 
     def forward_with_residuals(
         self, params: Arrays, x: Stream, extras: PyTree
     ) -> tuple[Stream, PyTree]:
-        """x after all layers, and what `backward` needs beside `params` and `extras`, a tree of
-        arrays."""
+        """Returns x after all layers, and what `backward` needs besides `params` and `extras`, a
+        tree of arrays."""
         (y, _), (_, _, saved, _) = _forward(self, params, x, extras, {})
         return y, saved
 
     def side_by_side(self, compute: Call, communicate: Call) -> tuple[Any, Any]:
-        """The results of both, of which neither waits for the other."""
+        """Runs both functions, neither waiting for the other, and returns both results."""
         if self.flops_per_byte is not None:
             return alongside(compute, communicate, flops_per_byte=self.flops_per_byte)
         (run, run_args), (move, move_args) = compute, communicate
@@ -116,13 +116,13 @@ class Layers:
     def backward(
         self, saved: PyTree, params: Arrays, dy: Stream, extras: PyTree
     ) -> tuple[Arrays, Stream]:
-        """Gradients of `params` (but of `frozen` ones) and of x from that of y."""
+        """Gradients of `params` (without `frozen` ones) and of x, from y's gradient `dy`."""
         grads, dx, _ = _backward(self, (params, extras, saved, {}), dy, {})
         return grads, dx
 
 
 def depth(params: Arrays) -> int:
-    """How many layers are stacked: the size of dim 0 of every leaf."""
+    """Number of stacked layers: the size of dim 0 of every leaf."""
     return len(jax.tree.leaves(params)[0])
 
 
@@ -131,9 +131,9 @@ def _slice(params: Arrays, layer: Index) -> Arrays:
 
 
 def pinned_slice(params: Arrays, layer: Index, x: Stream) -> tuple[Arrays, Stream]:
-    """A layer's shards, not before `x` exists, and x: keeps XLA from merging a backward fetch with
-    the forward one (which would keep every layer's weights) or hoisting it out of a loop: of
-    layers, or of microbatches."""
+    """Returns a layer's shards, which wait for `x`, and x. So XLA cannot merge a backward fetch
+    with the forward one (which would keep every layer's weights), or hoist it out of a loop over
+    layers or microbatches."""
     return lax.optimization_barrier((_slice(params, layer), x))
 
 
@@ -141,7 +141,7 @@ def pinned_slice(params: Arrays, layer: Index, x: Stream) -> tuple[Arrays, Strea
 def _run(
     stack: Layers, params: Arrays, x: Stream, extras: PyTree, tables: Arrays
 ) -> tuple[Stream, Weights]:
-    """The loop where no derivative is asked for: nothing is saved for a backward pass."""
+    """The loop without a derivative: nothing is saved for a backward pass."""
 
     def step(x: Stream, layer: Index) -> tuple[Stream, None]:
         shards, x = pinned_slice(params, layer, x)
@@ -156,7 +156,7 @@ def _run(
 
 
 def _with_tables(stack: Layers, tables: Arrays, x: Stream) -> tuple[Stream, Weights]:
-    """x, and the tables fetched not before it exists."""
+    """Returns x, and the tables, whose fetch waits for x."""
     tables, x = lax.optimization_barrier((tables, x))
     return x, stack.fetch_tables(tables)
 
@@ -164,41 +164,41 @@ def _with_tables(stack: Layers, tables: Arrays, x: Stream) -> tuple[Stream, Weig
 def _forward_with_residuals(
     stack: Layers, weights: Weights, x: Stream, extras: PyTree, layer: Index
 ) -> tuple[Stream, Saved]:
-    """The layer's output and its vector-Jacobian product as a pytree with holes in place of
-    weights and extras, which the backward pass has anyway."""
+    """Returns the layer's output and its vector-Jacobian product, packed without weights and
+    extras, which the backward pass has anyway."""
     tiles = {} if stack.tiled is None else stack.tiled.zeros(weights, x, extras)
-    held = {k: weights[k] for k in (*stack.frozen, *tiles)}
-    moved = {k: differentiated(w) for k, w in weights.items() if k not in held}
+    constant = {k: weights[k] for k in (*stack.frozen, *tiles)}
+    moved = {k: differentiated(w) for k, w in weights.items() if k not in constant}
 
     def run(moved: Arrays, tiles: Arrays, x: Stream, extras: PyTree) -> Stream:
         body = stack.body if stack.tiled is None else stack.tiled.body(weights, tiles)
-        used = {k: standing_for(weights[k], by) for k, by in moved.items()}
-        return body({**used, **held}, named_input(x), extras, layer)
+        used = {k: standing_for(weights[k], variable) for k, variable in moved.items()}
+        return body({**used, **constant}, named_input(x), extras, layer)
 
     again = remat(run, stack.loop.remat, stack.loop.offload)
     y, vjp = jax.vjp(again, moved, tiles, x, extras)
     return y, pack_residuals(vjp, (weights, extras))
 
 
-def pack_residuals(vjp: Callable[[Stream], PyTree], known: PyTree) -> Saved:
-    """A function that `jax.vjp` has made, which is a tree of its residual arrays, without those of
-    the tree `known`: weights must not be kept for the backward pass."""
+def pack_residuals(vjp: Callable[[Stream], PyTree], excluded: PyTree) -> Saved:
+    """Packs a function of `jax.vjp`, a tree of residual arrays, without the arrays of the tree
+    `excluded`: weights must not be kept for the backward pass."""
     leaves, tree = jax.tree.flatten(vjp)
-    number = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
+    number = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(excluded))}
     places = tuple(number.get(id(leaf), -1) for leaf in leaves)
-    kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place < 0]
-    return Saved(kept, tree, places)
+    residuals = [leaf for leaf, place in zip(leaves, places, strict=True) if place < 0]
+    return Saved(residuals, tree, places)
 
 
 @jax.tree_util.register_pytree_node_class
 class Saved:
     """Residual arrays of one layer (stackable), and the static form of its backward function."""
 
-    def __init__(self, kept: list[Any], tree: PyTreeDef, places: tuple[int, ...]) -> None:
-        self.kept, self.tree, self.places = kept, tree, places
+    def __init__(self, residuals: list[Any], tree: PyTreeDef, places: tuple[int, ...]) -> None:
+        self.residuals, self.tree, self.places = residuals, tree, places
 
     def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[PyTreeDef, tuple[int, ...]]]:
-        return (self.kept,), (self.tree, self.places)
+        return (self.residuals,), (self.tree, self.places)
 
     @classmethod
     def tree_unflatten(
@@ -206,11 +206,11 @@ class Saved:
     ) -> Saved:
         return cls(children[0], *static)
 
-    def unpack(self, known: PyTree) -> Callable[[Stream], PyTree]:
-        """The vector-Jacobian product again. known: a tree like the one it was packed without, of
-        the same values (weights that were fetched again)."""
-        given, kept = jax.tree.leaves(known), iter(self.kept)
-        leaves = [given[place] if place >= 0 else next(kept) for place in self.places]
+    def unpack(self, excluded: PyTree) -> Callable[[Stream], PyTree]:
+        """Restores the vector-Jacobian product. excluded: a tree like the one that it was packed
+        without, of equal values (weights that were fetched again)."""
+        shared, residuals = jax.tree.leaves(excluded), iter(self.residuals)
+        leaves = [shared[place] if place >= 0 else next(residuals) for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
     def pull_back(self, weights: Weights, extras: PyTree, dy: Stream) -> tuple[Made, Stream]:
@@ -220,14 +220,14 @@ class Saved:
 
 
 Made = tuple[Arrays, Arrays]
-"""Gradients of weights: whole ones, to be scattered, and those that were when they were made."""
+"""Gradients of a layer's weights: those still to be scattered, and those in tiles already."""
 
 Kept = tuple[Saved, Weights | None]
-"""Of a layer: its residuals, and its weights where the backward pass does not fetch them again."""
+"""A layer's residuals, and its weights unless the backward pass fetches them again."""
 
 Residuals = tuple[Arrays, PyTree, PyTree, Arrays]
-"""Parameters, extras, what layers keep (`Kept` of each in a list, or stacked, with prefetch the
-last layer's by itself), and the tables."""
+"""Parameters, extras, what layers keep (a list of `Kept`, or stacked; with prefetch the last
+layer's is separate), and the tables."""
 
 
 def _forward(
@@ -238,11 +238,11 @@ def _forward(
     tables: Arrays,
     keep_last: bool = False,
 ) -> tuple[tuple[Stream, Weights], Residuals]:
-    """x after all layers with the tables as they are used, and what the backward pass needs: with
-    prefetch the loop carries the weights of the layer to come, fetched while this one is computed.
+    """Returns x after all layers, the tables as they are used, and what the backward pass needs.
+    With prefetch the loop carries the next layer's weights, which are fetched during this layer.
 
-    keep_last: a prefetching loop keeps the last layer's weights for the backward pass, which
-    follows at once: with many microbatches under way it would keep as many layers' weights."""
+    keep_last: a prefetching loop keeps the last layer's weights for a backward pass that follows at
+    once. With many microbatches in flight it would keep as many layers' weights."""
     loop, layers, keep = stack.loop, depth(params), not stack.loop.reshard_after_forward
 
     def forward(x: Stream, weights: Weights, extras: PyTree, layer: Index) -> tuple[Stream, Kept]:
@@ -278,22 +278,22 @@ def _forward(
     pinned, x = lax.optimization_barrier((tables, x))
     compute = (forward, (x, last, extras, layers - 1))
     (x, (saved, _)), used = stack.side_by_side(compute, (stack.fetch_tables, (pinned,)))
-    kept = (saved, last if keep or keep_last else None)
-    return (x, used), (params, extras, (out, kept), tables)
+    last_kept = (saved, last if keep or keep_last else None)
+    return (x, used), (params, extras, (out, last_kept), tables)
 
 
 def _backward(
     stack: Layers, residuals: Residuals, dy: Stream, dtables: Weights
 ) -> tuple[Arrays, Stream, Arrays]:
-    """Gradients of the parameters (but of frozen ones), stacked, of x, and of the tables. Layers
-    from the last to the first: weights fetched again where they were not kept, the layer pulled
-    back, its weights' gradients scattered to where the parameters rest."""
+    """Gradients of the parameters (without frozen ones), stacked, of x, and of the tables. From the
+    last layer to the first: weights that were not kept are fetched again, the layer is pulled back,
+    and its weights' gradients are scattered to the parameters' shards."""
     if stack.loop.prefetch and not stack.loop.unroll:
         return _backward_prefetched(stack, residuals, dy, dtables)
     params, extras, out, tables = residuals
 
-    def step(dx: Stream, at: tuple[Index, Kept]) -> tuple[Stream, Arrays]:
-        layer, (saved, weights) = at
+    def step(dx: Stream, saved_layer: tuple[Index, Kept]) -> tuple[Stream, Arrays]:
+        layer, (saved, weights) = saved_layer
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
             weights = stack.fetch(shards)
@@ -316,19 +316,19 @@ def _backward_prefetched(
 ) -> tuple[Arrays, Stream, Arrays]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)), tables = residuals
-    layers, kept = depth(params), out[1] is not None
+    layers, has_weights = depth(params), out[1] is not None
     if weights is None:
         shards, dy = pinned_slice(params, layers - 1, dy)
         weights = stack.fetch(shards)
 
     def pull_back(
-        saved: Saved, weights: Weights, dx: Stream, before: Index | None, scatter: Call
+        saved: Saved, weights: Weights, dx: Stream, previous: Index | None, scatter: Call
     ) -> tuple[tuple[Made, Stream], tuple[Arrays, Weights | None]]:
         """A layer's gradients; meanwhile others are scattered, and the weights of the layer
-        `before` fetched."""
+        `previous` fetched."""
         shards, (run, grads) = None, scatter
-        if before is not None:
-            shards, dx = pinned_slice(params, before, dx)
+        if previous is not None:
+            shards, dx = pinned_slice(params, previous, dx)
 
         def communicate(grads: Any, shards: Arrays | None) -> tuple[Arrays, Weights | None]:
             return run(*grads), None if shards is None else stack.fetch(shards)
@@ -337,18 +337,18 @@ def _backward_prefetched(
         return stack.side_by_side(compute, (communicate, (grads, shards)))
 
     def step(
-        carry: tuple[Stream, Any, Made], at: tuple[Index, Any]
+        carry: tuple[Stream, Any, Made], inputs: tuple[Index, Any]
     ) -> tuple[tuple[Stream, Any, Made], Any]:
         dx, fetched, pending = carry
-        layer, (saved, own) = at
-        before = None if kept else jnp.maximum(layer - 1, 0)
-        weights, scatter = own if kept else fetched, partial(scattered, stack, params=params)
-        made, (done, fetched) = pull_back(saved, weights, dx, before, (scatter, (pending,)))
-        return (made[1], fetched, made[0]), done
+        layer, (saved, own) = inputs
+        previous = None if has_weights else jnp.maximum(layer - 1, 0)
+        weights, scatter = own if has_weights else fetched, partial(scattered, stack, params=params)
+        gradients, (done, fetched) = pull_back(saved, weights, dx, previous, (scatter, (pending,)))
+        return (gradients[1], fetched, gradients[0]), done
 
-    before = None if kept or layers == 1 else layers - 2
+    previous = None if has_weights or layers == 1 else layers - 2
     scatter = (stack.scatter_tables, (dtables,))
-    (pending, dx), (of_tables, fetched) = pull_back(saved, weights, dy, before, scatter)
+    (pending, dx), (of_tables, fetched) = pull_back(saved, weights, dy, previous, scatter)
     of_tables = like(of_tables, tables)
     if layers == 1:
         grads = jax.tree.map(lambda g: g[None], scattered(stack, pending, params))
@@ -360,10 +360,10 @@ def _backward_prefetched(
     return grads, dx, of_tables
 
 
-def scattered(stack: Layers, made: Made, params: Arrays) -> Arrays:
-    """Gradients as parameters rest, in their dtypes."""
-    whole, tiles = made
-    grads = stack.scatter(whole) if stack.tiled is None else stack.tiled.scatter(whole, tiles)
+def scattered(stack: Layers, gradients: Made, params: Arrays) -> Arrays:
+    """Gradients reduce-scattered to the parameters' shards, in the parameters' dtypes."""
+    full, tiles = gradients
+    grads = stack.scatter(full) if stack.tiled is None else stack.tiled.scatter(full, tiles)
     return like(grads, params)
 
 

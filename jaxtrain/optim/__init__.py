@@ -1,7 +1,7 @@
-"""How parameters move: optimizers, learning rates, precision, and what is done to gradients.
+"""Updates of parameters: optimizers, learning rates, precision, clipping and averaging.
 
-Optimizers see logical axes and never a mesh: a leaf stacked over layers is updated as so many
-leaves. Losses, gradients' reductions and the train step do not belong here. To read first:
+Optimizers see logical axes and never a mesh: a leaf stacked over layers is updated as one leaf for
+each layer. Losses, gradients' reductions and the train step do not belong here. To read first:
 Loshchilov & Hutter 2019 (decoupled weight decay) and Micikevicius et al. 2018 (mixed precision).
 """
 

@@ -41,7 +41,7 @@ class FactoredState(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """Of one leaf; as in `FactoredState`."""
+    """Moments of one leaf, as in `FactoredState`."""
 
     rows: Any
     columns: Any
@@ -125,22 +125,22 @@ def _factors(
     moments: list[_Moments],
     decay: Float32[Array, ""],
 ) -> dict[int, tuple[jax.Array, jax.Array]]:
-    """The new (rows, columns) of each factored leaf; the dims averaged away stay, with size 1."""
+    """Returns the new (rows, columns) of each factored leaf; averaged dims stay, with size 1."""
     parts = [
         LeafSum(squares[i], names[i], over)
         for i, dims in split.items()
         for over in (dims.columns, dims.rows)
     ]
     means = iter(real_means(shards, parts))
-    found = {}
+    factors = {}
     for i, dims in split.items():
         old = ((moments[i].rows, dims.columns), (moments[i].columns, dims.rows))
         rows, columns = (
-            decay * jnp.expand_dims(moment, gone) + (1.0 - decay) * next(means)
-            for moment, gone in old
+            decay * jnp.expand_dims(moment, averaged) + (1.0 - decay) * next(means)
+            for moment, averaged in old
         )
-        found[i] = (rows, columns)
-    return found
+        factors[i] = (rows, columns)
+    return factors
 
 
 def _pack(steps: Int32[Array, ""], treedef: PyTreeDef, moments: list[_Moments]) -> FactoredState:

@@ -33,34 +33,35 @@ class OnMesh:
     sizes: Mapping[str, int]
 
     def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
-        """Each device sums what it holds; one all-reduce for each set of mesh axes adds those."""
+        """Returns each part summed over its dims, which stay with size 1: on each device, then over
+        devices by one all-reduce for each set of mesh axes."""
         if not parts:
             return []
-        before = [self._split(part) for part in parts]
-        after = [
+        splits = [self._split(part) for part in parts]
+        reduced = [
             tuple(() if dim in part.dims else axes for dim, axes in enumerate(split))
-            for part, split in zip(parts, before, strict=True)
+            for part, split in zip(parts, splits, strict=True)
         ]
         together: dict[tuple[tuple[str, ...], frozenset[str]], list[str]] = defaultdict(list)
-        for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            kept = frozenset(_axes(new))
-            over = tuple(a for a in self.sizes if a in _axes(old) - kept)
-            together[over, kept].append(str(i))
+        for i, (old, new) in enumerate(zip(splits, reduced, strict=True)):
+            remaining = frozenset(_axes(new))
+            over = tuple(a for a in self.sizes if a in _axes(old) - remaining)
+            together[over, remaining].append(str(i))
         buckets = [Bucket(over, tuple(names)) for (over, _), names in together.items()]
 
         def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
             pairs = enumerate(zip(arrays, parts, strict=True))
-            found = {str(i): x.sum(p.dims, keepdims=True) for i, (x, p) in pairs}
+            sums = {str(i): x.sum(p.dims, keepdims=True) for i, (x, p) in pairs}
             for bucket in buckets:
-                total = sum_over("optimizer", bucket.concatenate(found), bucket.axes)
-                found |= bucket.split(total, found)
-            return list(found.values())
+                total = sum_over("optimizer", bucket.concatenate(sums), bucket.axes)
+                sums |= bucket.split(total, sums)
+            return list(sums.values())
 
         run = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=([partition_spec(split) for split in before],),
-            out_specs=[partition_spec(split) for split in after],
+            in_specs=([partition_spec(split) for split in splits],),
+            out_specs=[partition_spec(split) for split in reduced],
         )
         return run([part.x for part in parts])
 
@@ -69,12 +70,14 @@ class OnMesh:
         return tuple(() if size == 1 else axes for size, axes in pairs)
 
     def by_matrix(self, function: ByMatrix, x: jax.Array, names: LogicalAxes) -> jax.Array:
-        """The devices that a leaf's matrices are split over exchange its shards (all-to-all), so
-        that each holds whole matrices of a few layers, and exchange them back: 2 (n-1)/n of the
-        bytes that a device holds (Liu et al. 2025, section 3, without its replication). A single
-        matrix is gathered instead, and every device does the same work on it."""
+        """Applies `function` to the whole matrices of a leaf, and returns the leaf's shards.
+
+        The n devices over which the matrices are split exchange shards (all-to-all), so that each
+        holds whole matrices of a few layers, and exchange them back: 2 (n-1)/n of a device's bytes
+        (Liu et al. 2025, section 3, without its replication). A single matrix is gathered instead,
+        and every device does the same work on it."""
         split, stacked = self.split_of(names), leaf_dims(names).stacked
-        inner = {at + 1: axes for at, axes in enumerate(split[stacked:]) if axes}
+        inner = {dim: axes for dim, axes in enumerate(split[stacked:], start=1) if axes}
         ways = math.prod(self.sizes[a] for axes in inner.values() for a in axes)
 
         def on_device(local: Float[Array, " ..."]) -> Float[Array, " ..."]:
@@ -83,13 +86,13 @@ class OnMesh:
                 return _on_gathered(function, stack, inner).reshape(local.shape)
             padding = [(0, 0)] * stack.ndim
             padding[0] = (0, -len(stack) % ways)
-            whole = jnp.pad(stack, padding)
+            matrices = jnp.pad(stack, padding)
             for dim, axes in inner.items():
-                whole = _exchange(whole, axes, take=0, give=dim)
-            whole = function(whole)
+                matrices = _exchange(matrices, axes, take=0, give=dim)
+            matrices = function(matrices)
             for dim, axes in reversed(inner.items()):
-                whole = _exchange(whole, axes, take=dim, give=0)
-            return whole[: len(stack)].reshape(local.shape)
+                matrices = _exchange(matrices, axes, take=dim, give=0)
+            return matrices[: len(stack)].reshape(local.shape)
 
         if not inner:
             on_device = function
@@ -110,12 +113,12 @@ def _exchange(x: jax.Array, axes: tuple[str, ...], *, take: int, give: int) -> j
 def _on_gathered(
     function: ByMatrix, x: jax.Array, split: Mapping[int, tuple[str, ...]]
 ) -> jax.Array:
-    """`function` of `x` joined along its split dims; of the result this device's part."""
-    whole = x
+    """Gathers `x` along its split dims, applies `function`, returns this device's part."""
+    matrix = x
     for dim, axes in split.items():
-        whole = lax.all_gather(whole, axes, axis=dim, tiled=True)
-    whole = function(whole)
+        matrix = lax.all_gather(matrix, axes, axis=dim, tiled=True)
+    matrix = function(matrix)
     for dim, axes in split.items():
         size = x.shape[dim]
-        whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * size, size, dim)
-    return whole
+        matrix = lax.dynamic_slice_in_dim(matrix, lax.axis_index(axes) * size, size, dim)
+    return matrix

@@ -1,4 +1,4 @@
-"""What is done to gradients and weights around the update: norm, clip, moving average. All pure."""
+"""Pure functions of gradients and weights around the update: norm, clipping, moving average."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def warmed_decay(decay: float, step: jax.typing.ArrayLike) -> Float32[Array, ""]
 def ema_update(
     ema: Tree, params: PyTree, decay: float, step: jax.typing.ArrayLike, *, warmup: bool = False
 ) -> Tree:
-    """decay x ema + (1 - decay) x params, in fp32 and kept in the dtype of `ema`.
+    """Returns decay x ema + (1 - decay) x params, computed in fp32, in the dtype of `ema`.
 
     Polyak & Juditsky 1992 as an exponential average. `step` counts updates from 0 and matters only
     with `warmup`, which replaces the decay by `warmed_decay`. Non-floating leaves are taken from
@@ -43,12 +43,12 @@ def ema_update(
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay={decay} must lie in [0, 1); use for example decay=0.999")
-    kept = warmed_decay(decay, step) if warmup else jnp.float32(decay)
+    factor = warmed_decay(decay, step) if warmup else jnp.float32(decay)
 
     def blend(old: jax.Array, new: jax.Array) -> jax.Array:
         if not jnp.issubdtype(old.dtype, jnp.floating):
             return new
-        mixed = kept * old.astype(jnp.float32) + (1.0 - kept) * new.astype(jnp.float32)
+        mixed = factor * old.astype(jnp.float32) + (1.0 - factor) * new.astype(jnp.float32)
         return mixed.astype(old.dtype)
 
     return jax.tree.map(blend, ema, params)

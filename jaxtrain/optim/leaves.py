@@ -1,4 +1,4 @@
-"""What an optimizer must know of a leaf, read from its logical axes and never from its ndim.
+"""Structure of a leaf for optimizers, from its logical axes and never from its ndim.
 
 A leaf [layers, embed, heads, head_dim] is `layers` matrices [embed, heads * head_dim]; a leaf
 [layers, heads, head_dim] is `layers` bias vectors. An optimizer that looks at shapes alone takes
@@ -42,11 +42,11 @@ class LeafDims(NamedTuple):
 
 
 def leaf_dims(axes: LogicalAxes) -> LeafDims:
-    """How a leaf divides into stacking dims, rows and columns.
+    """Returns the stacking dims, rows and columns of a leaf.
 
     Stacking dims are those up to the last `layers`, then `experts` unless it is the last dim (a
-    router's output). Heads and head_dim side by side count as one dim. Of three or more dims left
-    (a convolution [height, width, in, out]) the last is the columns, the others the rows.
+    router's output). Adjacent heads and head_dim count as one dim. If three or more dims remain
+    (a convolution [height, width, in, out]), the last is the columns, the others the rows.
     """
     stacked = max((dim + 1 for dim, name in enumerate(axes) if name == "layers"), default=0)
     while stacked < len(axes) - 1 and axes[stacked] == "experts":
@@ -62,7 +62,7 @@ def leaf_dims(axes: LogicalAxes) -> LeafDims:
 
 
 def real_size(shape: tuple[int, ...], axes: LogicalAxes, dims: tuple[int, ...]) -> int:
-    """How many entries the dims have together, padding left out."""
+    """Number of entries along the dims together, without padding."""
     names = ((axes[d], shape[d]) for d in dims)
     return math.prod(n.real if isinstance(n, PaddedAxis) else size for n, size in names)
 
@@ -79,13 +79,13 @@ def hidden_matrices(axes: LogicalAxes) -> bool:
 
 
 def everything(axes: LogicalAxes) -> bool:
-    """All leaves."""
+    """Chooses every leaf."""
     del axes
     return True
 
 
 def is_axes(node: object) -> bool:
-    """Whether a node of an `AxesTree` is a leaf: a plain tuple of names."""
+    """True for the leaves of an `AxesTree`: plain tuples of names."""
     return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
 
 

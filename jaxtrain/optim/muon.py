@@ -167,8 +167,8 @@ class Muon:
         raise_violations(violations)
 
     def violations(self, steps: int) -> list[str]:
-        found = rate_violations(self.learning_rate, steps)
-        return found + ([] if self.adam is None else self.adam.violations(steps))
+        violations = rate_violations(self.learning_rate, steps)
+        return violations + ([] if self.adam is None else self.adam.violations(steps))
 
     def build(
         self, axes: AxesTree, *, steps: int, batch: int, shards: Shards = WHOLE

@@ -48,13 +48,12 @@ __all__ = [
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What a training run asks of an optimizer; a user's own need only have these, and `Optax` has
-    them for a transformation of optax's. What it needs beyond each number by itself is the
-    partitioner's to find. Its learning rate is logged where `optax.inject_hyperparams` puts it into
-    the state."""
+    """Interface of an optimizer; a user's own needs only these methods, and `Optax` adds them to a
+    transformation of optax. Its communication between devices is left to the partitioner. Its
+    learning rate is logged if `optax.inject_hyperparams` puts it into the state."""
 
     def violations(self, steps: int) -> list[str]:
-        """What is wrong with this optimizer in a run of `steps`; empty when all is well."""
+        """Returns the violations of this optimizer in a run of `steps`."""
         ...
 
     def build(self, axes: AxesTree, *, steps: int, batch: int) -> optax.GradientTransformation:
@@ -74,36 +73,35 @@ SHARDED = (Adafactor, Lamb, Lars, Muon)
 
 
 def state_axes(state: PyTree, axes: AxesTree, values: PyTree = None) -> PyTree:
-    """The logical axes of every array of an optimizer state, in the state's own structure.
+    """Returns the logical axes of every array of an optimizer state, in the state's structure.
 
-    `state` may be abstract (`jax.eval_shape(transform.init, params)`). An array belongs to the
-    parameter whose path ends its own path, and has its axes, or those left of them in Adafactor's
-    row and column means; counts have none. `values`: a tree like `axes` of other tuples with an
-    entry for each dim, which are given instead. Raises ValueError on an array that fits no
-    parameter.
+    An array belongs to the parameter whose path ends its own path, and has its axes; Adafactor's
+    row and column means have the remaining axes, and counts have none.
+    state: may be abstract (`jax.eval_shape(transform.init, params)`).
+    values: a tree like `axes` of other tuples with an entry for each dim, returned instead.
+    Raises ValueError on an array that fits no parameter.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
-    given = treedef.flatten_up_to(axes if values is None else values)
-    by_path = {tuple(path): (names, v) for (path, names), v in zip(flat, given, strict=True)}
+    entries = treedef.flatten_up_to(axes if values is None else values)
+    by_path = {tuple(path): (names, v) for (path, names), v in zip(flat, entries, strict=True)}
 
-    def of(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
+    def entry(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
         start = next((i for i in range(1, len(path)) if path[i:] in by_path), None)
         names: LogicalAxes = ()
-        found: tuple[Any, ...] = ()
+        value: tuple[Any, ...] = ()
         if start is not None:
-            names, found = by_path[path[start:]]
-            kept = _remaining_dims(names, getattr(path[start - 1], "name", ""))
-            names, found = (tuple(each[dim] for dim in kept) for each in (names, found))
+            names, value = by_path[path[start:]]
+            remaining = _remaining_dims(names, getattr(path[start - 1], "name", ""))
+            names, value = (tuple(dims[dim] for dim in remaining) for dims in (names, value))
         if len(names) != leaf.ndim:
-            where = jax.tree_util.keystr(path)
             raise ValueError(
-                f"optimizer state {where} has shape {leaf.shape} and no parameter's logical axes "
-                f"fit (found {names}); keep state in trees like the parameters', or as scalars, "
-                "as jaxtrain's Adafactor and Muon do"
+                f"optimizer state {jax.tree_util.keystr(path)} has shape {leaf.shape} and no "
+                f"parameter's logical axes fit (found {names}); keep state in trees like the "
+                "parameters', or as scalars, as jaxtrain's Adafactor and Muon do"
             )
-        return found
+        return value
 
-    return jax.tree_util.tree_map_with_path(of, state)
+    return jax.tree_util.tree_map_with_path(entry, state)
 
 
 def _remaining_dims(names: LogicalAxes, field: str) -> list[int]:

@@ -42,19 +42,19 @@ class Optax:
     given: optax.GradientTransformation | Callable[[], optax.GradientTransformation]
 
     def violations(self, steps: int) -> list[str]:
-        """What is wrong with what the function gives; empty when all is well."""
+        """Returns the violations of the user's function, which is called."""
         del steps
         if isinstance(self.given, optax.GradientTransformation):
             return []
         name = getattr(self.given, "__name__", repr(self.given))
         try:
-            made = self.given()
+            transform = self.given()
         except Exception as error:  # whatever the user's function raises
             return [f"optimizer={name} failed ({type(error).__name__}: {error}); mend it"]
-        if isinstance(made, optax.GradientTransformation):
+        if isinstance(transform, optax.GradientTransformation):
             return []
         return [
-            f"optimizer={name} gives {made!r}; return an optax transformation, such as "
+            f"optimizer={name} gives {transform!r}; return an optax transformation, such as "
             "optax.adamw(3e-4)"
         ]
 
@@ -63,8 +63,9 @@ class Optax:
         in `update` where that asks for more than gradients, state and parameters."""
         del axes, batch
         raise_violations(self.violations(steps))
-        given = self.given
-        transform = given if isinstance(given, optax.GradientTransformation) else given()
+        transform = self.given
+        if not isinstance(transform, optax.GradientTransformation):
+            transform = transform()
 
         def update(updates: Any, state: Any, params: Any = None) -> Any:
             try:
@@ -90,7 +91,7 @@ def mixing(transform: optax.GradientTransformation, params: Any, state: Any) -> 
 def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        large = any(getattr(each.aval, "size", 1) > 1 for each in equation.invars)
+        large = any(getattr(var.aval, "size", 1) > 1 for var in equation.invars)
         mixes = name.startswith(MIXING) and name != "reduce_precision"
         if large and (mixes or name in MIXING_WHOLE):
             yield name

@@ -127,9 +127,9 @@ class Precision:
         raise_violations(violations)
 
 
-def _products_like(given: Any) -> str:
-    """What was probably meant by the name of products, or by their class."""
-    name = str(getattr(given, "__name__", given)).lower()
+def _products_like(value: Any) -> str:
+    """Returns the products that were probably meant by a name or by a class."""
+    name = str(getattr(value, "__name__", value)).lower()
     return "Int8Products()" if "int" in name else "Fp8Products()"
 
 

@@ -54,7 +54,7 @@ those that were skipped, as optax's schedules are."""
 
 
 def rate_fields(value: object, *, name: str = "learning_rate") -> list[str]:
-    """What is wrong with the value given as a learning rate, whatever the run."""
+    """Returns the violations of a learning rate that hold in every run."""
     if isinstance(value, (Schedule, ScaledRate)):
         return []
     if isinstance(value, (int, float)):
@@ -68,7 +68,7 @@ def rate_fields(value: object, *, name: str = "learning_rate") -> list[str]:
 
 
 def rate_violations(value: Rate, steps: int) -> list[str]:
-    """What is wrong with a learning rate in a run of `steps`."""
+    """Returns the violations of a learning rate in a run of `steps`."""
     if isinstance(value, ScaledRate):
         value = value.schedule
     if isinstance(value, Schedule):
@@ -77,19 +77,19 @@ def rate_violations(value: Rate, steps: int) -> list[str]:
 
 
 def _function_violations(function: RateFn) -> list[str]:
-    """What is wrong with a function of the step, which is traced: its step has no value yet."""
+    """Returns the violations of a function of the step, which is traced: its step has no value."""
     name = getattr(function, "__name__", repr(function))
     try:
-        found = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+        rate = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # whatever the user's function raises
-        said = (str(error) or type(error).__name__).splitlines()[0]
+        message = (str(error) or type(error).__name__).splitlines()[0]
         return [
-            f"learning_rate={name} cannot be traced ({type(error).__name__}: {said}); write it "
+            f"learning_rate={name} cannot be traced ({type(error).__name__}: {message}); write it "
             "with jax.numpy, jnp.where for `if`"
         ]
-    if getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.number):
+    if getattr(rate, "shape", None) == () and jnp.issubdtype(rate.dtype, jnp.number):
         return []
-    return [f"learning_rate={name} gives {found} of a step; a learning rate is one number"]
+    return [f"learning_rate={name} gives {rate} of a step; a learning rate is one number"]
 
 
 def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
@@ -111,14 +111,14 @@ def _unscaled(value: float | Schedule | RateFn, steps: int) -> RateFn:
 
 
 def injected_rate(state: PyTree) -> jax.Array | None:
-    """The one learning rate that an optax state holds as `optax.inject_hyperparams` writes it; None
-    where it holds none, or several."""
-    found = [
+    """Returns the learning rate in an optax state, as `optax.inject_hyperparams` writes it; None if
+    there is none or more than one."""
+    rates = [
         node.hyperparams["learning_rate"]
         for node in jax.tree.leaves(state, is_leaf=_holds_rate)
         if _holds_rate(node)
     ]
-    return found[0] if len(found) == 1 and jnp.ndim(found[0]) == 0 else None
+    return rates[0] if len(rates) == 1 and jnp.ndim(rates[0]) == 0 else None
 
 
 def _holds_rate(node: object) -> bool:

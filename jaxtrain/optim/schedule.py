@@ -43,7 +43,7 @@ class Schedule(Protocol):
     """A frozen value that builds a learning rate for a run of `steps` updates."""
 
     def violations(self, steps: int) -> list[str]:
-        """What is wrong with this schedule in a run of `steps`; empty when all is well."""
+        """Returns the violations of this schedule in a run of `steps`."""
         ...
 
     def build(self, steps: int) -> RateFn:
@@ -82,8 +82,8 @@ def _warm_then_decay(
     def rate(step: jax.typing.ArrayLike) -> Float32[Array, " ..."]:
         now = jnp.minimum(jnp.asarray(step, jnp.float32), steps)
         progress = jnp.maximum(now - start, 0.0) / max(steps - start, 1)
-        after = final_fraction + (1.0 - final_fraction) * shape(progress)
-        return peak * jnp.where(now < warmup, (now + 1.0) / (warmup + 1.0), after)
+        decayed = final_fraction + (1.0 - final_fraction) * shape(progress)
+        return peak * jnp.where(now < warmup, (now + 1.0) / (warmup + 1.0), decayed)
 
     return rate
 

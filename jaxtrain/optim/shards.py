@@ -1,7 +1,7 @@
-"""What an optimizer needs of a leaf beyond its own numbers: sums over dims, and whole matrices.
+"""Operations that optimizers do across a leaf's shards: sums over dims, and functions of matrices.
 
-Where leaves are split over devices these are the optimizer's communication, so they are asked for
-by name: `Whole` leaves them to the partitioner, `distributed.OnMesh` states them.
+On leaves that are split over devices these are the optimizer's communication. `Whole` leaves it to
+the partitioner, `distributed.OnMesh` states it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shards(Protocol):
     """Whatever an optimizer computes of more than one number at a time."""
 
     def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
-        """All of them at once: many small sums should cost one collective."""
+        """Returns all sums in one call, so that many small ones cost one collective."""
         ...
 
     def by_matrix(self, function: ByMatrix, x: jax.Array, names: LogicalAxes) -> jax.Array:
@@ -77,6 +77,6 @@ def _without_padding(part: LeafSum) -> jax.Array:
     for dim in dims:
         name = names[dim]
         if isinstance(name, PaddedAxis) and name.real < x.shape[dim]:
-            at = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-            x = jnp.where(at < name.real, x, 0)
+            index = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+            x = jnp.where(index < name.real, x, 0)
     return x

@@ -1,4 +1,4 @@
-"""During which products a permute travels."""
+"""Choice of the products during which a permute travels."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_AT_ONCE = 4
-"""Permutes that travel together. A TPU's compiler has five under way at most, and waits for some
-before it starts more; one may be a product's own."""
+"""Permutes in a hop. A TPU's compiler keeps at most five in flight and waits for some before it
+starts more; one of the five may belong to the product."""
 
 LONGEST = 32
-"""Products in a span at the most: so many hide any hop that is worth hiding, and the time to choose
-grows with it."""
+"""Largest number of products in a span. More would hide no hop that is worth hiding, and the time
+to choose grows with it."""
 
 
 def bundle_count(devices: int, *, doubling: bool) -> int:
-    """In how many bundles the leaves of a layer travel over so many devices, whose collectives take
-    a permute for each doubling, or for each other device: enough for two hops a permute where a
-    layer has about as many products, so that each hop is short; else for one."""
-    others = devices - 1
-    steps = others.bit_length() if doubling else others
+    """Number of bundles in which the leaves of a layer travel between `devices`.
+
+    A collective takes one permute for each doubling of the devices, or one for each other device.
+    With up to 5 permutes there are two hops for each, which a layer's products can hide; with more
+    there is one."""
+    peers = devices - 1
+    steps = peers.bit_length() if doubling else peers
     return MOST_AT_ONCE * (2 if steps <= 5 else 1)
 
 
 class Span(NamedTuple):
-    """Products in a row, by number: the first and the last."""
+    """Consecutive products, by number: the first and the last."""
 
     first: int
     last: int
 
 
 class _Dealt(NamedTuple):
-    """Spans of the first permutes, and what they come to; less is better, in this order."""
+    """Spans of the first permutes, with their costs in order of importance; less is better."""
 
     exposed: int = 0
-    """Time of permutes beyond that of their products."""
+    """Time of permutes beyond the time of their products."""
     alone: int = 0
     """Permutes without a product."""
     used: int = 0
@@ -52,13 +54,13 @@ class _Dealt(NamedTuple):
 
 
 def spans(permutes: Sequence[int], products: Sequence[int]) -> list[Span | None]:
-    """For each permute the products that hide it; None where it has none.
+    """Returns for each permute the products that hide it, or None.
 
-    Both are in the order in which they run; a span is of products in a row, and no product is in
-    two. Of all ways the one that leaves least time exposed; of these that with fewest permutes
-    alone, then with fewest products in spans, then with the earliest ends.
+    Permutes and products are in the order in which they run. A span consists of consecutive
+    products, and no product is in two spans. The choice leaves least time exposed; ties go to the
+    fewest permutes without a span, then to the fewest products in spans, then to the earliest ends.
 
-    permutes, products: what each takes, in one unit of time.
+    permutes, products: the time of each, in one unit.
     """
     # best[n]: the spans of the permutes so far among the first n products.
     best = [_Dealt()] * (len(products) + 1)
@@ -74,8 +76,8 @@ def spans(permutes: Sequence[int], products: Sequence[int]) -> list[Span | None]
                     break  # a longer span hides no more
             following.append(min(choices, key=lambda dealt: dealt[:4]))
         best = following
-    found, dealt = [], best[-1]
+    chosen, dealt = [], best[-1]
     while dealt.last is not None:
         dealt, span = dealt.last
-        found.append(span)
-    return found[::-1]
+        chosen.append(span)
+    return chosen[::-1]

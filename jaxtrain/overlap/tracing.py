@@ -18,14 +18,15 @@ from jaxtyping import PyTree
 INLINED = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 )
-"""Calls of which the operations within are listed."""
+"""Calls that are replaced by the operations within them."""
 REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
-"""The same, behind a barrier: what they compute again must not be merged with the first time."""
+"""Calls that are replaced likewise, behind a barrier: recomputation must not be merged with the
+first computation."""
 
 
 class Operation(NamedTuple):
-    """An equation of a jaxpr (None: a barrier), the numbers of its operands and results, and the
-    names it was traced under, those of calls around it among them."""
+    """An equation of a jaxpr (None: a barrier), the numbers of its operands and results, and its
+    scope: the names it was traced under, including those of the calls around it."""
 
     equation: Any
     operands: tuple[int, ...]
@@ -34,7 +35,7 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The primitive's."""
+        """Name of the primitive."""
         return "barrier" if self.equation is None else self.equation.primitive.name
 
     @property
@@ -43,23 +44,23 @@ class Operation(NamedTuple):
 
     @property
     def has_permutes(self) -> bool:
-        """Whether it is one, or has some within."""
+        """True for a permute and for an operation that contains one."""
         return self.equation is not None and "ppermute" in _names(self.equation)
 
     @property
     def sent_bytes(self) -> int:
-        """What a device sends in a permute."""
+        """Bytes that a device sends in a permute."""
         return sum(var.aval.size * var.aval.dtype.itemsize for var in self.equation.invars)
 
     @property
     def flops(self) -> int | None:
-        """Of products of matrices, those of a scan's turns and of the least branch of a choice
-        too; of a kernel what it states, None where it states none; 0 of all else."""
+        """FLOPs of the matrix products in it: all turns of a scan, the least branch of a `cond`. A
+        kernel's are those that it states (None if it states none). Other operations have 0."""
         return 0 if self.equation is None else _flops(self.equation)
 
 
 def _names(equation: Any) -> set[str]:
-    within = (each for jaxpr in core.jaxprs_in_params(equation.params) for each in jaxpr.eqns)
+    within = (inner for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
     return {equation.primitive.name}.union(*map(_names, within))
 
 
@@ -69,17 +70,18 @@ def _flops(equation: Any) -> int | None:
         return getattr(params.get("cost_estimate"), "flops", None)
     if name in ("dot_general", "ragged_dot_general"):
         return _product_flops(equation)
-    within = [[_flops(each) for each in jaxpr.eqns] for jaxpr in core.jaxprs_in_params(params)]
-    if any(each is None for several in within for each in several):
+    within = [[_flops(inner) for inner in jaxpr.eqns] for jaxpr in core.jaxprs_in_params(params)]
+    if any(None in counts for counts in within):
         return None
-    totals = [sum(filter(None, several)) for several in within]
+    totals = [sum(filter(None, counts)) for counts in within]
     if name == "cond":
         return min(totals)
     return sum(totals) * (params["length"] if name == "scan" else 1)
 
 
 def _product_flops(equation: Any) -> int:
-    """Of a product, which may be of groups of rows or, in a backward pass, over them."""
+    """FLOPs of a product. A ragged one multiplies groups of rows or, in a backward pass, sums over
+    them."""
     names = equation.params.get("ragged_dot_dimension_numbers")
     numbers = equation.params["dimension_numbers"] if names is None else names.dot_dimension_numbers
     (contracted, _), _ = numbers
@@ -92,8 +94,13 @@ def _product_flops(equation: Any) -> int:
 
 @dataclass
 class Program:
-    """Operations in the order in which they were traced, without those that nothing reads; the
-    numbers of all values that something reads; and the values that are known, by number."""
+    """A traced function.
+
+    operations: in the order of tracing, without those whose results nothing reads.
+    outputs, tree: the numbers of the returned values, and their structure.
+    values: by number, the values that are computed so far.
+    read: the numbers of the values that something reads.
+    """
 
     operations: list[Operation]
     outputs: list[int]
@@ -102,7 +109,7 @@ class Program:
     read: set[int] = field(default_factory=set)
 
     def run(self, operation: Operation) -> None:
-        """Compute an operation's results."""
+        """Computes an operation's results."""
         self.give(operation.results, compute(operation, self.take(operation.operands)))
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
@@ -112,12 +119,12 @@ class Program:
         self.values.update(zip(numbers, values, strict=True))
 
     def result(self) -> PyTree:
-        """What the function returns, once all operations have run."""
+        """Returns the function's output, once all operations have run."""
         return jax.tree.unflatten(self.tree, self.take(self.outputs))
 
 
 def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> Program:
-    """The program of `function`, its arguments given."""
+    """Returns the program of `function`, with its arguments among the values."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     program = Program([], [], jax.tree.structure(shape))
     fresh = count()
@@ -129,31 +136,32 @@ def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> Progra
 
     def flatten(closed: core.ClosedJaxpr, operands: Sequence[int], outer: str) -> list[int]:
         jaxpr = closed.jaxpr
-        constants = [number_of(each) for each in closed.consts]
+        constants = [number_of(constant) for constant in closed.consts]
         numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *operands], strict=True))
 
         def read(var: Any) -> int:
             return number_of(var.val) if isinstance(var, core.Literal) else numbers[var]
 
         for equation in jaxpr.eqns:
-            given = tuple(read(var) for var in equation.invars)
+            inputs = tuple(read(var) for var in equation.invars)
             name, own = equation.primitive.name, str(equation.source_info.name_stack)
             scope = "/".join(filter(None, (outer, own)))
             if name in REMATERIALISED:
-                behind = tuple(next(fresh) for _ in given)
-                program.operations.append(Operation(None, given, behind))
-                given = behind
+                behind = tuple(next(fresh) for _ in inputs)
+                program.operations.append(Operation(None, inputs, behind))
+                inputs = behind
             if name in INLINED | REMATERIALISED:
-                results = flatten(_called(equation), given, scope)
+                results = flatten(_called(equation), inputs, scope)
             else:
                 results = [next(fresh) for _ in equation.outvars]
-                kept = None if name == "optimization_barrier" else equation
-                program.operations.append(Operation(kept, given, tuple(results), scope))
+                barrier = name == "optimization_barrier"
+                operation = None if barrier else equation
+                program.operations.append(Operation(operation, inputs, tuple(results), scope))
             numbers.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    given = [number_of(each) for each in jax.tree.leaves(arguments)]
-    program.outputs = flatten(closed, given, "")
+    leaves = [number_of(leaf) for leaf in jax.tree.leaves(arguments)]
+    program.outputs = flatten(closed, leaves, "")
     _drop_unread(program)
     return program
 
@@ -164,29 +172,30 @@ def _called(equation: Any) -> core.ClosedJaxpr:
 
 
 def _drop_unread(program: Program) -> None:
-    """Leave the operations of which something reads a result, or that do more than give one; of a
-    barrier what is read behind it, as compilers do."""
+    """Removes operations whose results nothing reads, unless they have effects, and the unread
+    operands of barriers, as compilers do."""
     read, live = set(program.outputs), []
-    for every in reversed(program.operations):
-        each = _of_barrier(every, read) if every.equation is None else every
-        effects = () if each.equation is None else each.equation.effects
-        # Of a collective JAX names its mesh axes as an effect; it does nothing but give results.
+    for operation in reversed(program.operations):
+        if operation.equation is None:
+            operation = _read_part(operation, read)
+        effects = () if operation.equation is None else operation.equation.effects
+        # JAX lists the mesh axes of a collective as an effect, though it has only results.
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
-        if acts or not read.isdisjoint(each.results):
-            read.update(each.operands)
-            live.append(each)
+        if acts or not read.isdisjoint(operation.results):
+            read.update(operation.operands)
+            live.append(operation)
     program.operations, program.read = live[::-1], read
 
 
-def _of_barrier(barrier: Operation, read: set[int]) -> Operation:
-    """The part of a barrier behind which something is read."""
+def _read_part(barrier: Operation, read: set[int]) -> Operation:
+    """The barrier with only those operands whose results are read."""
     pairs = zip(barrier.operands, barrier.results, strict=True)
-    kept = [(before, behind) for before, behind in pairs if behind in read]
-    return Operation(None, tuple(pair[0] for pair in kept), tuple(pair[1] for pair in kept))
+    live = [(operand, result) for operand, result in pairs if result in read]
+    return Operation(None, tuple(pair[0] for pair in live), tuple(pair[1] for pair in live))
 
 
 def compute(operation: Operation, operands: Sequence[Any]) -> list[Any]:
-    """An operation's results, under the names and settings it was traced with."""
+    """Returns an operation's results, under the names and settings it was traced with."""
     if operation.equation is None:
         return list(lax.optimization_barrier(tuple(operands)))
     equation = operation.equation

@@ -1,4 +1,4 @@
-"""What a schedule's tables cost, hold and leave idle; and the proof that they are right."""
+"""Cost, memory and idle time of a schedule's tables; and the proof that they are valid."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxtyping import Int
 from jaxtrain.pipeline.schedule import Costs, Schedule
 
 Works = Int[np.ndarray, "works stages"]
-"""A tick, or a number, for each work on each stage; work m V + c is chunk c of microbatch m."""
+"""A tick, or a number, of each work on each stage; work m V + c is chunk c of microbatch m."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Ticks start .. stop - 1, in which the same kinds of work are done."""
+    """Consecutive ticks, start to stop - 1, with the same kinds of work."""
 
     kinds: str
     start: int
@@ -26,50 +26,50 @@ class Span:
 
 
 def spans(schedule: Schedule) -> list[Span]:
-    """The ticks in runs of equal kinds: each run is one loop of the executor."""
+    """Divides the ticks into runs of equal kinds: each run is one loop of the executor."""
     return runs(schedule.tables)
 
 
 def runs(tables: Mapping[str, np.ndarray]) -> list[Span]:
-    """`spans` of tables by the letter of their work."""
+    """`spans` of tables that are named by the letter of their work."""
     worked = {letter: np.any(table >= 0, axis=1).tolist() for letter, table in tables.items()}
     ticks = len(next(iter(worked.values())))
-    kinds = ["".join(k for k, at in worked.items() if at[tick]) for tick in range(ticks)]
+    kinds = ["".join(k for k, active in worked.items() if active[tick]) for tick in range(ticks)]
     edges = [t for t in range(ticks + 1) if t in (0, ticks) or kinds[t] != kinds[t - 1]]
     return [Span(kinds[a], a, b) for a, b in pairwise(edges)]
 
 
 def cost(schedule: Schedule, costs: Costs = Costs()) -> float:  # noqa: B008 (frozen)
-    """Time of a step: every tick costs each kind that any stage does in it, and the head's where a
-    microbatch leaves the last stage."""
-    each = costs.of(schedule)
-    time = sum(each[k] * (s.stop - s.start) for s in spans(schedule) for k in s.kinds)
+    """Time of a step. Every tick costs each kind of work that any stage does in it. The head's cost
+    is added for each microbatch."""
+    durations = costs.of(schedule)
+    time = sum(durations[k] * (s.stop - s.start) for s in spans(schedule) for k in s.kinds)
     return time + costs.head * schedule.microbatches
 
 
 def bubble(schedule: Schedule, costs: Costs = Costs()) -> float:  # noqa: B008 (frozen)
-    """The share of the step in which a stage, on average, does nothing that counts."""
+    """Share of the step in which a stage, on average, does no useful work."""
     busy = schedule.microbatches * (schedule.chunks * sum(costs.of(schedule).values()) + costs.head)
     return 1 - busy / cost(schedule, costs)
 
 
 def times(table: Int[np.ndarray, "ticks stages"], works: int) -> Works:
-    """The tick of every work on every stage, from a table in which each stands once."""
-    found = np.full((works, table.shape[1]), -1)
+    """Tick of every work on every stage, from a table in which each occurs once."""
+    ticks = np.full((works, table.shape[1]), -1)
     tick, stage = np.nonzero(table >= 0)
-    found[table[tick, stage], stage] = tick
-    return found
+    ticks[table[tick, stage], stage] = tick
+    return ticks
 
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """The first and the last tick in which a work's buffer holds something, on each stage."""
+    """First and last tick in which a work's buffer holds a value, on each stage."""
 
     first: Works
     last: Works
 
     def live(self, ticks: int) -> Int[np.ndarray, "{ticks} stages"]:
-        """How many buffers a stage holds in each tick."""
+        """Number of buffers that a stage holds in each tick."""
         begin, end = np.zeros((2, ticks + 1, self.first.shape[1]), int)
         stages = np.broadcast_to(np.arange(self.first.shape[1]), self.first.shape)
         np.add.at(begin, (self.first, stages), 1)
@@ -78,25 +78,25 @@ class Lifetimes:
 
 
 def inputs(schedule: Schedule) -> Lifetimes:
-    """Of the inputs of F: from the tick after the stage before made it (an embedding
-    in the tick of its F) to the B that needs it again."""
+    """Lifetimes of the inputs of F: from the tick after the previous stage produced them (for an
+    embedding the tick of its F) to the B that needs them again."""
     works = schedule.microbatches * schedule.chunks
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
     return Lifetimes(_arrival(forward, schedule, +1) + 1, backward)
 
 
 def head_waits(schedule: Schedule) -> bool:
-    """Whether the head's gradient, if it were made with the last F, would lie until its B. Such a
-    schedule (GPipe) runs the head in the tick of that B, from an output that B makes again."""
+    """True if the head's gradient, computed with the last F, would wait for its B. Such a schedule
+    (GPipe) runs the head in the tick of that B, on an output that B recomputes."""
     forward, backward = schedule.forward[:, -1], schedule.backward[:, -1]
     ends = (forward >= 0) & (forward % schedule.chunks == schedule.chunks - 1)
     return bool((forward != backward)[ends].any())
 
 
 def cotangents(schedule: Schedule, *, keep_residuals: bool = False) -> Lifetimes:
-    """Of what B starts from: from the tick after the stage behind made it to its B. The head's is
-    from the tick of the last F, or where it would wait (`head_waits`) of its B; with residuals
-    kept, B makes no output again, and it does wait."""
+    """Lifetimes of B's incoming gradients: from the tick after the next stage produced them to its
+    B. The head's starts in the tick of the last F, or of its B if it would wait (`head_waits`).
+    With saved residuals B recomputes no output, and the head's gradient does wait."""
     works = schedule.microbatches * schedule.chunks
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
     first = _arrival(backward, schedule, -1) + 1
@@ -107,78 +107,78 @@ def cotangents(schedule: Schedule, *, keep_residuals: bool = False) -> Lifetimes
 
 
 def stashes(schedule: Schedule) -> Lifetimes | None:
-    """Of the pairs (input, cotangent) of every product, made by B for W; None without W."""
+    """Lifetimes of the pairs (input, cotangent) of every product, from B to W; None without W."""
     if schedule.weight is None:
         return None
     works = schedule.microbatches * schedule.chunks
     return Lifetimes(times(schedule.backward, works), times(schedule.weight, works))
 
 
-def _arrival(made: Works, schedule: Schedule, way: int) -> Works:
-    """The tick in which what a work needs is sent, from the stage before it (way 1)
-    or behind it (-1); of the pipeline's first position, the tick before its own."""
-    works, stages = made.shape
-    sent = np.empty_like(made)
+def _arrival(produced: Works, schedule: Schedule, way: int) -> Works:
+    """Tick in which the input of a work is sent, from the previous stage (way 1) or the next one
+    (-1). For the pipeline's first position: the tick before its own."""
+    works, stages = produced.shape
+    sent = np.empty_like(produced)
     work = np.arange(works)
     chunk = work % schedule.chunks
     inner = slice(1, None) if way > 0 else slice(None, -1)
     from_inner = slice(None, -1) if way > 0 else slice(1, None)
-    sent[:, inner] = made[:, from_inner]
+    sent[:, inner] = produced[:, from_inner]
     edge, far = (0, stages - 1) if way > 0 else (stages - 1, 0)
     first = chunk == 0 if way > 0 else chunk == schedule.chunks - 1
-    sent[~first, edge] = made[work[~first] - way, far]
-    sent[first, edge] = made[first, edge] - 1
+    sent[~first, edge] = produced[work[~first] - way, far]
+    sent[first, edge] = produced[first, edge] - 1
     return sent
 
 
 def in_flight(schedule: Schedule) -> Int[np.ndarray, " stages"]:
-    """The greatest number of inputs that a stage holds at once."""
+    """Largest number of inputs that each stage holds at once."""
     return inputs(schedule).live(schedule.ticks).max(0)
 
 
 def slots(schedule: Schedule, *, keep_residuals: bool = False) -> dict[str, int]:
-    """Buffers a stage is given, the same on all: for inputs, cotangents, and stashes of W; where F
-    keeps residuals for B, for those, and inputs until F alone."""
+    """Numbers of buffers of a stage, the same on all: for inputs, cotangents, and stashes of W. If
+    F saves residuals for B, also for those; inputs are then held only until F."""
     works = schedule.microbatches * schedule.chunks
-    held = {"inputs": inputs(schedule)}
+    lifetimes = {"inputs": inputs(schedule)}
     if keep_residuals:
         forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
-        held["inputs"] = Lifetimes(held["inputs"].first, forward)
-        held["residuals"] = Lifetimes(forward, backward)
-    held["cotangents"] = cotangents(schedule, keep_residuals=keep_residuals)
+        lifetimes["inputs"] = Lifetimes(lifetimes["inputs"].first, forward)
+        lifetimes["residuals"] = Lifetimes(forward, backward)
+    lifetimes["cotangents"] = cotangents(schedule, keep_residuals=keep_residuals)
     stash = stashes(schedule)
     if stash is not None:
-        held["stashes"] = stash
-    return {name: int(each.live(schedule.ticks).max()) for name, each in held.items()}
+        lifetimes["stashes"] = stash
+    return {name: int(lifetime.live(schedule.ticks).max()) for name, lifetime in lifetimes.items()}
 
 
 def violations(schedule: Schedule) -> list[str]:
-    """What is wrong with a table, whoever made it; empty is a proof that a step may follow it.
+    """Returns the violations of a table from any source; none is a proof that a step may follow it.
 
-    Every (stage, work) runs F once, B once (and W once), B not before F, W not before B; nothing is
-    used before the tick after it was sent (the head's gradient: not before its F).
+    Every (stage, work) runs F once, B once (and W once), B not before F, W not before B. A value is
+    used no earlier than the tick after it was sent (the head's gradient: not before its F).
     """
-    found = [
+    problems = [
         f"{name}: table of shape {table.shape} and forward is {schedule.forward.shape}; give every "
         f"table one row for each tick and one column for each of {schedule.stages} stages"
         for name, table in schedule.tables.items()
         if table.ndim != 2 or table.shape != (schedule.ticks, schedule.stages)
     ]
-    if found:
-        return found
+    if problems:
+        return problems
     works = schedule.microbatches * schedule.chunks
     for name, table in schedule.tables.items():
         for stage in range(schedule.stages):
-            found += _miscounted(name, stage, table[:, stage], works, schedule.chunks)
-    return found or _early(schedule, works)
+            problems += _miscounted(name, stage, table[:, stage], works, schedule.chunks)
+    return problems or _early(schedule, works)
 
 
 def _miscounted(name: str, stage: int, column: np.ndarray, works: int, chunks: int) -> list[str]:
     counts = Counter(int(w) for w in column if w != -1)
     unknown = sorted(w for w in counts if not 0 <= w < works)
-    found = [f"{name} on stage {stage}: work {w} is none of 0 .. {works - 1}" for w in unknown]
+    problems = [f"{name} on stage {stage}: work {w} is none of 0 .. {works - 1}" for w in unknown]
     wrong = [w for w in range(works) if counts[w] != 1]
-    return found + [
+    return problems + [
         f"{name} on stage {stage}: microbatch {w // chunks}, chunk {w % chunks} runs "
         f"{counts[w]} times; it must run once"
         for w in wrong
@@ -186,14 +186,14 @@ def _miscounted(name: str, stage: int, column: np.ndarray, works: int, chunks: i
 
 
 def _early(schedule: Schedule, works: int) -> list[str]:
-    found = []
+    problems = []
 
-    def check(name: str, due: Works, at: Works, what: str) -> None:
-        for work, stage in np.argwhere(at < due):
+    def check(name: str, due: Works, ticks: Works, reason: str) -> None:
+        for work, stage in np.argwhere(ticks < due):
             m, c = divmod(int(work), schedule.chunks)
-            found.append(
+            problems.append(
                 f"{name} of microbatch {m}, chunk {c} on stage {stage} is in tick "
-                f"{at[work, stage]}, and {what}: not before tick {due[work, stage]}"
+                f"{ticks[work, stage]}, and {reason}: not before tick {due[work, stage]}"
             )
 
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
@@ -207,4 +207,4 @@ def _early(schedule: Schedule, works: int) -> list[str]:
     check("B", forward, backward, "its F")
     if schedule.weight is not None:
         check("W", backward, times(schedule.weight, works), "its B")
-    return found
+    return problems

@@ -1,10 +1,10 @@
-"""The one executor: a step that follows a schedule's tables, whatever they are.
+"""The one executor: a step that follows any schedule's tables.
 
-Lock-step: in a tick every stage runs the same kinds of work, on garbage where it is not its turn,
-and what comes of that is dropped by `jnp.where`. So no collective inside a stage ever stands in a
-branch that devices take differently. Ticks of equal kinds are one `lax.scan`. What all stages share
-(the embedding before the pipeline, the head behind it) runs only in the ticks in which a microbatch
-enters or leaves, in a `lax.cond` whose predicate is a constant of the table: the same everywhere.
+Lock-step: in a tick every stage runs the same kinds of work, on garbage where it has no work, and
+`jnp.where` drops the results. So no collective inside a stage is in a branch that devices take
+differently. Ticks of equal kinds are one `lax.scan`. Operations that all stages share (the
+embedding before the pipeline, the head after it) run only in the ticks in which a microbatch enters
+or leaves, in a `lax.cond` whose predicate is a constant of the table: the same on all devices.
 
 Runs inside `jax.shard_map`; every value is typed as varying over all of its mesh axes.
 """
@@ -28,8 +28,8 @@ from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Tr
 
 
 class Sums(NamedTuple):
-    """Over all microbatches: this device's shares of what `Stage.leave` sums, and gradients of
-    scale * loss. `blocks`: [V, ...] as `Stage.backward` gives them; `outside`: fp32."""
+    """Sums over all microbatches: this device's shares of `Stage.leave`'s sums, and gradients of
+    scale * loss. blocks: [V, ...], from `Stage.backward`. outside: fp32."""
 
     sums: LossSums
     blocks: Arrays
@@ -38,45 +38,46 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Executor(Tables):
-    """Runs tables. fill: what buffers hold before they hold anything (tests fill them with NaN)."""
+    """Runs a schedule's tables on one device, tick by tick. fill: initial value of buffers (tests
+    fill them with NaN)."""
 
     fill: float = 0.0
 
-    def __call__(self, given: OnDevice) -> Sums:
-        """Where the tables have no B there are no gradients."""
-        carry, trees = self.start(given)
-        carry = self.follow(carry, trees, given)
-        loss, count, *beside = carry.total
-        named = dict(zip(self.beside, beside, strict=True))
+    def __call__(self, device: OnDevice) -> Sums:
+        """Runs all ticks and returns the sums. Tables without B give no gradients."""
+        carry, trees = self.start(device)
+        carry = self.follow(carry, trees, device)
+        loss, count, *extra = carry.total
+        named = dict(zip(self.sum_names, extra, strict=True))
         sums = Sums(LossSums(loss, count, named), carry.blocks, carry.outside)
-        # The last ticks, still sending, have nothing to do with some of them.
+        # Some sums do not depend on the last ticks, which still send.
         return after(sums, carry.turn)
 
-    def follow(self, carry: Carry, trees: Trees, given: OnDevice) -> Carry:
-        """What the ticks of the tables make of what `start` gives."""
+    def follow(self, carry: Carry, trees: Trees, device: OnDevice) -> Carry:
+        """Runs the ticks of the tables, from the carry of `start` to the last one."""
         sent = self.rows.receive_input
         arrived = np.concatenate([np.full_like(sent[:1], -1), sent[:-1]])
         for number, span in enumerate(self.rows.spans):
             ticks = slice(span.start, span.stop)
-            rows, came = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
-            tick = Tick(self, given, trees, span.kinds, rows, came)
+            rows, arrivals = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
+            tick = Tick(self, device, trees, span.kinds, rows, arrivals)
             with jax.named_scope(f"ticks{number}"):
-                carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, (rows, came)))
+                carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, (rows, arrivals)))
         return carry
 
-    def start(self, given: OnDevice) -> tuple[Carry, Trees]:
-        """Empty buffers and sums, and what the leaves in buffers are of."""
-        stage, x = given.stage, given.x
+    def start(self, device: OnDevice) -> tuple[Carry, Trees]:
+        """Returns empty buffers and sums, and the tree structures of the buffers' leaves."""
+        stage, x = device.stage, device.x
         typed = lambda value: vary(value, self.axes)  # noqa: E731
 
         def room(count: int, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
             value = self.fill if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
             return typed(jnp.full((count, *leaf.shape), value, leaf.dtype))
 
-        held = room(self.buffers.inputs, x)
-        total = typed(jnp.zeros(2 + len(self.beside), jnp.float32))
+        inputs = room(self.buffers.inputs, x)
+        total = typed(jnp.zeros(2 + len(self.sum_names), jnp.float32))
         zero = typed(jnp.zeros(x.shape, x.dtype))
-        empty = Carry(total, held, (), [], [], {}, {}, zero, typed(jnp.zeros((), jnp.float32)))
+        empty = Carry(total, inputs, (), [], [], {}, {}, zero, typed(jnp.zeros((), jnp.float32)))
         if not self.training:
             return empty, Trees(None, None)
 
@@ -87,7 +88,7 @@ class Executor(Tables):
                 grads = {**grads, **stage.weight_gradients(stash, chunk, At(0, 0))}
             return saved, stash, grads
 
-        saved, stash, grads = jax.eval_shape(every, chunk_of(given.blocks, 0), zero)
+        saved, stash, grads = jax.eval_shape(every, chunk_of(device.blocks, 0), zero)
         shapes = {k: (self.chunks, *g.shape) for k, g in grads.items()}
 
         def rooms(count: int, tree: PyTree) -> list[jax.Array]:
@@ -95,12 +96,12 @@ class Executor(Tables):
 
         carry = empty._replace(
             cotangents=room(self.buffers.cotangents, x),
-            kept=rooms(self.buffers.kept, saved),
+            residuals=rooms(self.buffers.residuals, saved),
             stash=rooms(self.buffers.stashes, stash),
             blocks={k: typed(jnp.zeros(shapes[k], g.dtype)) for k, g in grads.items()},
             outside={
                 k: typed(jnp.zeros(p.shape, jnp.float32))
-                for k, p in given.outside.items()
+                for k, p in device.outside.items()
                 if k not in self.frozen
             },
         )

@@ -1,10 +1,10 @@
-"""Which layer lies where on a pipeline, and the way from the natural order there and back.
+"""Layout of layers on a pipeline's stages, and conversion from the natural order and back.
 
 Position c R + r of the pipeline is chunk c of stage r, and the positions have the layers in order.
 A leaf that is stacked over layers rests as [V, slots, ...], the second dim split over `stage`, so
-that each device has [V, slots / R, ...]: what it works with, and no step moves a weight. Where the
-layers do not divide evenly the first positions have one more, and the rest a slot of padding:
-zeros, which no step changes. Without chunks there is no dim for them.
+that each device has its own [V, slots / R, ...], and no step moves a weight. If the layers do not
+divide evenly, the first positions have one more, and the others a slot of padding: zeros, which no
+step changes. Without chunks there is no dim V.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtrain.mesh.sharding import LogicalAxes
 
 AnyArray = jax.Array | np.ndarray
 CHUNKS = "chunks"
-"""The logical axis of the dim V."""
+"""Logical axis of the dim V."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StageLayout:
 
     @property
     def depth(self) -> int:
-        """Slots of a position."""
+        """Layers per position (virtual stage), padding included."""
         return -(-self.layers // self.positions)
 
     @property
@@ -49,39 +49,39 @@ class StageLayout:
 
     @cached_property
     def layer_of(self) -> Int32[np.ndarray, "chunks slots"]:
-        """The layer of each of the stages * depth slots of a chunk, -1 of padding."""
-        each, more = divmod(self.layers, self.positions)
-        counts = each + (np.arange(self.positions) < more)
+        """Layer of each of the stages * depth slots of a chunk, -1 for padding."""
+        fewest, more = divmod(self.layers, self.positions)
+        counts = fewest + (np.arange(self.positions) < more)
         first = np.cumsum(counts) - counts
         slot = np.arange(self.depth)
-        found = np.where(slot < counts[:, None], first[:, None] + slot, -1)
-        return found.reshape(self.chunks, self.stages * self.depth).astype(np.int32)
+        layers = np.where(slot < counts[:, None], first[:, None] + slot, -1)
+        return layers.reshape(self.chunks, self.stages * self.depth).astype(np.int32)
 
     @cached_property
     def slot_of(self) -> Int[np.ndarray, " layers"]:
-        """Where each layer lies among the slots of all positions."""
+        """Slot of each layer among the slots of all positions."""
         flat = self.layer_of.reshape(-1)
         return np.argsort(np.where(flat < 0, self.layers, flat), kind="stable")[: self.layers]
 
     @property
     def natural(self) -> bool:
-        """Whether a leaf in slots is the natural one."""
+        """True if a leaf in slots equals the natural one."""
         return self.chunks == 1 and not self.padding
 
     def shape(self, shape: tuple[int, ...], dim: int = 0) -> tuple[int, ...]:
-        """Of a leaf whose dim `dim` counts layers, in slots."""
+        """Shape in slots of a leaf whose dim `dim` counts layers."""
         lead = self.layer_of.shape if self.chunks > 1 else self.layer_of.shape[1:]
         return (*shape[:dim], *lead, *shape[dim + 1 :])
 
     def to_slots(self, leaf: AnyArray, dim: int = 0) -> AnyArray:
-        """A natural leaf in its slots."""
+        """Converts a natural leaf to slots."""
         if self.natural:
             return leaf
         if self.padding:
             flat = self.layer_of.reshape(-1)
-            taken = jnp.take(leaf, np.maximum(flat, 0), axis=dim)
+            gathered = jnp.take(leaf, np.maximum(flat, 0), axis=dim)
             real = (flat >= 0).reshape([-1 if d == dim else 1 for d in range(leaf.ndim)])
-            leaf = jnp.where(real, taken, jnp.zeros((), leaf.dtype))
+            leaf = jnp.where(real, gathered, jnp.zeros((), leaf.dtype))
         shape = (*leaf.shape[:dim], self.layers, *leaf.shape[dim + 1 :])
         return leaf.reshape(self.shape(shape, dim))
 
@@ -89,13 +89,12 @@ class StageLayout:
         """Inverse of `to_slots`."""
         if self.natural:
             return leaf
-        rest = leaf.shape[dim + (2 if self.chunks > 1 else 1) :]
-        flat = leaf.reshape(*leaf.shape[:dim], -1, *rest)
+        inner = leaf.shape[dim + (2 if self.chunks > 1 else 1) :]
+        flat = leaf.reshape(*leaf.shape[:dim], -1, *inner)
         return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
 
     def by_chunk(self, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "chunks depth ..."]:
-        """A device's part of a leaf in slots, with a dim of chunks whether it has several or
-        not."""
+        """A device's part of a leaf in slots, always with a dim of chunks."""
         return leaf if self.chunks > 1 else leaf[None]
 
     def from_chunks(self, leaf: Shaped[Array, "chunks depth ..."]) -> Shaped[Array, " ..."]:
@@ -111,14 +110,14 @@ class StageLayout:
 
 
 def layers_of_stage(layout: StageLayout, axis: str) -> jax.Array:
-    """[chunks, depth]: which layer is in each slot of this stage, -1 of padding. axis: the mesh
-    axis of the stages, manual."""
+    """Layers [chunks, depth] in the slots of this stage, -1 for padding. axis: the stages' mesh
+    axis, manual."""
     of_stages = layout.layer_of.reshape(layout.chunks, layout.stages, layout.depth)
     return jnp.asarray(of_stages)[:, lax.axis_index(axis)]
 
 
 def where_real(real: jax.Array, leaf: jax.Array, dim: int = 0) -> jax.Array:
-    """A leaf with zeros where `real` is not, which has the leaf's dims from `dim` on."""
+    """Zeroes a leaf where `real` is False. `real` has the leaf's dims from `dim` on."""
     shape = (*real.shape, *[1] * (leaf.ndim - dim - real.ndim))
-    where = jnp.broadcast_to(real.reshape(*[1] * dim, *shape), leaf.shape)
-    return jnp.where(where, leaf, jnp.zeros((), leaf.dtype))
+    mask = jnp.broadcast_to(real.reshape(*[1] * dim, *shape), leaf.shape)
+    return jnp.where(mask, leaf, jnp.zeros((), leaf.dtype))

@@ -1,4 +1,4 @@
-"""A schedule to look at: a grid for the terminal, a Gantt chart, and its figures."""
+"""Pictures of a schedule: a grid for the terminal, a Gantt chart, and its figures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ UNIT, LANE, MARGIN = 28, 26, 64
 
 
 def grid(schedule: Schedule, width: int) -> list[Table]:
-    """A row for each stage, a column for each tick; in as many parts as `width` characters need."""
+    """Returns a table with a row for each stage and a column for each tick, in as many parts as
+    `width` characters need."""
     cells = [[cell(schedule, t, s) for t in range(schedule.ticks)] for s in range(schedule.stages)]
     column = 1 + max(len(str(schedule.ticks)), *(len(text) for row in cells for text in row))
-    each = max(1, (width - len("stage ")) // column)
+    per_part = max(1, (width - len("stage ")) // column)
     return [
-        _part(cells, range(first, min(first + each, schedule.ticks)), column - 1)
-        for first in range(0, schedule.ticks, each)
+        _part(cells, range(first, min(first + per_part, schedule.ticks)), column - 1)
+        for first in range(0, schedule.ticks, per_part)
     ]
 
 
@@ -52,30 +53,30 @@ def _part(cells: list[list[str]], ticks: range, width: int) -> Table:
 
 
 def figures(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (frozen)
-    """Cost, bubble, work that nobody needs, and memory, with the published formula beside what the
-    table has; then why another table would be the better one."""
+    """Returns cost, bubble, useless work and memory, next to the published formulas; then the
+    reasons why another table is better."""
     s = schedule
-    held = ", ".join(f"{name} {count}" for name, count in slots(s).items())
+    buffers = ", ".join(f"{name} {count}" for name, count in slots(s).items())
     loops = ", ".join(f"{span.kinds} x {span.stop - span.start}" for span in spans(s))
-    found = f"{cost(s, costs):g}"
-    kept, again = (executed_over_useful(s, keep_residuals=keep) for keep in (True, False))
+    total = f"{cost(s, costs):g}"
+    once, twice = (executed_over_useful(s, keep_residuals=keep) for keep in (True, False))
     lines = [
         f"{s.kind}: {s.stages} stages, {s.microbatches} microbatches, {s.chunks} "
         f"chunk{'s' if s.chunks > 1 else ''} a stage; {s.ticks} ticks in loops of {loops}",
-        f"cost: {found} {_unit(costs)}{_published(s, costs)}",
+        f"cost: {total} {_unit(costs)}{_published(s, costs)}",
         f"bubble: {100 * bubble(s, costs):.1f}% of the step",
-        f"work done over work needed, for idle ticks work too: arithmetic of the blocks {kept:.3f} "
-        f'with save="residuals", {again:.3f} with save="inputs", where B runs F again; activations '
+        f"work done over work needed, for idle ticks work too: arithmetic of the blocks {once:.3f} "
+        f'with save="residuals", {twice:.3f} with save="inputs", where B runs F again; activations '
         f"handed on {handed_over_useful(s):.3f}",
         f"inputs held at once by each stage: {' '.join(map(str, in_flight(s)))}{_elsewhere(s)}",
-        f"buffers that every stage is given, of one microbatch's activations each: {held}",
+        f"buffers that every stage is given, of one microbatch's activations each: {buffers}",
     ]
     return "\n".join([*lines, *(f"warning: {text}" for text in warnings(s, costs))])
 
 
 def as_json(schedule: Schedule, costs: Costs = Costs()) -> dict[str, Any]:  # noqa: B008 (frozen)
-    """What scripts may rely on. executed_over_useful: of the blocks' arithmetic by what F keeps;
-    published_in_flight: None where there is no such figure."""
+    """Figures for scripts. executed_over_useful: arithmetic of the blocks, by the values that F
+    keeps. published_in_flight: None if there is no such figure."""
     published = published_in_flight(schedule)
     return {
         "kind": schedule.kind,
@@ -101,8 +102,8 @@ def _elsewhere(s: Schedule) -> str:
     published = published_in_flight(s)
     if published is None:
         return ""
-    source, held = published
-    return f"; {source}, stages not in step: {' '.join(map(str, held))}"
+    source, counts = published
+    return f"; {source}, stages not in step: {' '.join(map(str, counts))}"
 
 
 def _unit(costs: Costs) -> str:
@@ -128,15 +129,15 @@ def _published(s: Schedule, costs: Costs) -> str:
 
 
 def svg(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (frozen)
-    """A Gantt chart: time to the right in units of `costs`, a lane for each stage; in a tick every
-    stage has the same room for each kind, whether it works or not."""
-    each = costs.of(schedule)
+    """Returns a Gantt chart: time to the right in units of `costs`, a lane for each stage. In a
+    tick every stage has the same width for each kind, idle or not."""
+    durations = costs.of(schedule)
     boxes, lines, now = [], [], 0.0
     for span in spans(schedule):
         for tick in range(span.start, span.stop):
             for kind in span.kinds:
-                boxes += _boxes(schedule, kind, tick, now, each[kind])
-                now += each[kind]
+                boxes += _boxes(schedule, kind, tick, now, durations[kind])
+                now += durations[kind]
             x = MARGIN + UNIT * now
             lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{LANE}" y2="{{bottom}}"/>')
     bottom = LANE * (schedule.stages + 1)
@@ -163,17 +164,17 @@ def svg(schedule: Schedule, costs: Costs = Costs()) -> str:  # noqa: B008 (froze
 
 
 def _boxes(schedule: Schedule, kind: str, tick: int, begin: float, length: float) -> list[str]:
-    found = []
+    boxes = []
     for stage in range(schedule.stages):
         work = int(schedule.tables[kind][tick, stage])
         if work < 0:
             continue
         microbatch, chunk = divmod(work, schedule.chunks)
         x, y, width = MARGIN + UNIT * begin, LANE * (stage + 1) + 2, UNIT * length
-        found.append(
+        boxes.append(
             f"<g><title>{kind} microbatch {microbatch}, chunk {chunk}, tick {tick}</title>"
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 4}" stroke="#555" '
             f'fill="{COLOURS[kind][chunk % 2]}"/><text x="{x + width / 2:.1f}" y="{y + 15}" '
             f'text-anchor="middle">{microbatch}</text></g>'
         )
-    return found
+    return boxes

@@ -1,8 +1,8 @@
-"""A schedule as the executor reads it: for each tick which work, and in which buffer it lies.
+"""A schedule in the executor's form: the work of each tick, and its buffers.
 
-A stage's buffers hold one microbatch's activations each, and are numbered; a work is given the
-lowest number that is free all the time it needs one. Lifetimes are intervals, so no more buffers
-are taken than are held at once (`analysis.slots`).
+A stage's buffers hold one microbatch's activations each, and are numbered. A work gets the lowest
+number that is free for all the time it needs one. Lifetimes are intervals, so the number of buffers
+is the largest number that are held at once (`analysis.slots`).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Rows(NamedTuple):
     """int32 tables, [ticks, stages] (or [ticks], which every stage reads); -1: nothing. In a tick
     of the executor: its row of each.
 
-    forward, backward, weight: the work. Beside each, the buffers it uses: of its input, its
-    cotangent, what F saved for B (`kept`), and B for W (`stash`). enter, leave, exit: the
-    microbatch that comes out of the embedding, goes into the head, and whose gradient comes back to
-    the embedding. receive_input, receive_cotangent: where what a neighbour sends is put.
+    forward, backward, weight: the work. Next to each, the numbers of its buffers: of its input, its
+    cotangent, F's residuals for B, and B's stash for W. enter, leave, exit: the microbatch that
+    comes out of the embedding, goes into the head, and whose gradient comes back to the embedding.
+    receive_input, receive_cotangent: the buffers for values that a neighbour sends.
     """
 
     forward: Any
     forward_input: Any
-    forward_kept: Any
+    forward_residuals: Any
     enter: Any
     leave: Any
     leave_cotangent: Any
     receive_input: Any
     backward: Any
     backward_input: Any
-    backward_kept: Any
+    backward_residuals: Any
     backward_cotangent: Any
     backward_stash: Any
     exit: Any
@@ -58,53 +58,53 @@ class Rows(NamedTuple):
 
     @property
     def spans(self) -> list[Span]:
-        """The ticks in runs of equal kinds: each is one loop of the executor."""
+        """Divides the ticks into runs of equal kinds: each is one loop of the executor."""
         return runs({"F": self.forward, "B": self.backward, "W": self.weight})
 
 
 class Buffers(NamedTuple):
-    """How many of each a stage has. late_head: the head runs with the last stage's B."""
+    """Numbers of buffers of a stage. late_head: the head runs with the last stage's B."""
 
     inputs: int
     cotangents: int
-    kept: int
+    residuals: int
     stashes: int
     late_head: bool = False
 
 
 def number_buffers(life: Lifetimes) -> Works:
-    """The number of the buffer that each work is given on each stage: the lowest that is free all
-    its life (intervals in order of their beginning, so no more numbers than lives at once)."""
-    found = np.empty_like(life.first)
-    for stage in range(found.shape[1]):
+    """Number of the buffer of each work on each stage: the lowest that is free during its lifetime.
+    Intervals are taken by their start, so no more numbers are used than overlap."""
+    numbers = np.empty_like(life.first)
+    for stage in range(numbers.shape[1]):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, number)
         for work in np.argsort(life.first[:, stage], kind="stable"):
             while busy and busy[0][0] < life.first[work, stage]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             number = heapq.heappop(free) if free else len(busy)
-            found[work, stage] = number
+            numbers[work, stage] = number
             heapq.heappush(busy, (int(life.last[work, stage]), number))
-    return found
+    return numbers
 
 
 def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers]:
-    """The tables of a training step. keep_residuals: F saves what B needs, which is else made again
-    from the input; then an input is free when its F has run."""
+    """Tables of a training step. keep_residuals: F saves residuals for B, which otherwise
+    recomputes them from the input; an input is then free after its F."""
     works = schedule.microbatches * schedule.chunks
     forward, backward = (times(t, works) for t in (schedule.forward, schedule.backward))
-    held = inputs(schedule)
-    kept = np.zeros_like(forward)
+    input_life = inputs(schedule)
+    residuals_of = np.zeros_like(forward)
     if keep_residuals:
-        kept = number_buffers(Lifetimes(forward, backward))
-        held = Lifetimes(held.first, forward)
+        residuals_of = number_buffers(Lifetimes(forward, backward))
+        input_life = Lifetimes(input_life.first, forward)
     stashed, weight = stashes(schedule), schedule.weight
     stash = np.zeros_like(forward) if stashed is None else number_buffers(stashed)
     if weight is None:
         weight = np.full_like(schedule.forward, -1)
-    input_of = number_buffers(held)
+    input_of = number_buffers(input_life)
     cotangent_of = number_buffers(cotangents(schedule, keep_residuals=keep_residuals))
-    rows = _forward_rows(schedule, input_of, kept)
+    rows = _forward_rows(schedule, input_of, residuals_of)
     head = schedule.forward
     if head_waits(schedule) and not keep_residuals:
         head = schedule.backward
@@ -113,7 +113,7 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
         leave_cotangent=np.where(rows.leave >= 0, _at(head, cotangent_of)[:, -1], -1),
         backward=schedule.backward,
         backward_input=_at(schedule.backward, input_of),
-        backward_kept=_at(schedule.backward, kept),
+        backward_residuals=_at(schedule.backward, residuals_of),
         backward_cotangent=_at(schedule.backward, cotangent_of),
         backward_stash=_at(schedule.backward, stash),
         exit=_microbatches(schedule.backward[:, 0], schedule.chunks, 0),
@@ -124,7 +124,7 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
     count = Buffers(
         int(input_of.max()) + 1,
         int(cotangent_of.max()) + 1,
-        int(kept.max()) + 1 if keep_residuals else 0,
+        int(residuals_of.max()) + 1 if keep_residuals else 0,
         0 if stashed is None else int(stash.max()) + 1,
         head is schedule.backward,
     )
@@ -132,7 +132,7 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
 
 
 def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
-    """The tables of an evaluation: F of every work, in the schedule's order."""
+    """Tables of an evaluation: F of every work, in the schedule's order."""
     works = schedule.microbatches * schedule.chunks
     last = int(np.nonzero((schedule.forward >= 0).any(1))[0][-1]) + 1
     forward = times(schedule.forward, works)
@@ -142,21 +142,21 @@ def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
     return Rows(*(table[:last].astype(np.int32) for table in rows)), count
 
 
-def _forward_rows(schedule: Schedule, input_of: Works, kept: Works) -> Rows:
-    """The tables of F alone, from the buffers of each work's input and of what it keeps for B."""
+def _forward_rows(schedule: Schedule, input_of: Works, residuals_of: Works) -> Rows:
+    """Tables of F alone, from the buffers of each work's input and residuals."""
     none, of_all = np.full_like(schedule.forward, -1), schedule.forward[:, 0] * 0 - 1
     last = schedule.chunks - 1
     return Rows(
         forward=schedule.forward,
         forward_input=_at(schedule.forward, input_of),
-        forward_kept=_at(schedule.forward, kept),
+        forward_residuals=_at(schedule.forward, residuals_of),
         enter=_microbatches(schedule.forward[:, 0], schedule.chunks, 0),
         leave=_microbatches(schedule.forward[:, -1], schedule.chunks, last),
         leave_cotangent=of_all,
         receive_input=_receive(schedule.forward, input_of, schedule.chunks, +1),
         backward=none,
         backward_input=none,
-        backward_kept=none,
+        backward_residuals=none,
         backward_cotangent=none,
         backward_stash=none,
         exit=of_all,
@@ -167,7 +167,7 @@ def _forward_rows(schedule: Schedule, input_of: Works, kept: Works) -> Rows:
 
 
 def _at(table: Table, number: Works) -> Table:
-    """The number of the work that stands there, -1 where none does."""
+    """Number of the work in each entry, -1 if there is none."""
     stages = np.arange(table.shape[1])
     return np.where(table >= 0, number[np.maximum(table, 0), stages], -1)
 
@@ -175,13 +175,13 @@ def _at(table: Table, number: Works) -> Table:
 def _microbatches(
     column: Int[np.ndarray, " ticks"], chunks: int, chunk: int
 ) -> Int[np.ndarray, " ticks"]:
-    """The microbatch of a stage's work in the ticks in which its chunk is `chunk`, -1 in others."""
+    """Microbatch of a stage's work in the ticks in which its chunk is `chunk`, -1 in others."""
     return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
 
 
 def _receive(table: Table, number: Works, chunks: int, way: int) -> Table:
-    """The buffer for what the neighbour sends at a tick's end: of the stage before
-    (way 1), or behind (-1). From the last stage to the first it goes on to the next chunk."""
+    """Buffer for the value that a neighbour sends at a tick's end: the previous stage (way 1), or
+    the next (-1). From the last stage to the first it goes to the next chunk."""
     sent = np.roll(table, way, axis=1)
     edge = 0 if way > 0 else table.shape[1] - 1
     ends = chunks - 1 if way > 0 else 0

@@ -1,4 +1,4 @@
-"""A schedule as a text file that people write: a line for each tick, a cell for each stage.
+"""A schedule as a text file: a line for each tick, a cell for each stage.
 
     # 2 stages, 3 microbatches
     F0,
@@ -7,9 +7,9 @@
     B1, F2 B2
     B2,
 
-A cell holds what the stage does in that tick: F, B or W with the microbatch, and its chunk after a
-dot where there are chunks (F3.1). Lines that begin with # and empty lines say nothing. Without any
-W, B makes the weights' gradients too.
+A cell holds the stage's work in that tick: F, B or W with the microbatch, and its chunk after a dot
+if there are chunks (F3.1). Lines that begin with # and empty lines are ignored. Without any W, B
+also computes the weights' gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _WORK = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a file, its kind the file's name; microbatches and chunks are those it names.
+    """Returns the schedule in a file, its kind the file's name; the cells determine microbatches
+    and chunks.
 
     Raises ValueError with every line that cannot be read, or else with every reason why no step can
-    follow it (`analysis.violations`); OSError where there is no file.
+    follow it (`analysis.violations`); OSError if there is no file.
     """
     path = local_path("table", path)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -49,7 +50,7 @@ def read_schedule(path: str | Path) -> Schedule:
 def _parse(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list[str]]:
     stages = _width([len(cells) for _, cells in rows])
     problems = [] if rows else ["no tick is in it; write a line for each, such as: F0, F1 B0"]
-    found: list[tuple[int, int, str, int, int]] = []
+    parsed: list[tuple[int, int, str, int, int]] = []
     for tick, (number, cells) in enumerate(rows):
         if len(cells) != stages:
             problems.append(f"line {number} has {len(cells)} cells, and the table {stages} stages")
@@ -59,19 +60,19 @@ def _parse(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list
                 if match is None:
                     problems.append(f"line {number}: {word!r} is no work; write F3, B0 or W2.1")
                 else:
-                    found.append((tick, stage, match[1], int(match[2]), int(match[3] or 0)))
+                    parsed.append((tick, stage, match[1], int(match[2]), int(match[3] or 0)))
             letters = [match[1] for _, match in works if match]
             if len(set(letters)) < len(letters):
                 problems.append(f"line {number}: {cell!r} does one kind of work twice in a tick")
-    chunks = 1 + max((chunk for *_, chunk in found), default=0)
-    microbatches = 1 + max((m for *_, m, _ in found), default=0)
+    chunks = 1 + max((chunk for *_, chunk in parsed), default=0)
+    microbatches = 1 + max((m for *_, m, _ in parsed), default=0)
     if (works := microbatches * chunks) > len(rows):
         problems.append(
             f"{microbatches} microbatches of {chunks} chunks are {works} works of a kind for every "
             f"stage, which does one in a tick, and there are {len(rows)} ticks"
         )
     tables = {letter: np.full((len(rows), stages), -1) for letter in "FBW"}
-    for tick, stage, letter, microbatch, chunk in found:
+    for tick, stage, letter, microbatch, chunk in parsed:
         if stage < stages:
             tables[letter][tick, stage] = microbatch * chunks + chunk
     weight = tables["W"] if (tables["W"] >= 0).any() else None
@@ -82,13 +83,13 @@ def _parse(kind: str, rows: list[tuple[int, list[str]]]) -> tuple[Schedule, list
 
 
 def _width(widths: list[int]) -> int:
-    """What more than half of the lines have, else the most that one has."""
+    """The width of more than half of the lines, else the largest width."""
     usual = median_low(widths) if widths else 0
     return usual if 2 * widths.count(usual) > len(widths) else max(widths, default=0)
 
 
 def cell(schedule: Schedule, tick: int, stage: int) -> str:
-    """What a stage does in a tick, as a file has it."""
+    """Work of a stage in a tick, in the notation of the file."""
     words = []
     for letter, table in schedule.tables.items():
         work = int(table[tick, stage])
@@ -99,7 +100,7 @@ def cell(schedule: Schedule, tick: int, stage: int) -> str:
 
 
 def written(schedule: Schedule) -> str:
-    """The text that `read_schedule` reads back to equal tables."""
+    """Text that `read_schedule` reads back to equal tables."""
     head = f"# {schedule.kind}: {schedule.stages} stages, {schedule.microbatches} microbatches"
     rows = (
         ", ".join(cell(schedule, tick, stage) for stage in range(schedule.stages)).rstrip()

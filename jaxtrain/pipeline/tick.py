@@ -1,4 +1,4 @@
-"""One tick of a pipeline: which of a stage's works are done in it, and what becomes of them."""
+"""One tick of a pipeline: the works of a stage in it, and the storage of their results."""
 
 from __future__ import annotations
 
@@ -27,52 +27,52 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Stage(Protocol):
-    """What a stage can do, on this device's part of everything; `at` is a chunk and a microbatch.
+    """Work of a stage, on this device's part of all arrays. `work`: a chunk and a microbatch.
 
     Gradients are by the names of their parameters.
     """
 
     def enter(self, outside: Arrays, microbatch: Index) -> Stream:
-        """The first chunk's input, on every stage. Differentiable: its cotangent is 0 on all stages
-        but the first."""
+        """Returns the first chunk's input, on every stage. Differentiable: its cotangent is 0 on
+        all stages but the first."""
         ...
 
     def leave(self, outside: Arrays, y: Stream, microbatch: Index) -> LossSums:
-        """This device's shares of loss, count and what is summed beside them; y is 0 on all stages
-        but the last. Differentiable."""
+        """Returns this device's shares of loss, count and other sums; y is 0 on all stages but the
+        last. Differentiable."""
         ...
 
-    def forward(self, chunk: Arrays, x: Stream, at: At) -> Stream:
-        """The chunk's layers."""
+    def forward(self, chunk: Arrays, x: Stream, work: At) -> Stream:
+        """Runs the chunk's layers."""
         ...
 
-    def forward_with_residuals(self, chunk: Arrays, x: Stream, at: At) -> tuple[Stream, PyTree]:
-        """`forward`, and what `backward` needs beside the chunk: arrays, no weights."""
+    def forward_with_residuals(self, chunk: Arrays, x: Stream, work: At) -> tuple[Stream, PyTree]:
+        """`forward`, and the residuals of `backward`: arrays, no weights."""
         ...
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: Stream, at: At
+        self, saved: PyTree, chunk: Arrays, dy: Stream, work: At
     ) -> tuple[Arrays, Stream, PyTree]:
-        """Gradients of the chunk, as they are accumulated, and of x; and what `weight_gradients`
-        needs for those that are left to it, a tree of arrays."""
+        """Returns gradients of the chunk, ready to accumulate, and of x; and a tree of arrays from
+        which `weight_gradients` computes the other gradients."""
         ...
 
-    def weight_gradients(self, stash: PyTree, chunk: Arrays, at: At) -> Arrays:
-        """The gradients that `backward` left, of a schedule that has W."""
+    def weight_gradients(self, stash: PyTree, chunk: Arrays, work: At) -> Arrays:
+        """Returns the gradients that `backward` left out, in a schedule with W."""
         ...
 
 
 class At(NamedTuple):
-    """A work: which chunk of which microbatch."""
+    """A work: the numbers of its chunk and microbatch."""
 
     chunk: Index
     microbatch: Index
 
 
 class OnDevice(NamedTuple):
-    """A device's part of what ticks read. blocks: [V, layers of a position, ...], as `stage` takes
-    them; outside: the parameters outside the pipeline, as they are used; x: shape and dtype of an
-    activation; scale: of the loss whose gradients are made."""
+    """A device's arrays that ticks read. blocks: [V, layers of a position, ...], as `stage` takes
+    them. outside: gathered parameters outside the pipeline. x: shape and dtype of an activation.
+    scale: of the loss for its gradients."""
 
     stage: Stage
     blocks: Arrays
@@ -82,32 +82,32 @@ class OnDevice(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick. Buffers have a leading dim of their number; `kept` are the
-    leaves of what F saves for B, `stash` of what B leaves to W."""
+    """State that is carried from tick to tick. Buffers have a leading dim of their number.
+    residuals: leaves that F saves for B. stash: leaves that B saves for W."""
 
     total: jax.Array
     inputs: jax.Array
     cotangents: Any
-    kept: list[jax.Array]
+    residuals: list[jax.Array]
     stash: list[jax.Array]
     blocks: Arrays
     outside: Arrays
     arriving: jax.Array
-    """What the stage before sent in the last tick. It is put among the inputs before anything else:
-    put at the tick's end, beside B's read of them, XLA would copy them all in every tick."""
+    """Value from the previous stage in the last tick. It is put among the inputs first: at the end
+    of the tick, next to B's read of them, XLA would copy them all in every tick."""
     turn: jax.Array
-    """A scalar, made after all that was sent so far: what is sent next reads it (`_in_turn`). Made
-    of what came or was added, not of the buffers it went to: XLA would copy those."""
+    """A scalar that depends on all values sent so far; the next send reads it (`_in_turn`). It
+    depends on received or added values, not on their buffers: XLA would copy those."""
 
-    def after_sending(self, what: PyTree, **changes: Any) -> Carry:
-        """With these fields, `what` having been sent for them."""
-        return self._replace(turn=after(self.turn, what), **changes)
+    def after_sending(self, sent: PyTree, **changes: Any) -> Carry:
+        """Returns the carry with these fields changed, after `sent` was sent."""
+        return self._replace(turn=after(self.turn, sent), **changes)
 
 
 class Trees(NamedTuple):
-    """What the leaves of `Carry.kept` and `Carry.stash` are of."""
+    """Tree structures of `Carry.residuals` and `Carry.stash`."""
 
-    kept: PyTreeDef | None
+    residuals: PyTreeDef | None
     stash: PyTreeDef | None
 
 
@@ -117,7 +117,7 @@ class Tables:
 
     axes: every mesh axis of the shard_map. chunks: V. entering, leaving: names of the parameters
     outside the pipeline that `Stage.enter` and `Stage.leave` read; `frozen` ones of them have no
-    gradient. beside: names of what `Stage.leave` sums beside loss and count.
+    gradient. sum_names: names of `Stage.leave`'s sums besides loss and count.
     """
 
     rows: Rows
@@ -128,40 +128,40 @@ class Tables:
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
     frozen: frozenset[str] = frozenset()
-    beside: tuple[str, ...] = ()
+    sum_names: tuple[str, ...] = ()
 
     def stack(self, sums: LossSums) -> jax.Array:
-        """[loss, count, those beside in the order of `beside`]. Raises ValueError where others are
-        there."""
-        refuse_other_sums(self.beside, sums)
-        return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.beside)])
+        """Returns [loss, count, other sums in the order of `sum_names`]. Raises ValueError if the
+        names differ."""
+        refuse_other_sums(self.sum_names, sums)
+        return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.sum_names)])
 
     @property
     def training(self) -> bool:
-        """Whether they have a backward pass."""
+        """True if the tables have a backward pass."""
         return self.buffers.cotangents > 0
 
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """The body of one scan: ticks in which the same `kinds` of work are done.
+    """Body of one scan: ticks with the same `kinds` of work.
 
-    One part at a time sends (`_in_turn`): a layer's collectives may stand in a loop, those of what
-    all stages share in a branch, and XLA:CPU would run others beside them.
+    One part at a time sends (`_in_turn`): a layer's collectives may be in a loop, those that all
+    stages share in a branch, and XLA:CPU would run others at the same time.
     """
 
     run: Tables
-    given: OnDevice
+    device: OnDevice
     trees: Trees
     kinds: str
     rows: Rows
     arrived: np.ndarray
-    """`Rows.receive_input` of the ticks before. Both of all ticks, as constants."""
+    """`Rows.receive_input` of the previous ticks. `rows` and this: of all ticks, as constants."""
 
-    def __call__(self, carry: Carry, at: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
-        row, arrived = at
+    def __call__(self, carry: Carry, tick: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
+        row, arrived = tick
         if (self.arrived >= 0).any():
-            inputs = _put(carry.inputs, self._mine(arrived), carry.arriving)
+            inputs = _put(carry.inputs, self._own(arrived), carry.arriving)
             carry = carry._replace(inputs=inputs)
         if "F" in self.kinds:
             carry, y = self._forward(carry, row)
@@ -173,9 +173,9 @@ class Tick:
         if "B" in self.kinds:
             carry, dx = self._backward(carry, row)
             carry = self._backward_of_enter(carry, row, dx)
-            # After B has read its own: what comes may be put where that was.
+            # After B has read its cotangent: the received one may go to the same slot.
             if (self.rows.receive_cotangent >= 0).any():
-                slot = self._mine(row.receive_cotangent)
+                slot = self._own(row.receive_cotangent)
                 arriving = self._permute(_in_turn(carry, dx), -1)
                 carry = carry.after_sending(
                     arriving, cotangents=_put(carry.cotangents, slot, arriving)
@@ -186,25 +186,28 @@ class Tick:
 
     def _forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
         first = lax.axis_index(self.run.stage) == 0
-        slot = self._mine(row.forward_input)
-        stage, outside = self.given.stage, self.given.outside
+        slot = self._own(row.forward_input)
+        stage, outside = self.device.stage, self.device.outside
         x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), carry.inputs[0], row)
         entering = first & (row.enter >= 0)
         inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
         carry = carry._replace(inputs=inputs)
-        at = self._at(row.forward)
-        chunk, x = chunk_of(self.given.blocks, at.chunk), _in_turn(carry, _take(inputs, slot))
+        work = self._at(row.forward)
+        chunk, x = chunk_of(self.device.blocks, work.chunk), _in_turn(carry, _take(inputs, slot))
         with jax.named_scope("F"):
-            if not carry.kept:
-                return carry, stage.forward(chunk, x, at)
-            y, saved = stage.forward_with_residuals(chunk, x, at)
-        return carry._replace(kept=_put_all(carry.kept, self._mine(row.forward_kept), saved)), y
+            if not carry.residuals:
+                return carry, stage.forward(chunk, x, work)
+            y, saved = stage.forward_with_residuals(chunk, x, work)
+        return carry._replace(
+            residuals=_put_all(carry.residuals, self._own(row.forward_residuals), saved)
+        ), y
 
     def _leave(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
-        """The head and the loss of the microbatch that has run through, and its gradient."""
+        """Runs the head and the loss of the microbatch that leaves the last stage, and its
+        gradient."""
         last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
         y = jnp.where(last & (row.leave >= 0), y, jnp.zeros((), y.dtype))
-        stage, outside = self.given.stage, self.given.outside
+        stage, outside = self.device.stage, self.device.outside
         if not self.run.training:
             total = self._sometimes(
                 "leave",
@@ -214,20 +217,20 @@ class Tick:
             )
             return carry.after_sending(total, total=total)
         names = [k for k in self.run.leaving if k not in self.run.frozen]
-        mine = {k: carry.outside[k] for k in names}
+        outside_sums = {k: carry.outside[k] for k in names}
 
-        def leave(m: Index, before: tuple[jax.Array, Arrays, Stream]) -> PyTree:
-            total, sums, _ = before
+        def leave(m: Index, previous: tuple[jax.Array, Arrays, Stream]) -> PyTree:
+            total, sums, _ = previous
 
             def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
                 sums = stage.leave({**outside, **used}, y, m)
-                return sums.loss * self.given.scale, self.run.stack(sums)
+                return sums.loss * self.device.scale, self.run.stack(sums)
 
             used = {k: outside[k] for k in names}
             (grads, dy), more = jax.grad(scaled, argnums=(0, 1), has_aux=True)(used, y)
             return total + more, _add(sums, grads), dy
 
-        total, sums, dy = self._sometimes("leave", leave, (carry.total, mine, y), row)
+        total, sums, dy = self._sometimes("leave", leave, (carry.total, outside_sums, y), row)
         slot = jnp.where(last, row.leave_cotangent, -1)
         return carry.after_sending(
             dy,
@@ -237,51 +240,53 @@ class Tick:
         )
 
     def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
-        at, y = self._at(row.backward), None
-        x = _in_turn(carry, _take(carry.inputs, self._mine(row.backward_input)))
-        if not carry.kept:
-            # Run again in this tick, whatever a compiler finds equal: with one microbatch the same
-            # input lies there in other ticks.
+        work, y = self._at(row.backward), None
+        x = _in_turn(carry, _take(carry.inputs, self._own(row.backward_input)))
+        if not carry.residuals:
+            # The barrier keeps a compiler from reusing another tick's forward pass: with one
+            # microbatch its input is the same.
             x, cotangents = lax.optimization_barrier((x, carry.cotangents))
             carry = carry._replace(cotangents=cotangents)
-        chunk = chunk_of(self.given.blocks, at.chunk)
+        chunk = chunk_of(self.device.blocks, work.chunk)
         with jax.named_scope("B"):
-            if carry.kept:
-                saved = _take_all(carry.kept, self._mine(row.backward_kept), self.trees.kept)
+            if carry.residuals:
+                saved = _take_all(
+                    carry.residuals, self._own(row.backward_residuals), self.trees.residuals
+                )
             else:
-                y, saved = self.given.stage.forward_with_residuals(chunk, x, at)
+                y, saved = self.device.stage.forward_with_residuals(chunk, x, work)
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"
             carry = self._leave(carry, row, y)
-        dy = _in_turn(carry, _take(carry.cotangents, self._mine(row.backward_cotangent)))
+        dy = _in_turn(carry, _take(carry.cotangents, self._own(row.backward_cotangent)))
         with jax.named_scope("B"):
-            grads, dx, stash = self.given.stage.backward(saved, chunk, dy, at)
+            grads, dx, stash = self.device.stage.backward(saved, chunk, dy, work)
         carry = self._accumulate(carry, row.backward, grads)
         if carry.stash:
-            slot = self._mine(row.backward_stash)
+            slot = self._own(row.backward_stash)
             carry = carry._replace(stash=_put_all(carry.stash, slot, stash))
         return carry, dx
 
     def _weight_gradients(self, carry: Carry, row: Rows) -> Carry:
-        at = self._at(row.weight)
-        chunk = chunk_of(self.given.blocks, at.chunk)
-        stash = _take_all(carry.stash, self._mine(row.weight_stash), self.trees.stash)
+        work = self._at(row.weight)
+        chunk = chunk_of(self.device.blocks, work.chunk)
+        stash = _take_all(carry.stash, self._own(row.weight_stash), self.trees.stash)
         stash = _in_turn(carry, stash)
         with jax.named_scope("W"):
-            grads = self.given.stage.weight_gradients(stash, chunk, at)
+            grads = self.device.stage.weight_gradients(stash, chunk, work)
         return self._accumulate(carry, row.weight, grads)
 
     def _accumulate(self, carry: Carry, works: jax.Array, grads: Arrays) -> Carry:
-        """Gradients of the work's chunk added to its sums, where there is a work."""
+        """Adds the gradients of the work's chunk to its sums, if there is a work."""
         chunk = self._at(works).chunk
-        slot = jnp.where(self._mine(works) >= 0, chunk, -1)
+        slot = jnp.where(self._own(works) >= 0, chunk, -1)
         sums = {
             k: _put(carry.blocks[k], slot, _take(carry.blocks[k], chunk) + grads[k]) for k in grads
         }
         return carry.after_sending(grads, blocks={**carry.blocks, **sums})
 
     def _backward_of_enter(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
-        """The gradient that comes out of the pipeline's beginning, into the embedding."""
+        """Propagates the pipeline input's gradient into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
         dx = jnp.where(first & (row.exit >= 0), _in_turn(carry, dx), jnp.zeros((), dx.dtype))
         names = [k for k in self.run.entering if k not in self.run.frozen]
@@ -289,39 +294,39 @@ class Tick:
             return carry
 
         def backward(m: Index, sums: Arrays) -> Arrays:
-            # Run again here, whatever a compiler finds equal: where ticks are few they are written
-            # out, and a microbatch's number is the constant that it was when it entered.
+            # The barrier keeps a compiler from reusing the forward pass: a few ticks are unrolled,
+            # and a microbatch's number is the same constant as when it entered.
             m, dy = lax.optimization_barrier((m, dx))
 
             def entered(used: Arrays) -> jax.Array:
-                return self.given.stage.enter({**self.given.outside, **used}, m)
+                return self.device.stage.enter({**self.device.outside, **used}, m)
 
-            _, pull_back = jax.vjp(entered, {k: self.given.outside[k] for k in names})
+            _, pull_back = jax.vjp(entered, {k: self.device.outside[k] for k in names})
             return _add(sums, pull_back(dy)[0])
 
         sums = self._sometimes("exit", backward, {k: carry.outside[k] for k in names}, row)
         return carry.after_sending(sums, outside={**carry.outside, **sums})
 
     def _sometimes(
-        self, name: str, work: Callable[[Index, Tree], Tree], before: Tree, row: Rows
+        self, name: str, work: Callable[[Index, Tree], Tree], value: Tree, row: Rows
     ) -> Tree:
-        """work(microbatch, before) in the ticks that have one, in others `before`. Nothing is
-        decided at run time where all ticks or none of the scan have."""
+        """Returns work(microbatch, value) in ticks with a microbatch, `value` in others. If all or
+        none of the scan's ticks have one, nothing is decided at run time."""
         column, m = getattr(self.rows, name), getattr(row, name)
         if (column < 0).all():
-            return before
+            return value
         axes = self.run.axes
 
-        def typed(m: Index, before: Tree) -> Tree:
-            return jax.tree.map(lambda leaf: vary(leaf, axes), work(m, before))
+        def typed(m: Index, value: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: vary(leaf, axes), work(m, value))
 
         with jax.named_scope(name):
             if (column >= 0).all():
-                return typed(m, before)
-            return lax.cond(m >= 0, typed, lambda m, before: before, m, before)
+                return typed(m, value)
+            return lax.cond(m >= 0, typed, lambda m, value: value, m, value)
 
     def _permute(self, x: jax.Array, way: int) -> jax.Array:
-        """What the neighbour has sent, of the stage before (way 1) or behind (-1)."""
+        """Returns the value from the neighbour: the previous stage (way 1) or the next (-1)."""
         n = lax.axis_size(self.run.stage)
         pairs = [(i, (i + way) % n) for i in range(n)]
         if self.run.chunks == 1:
@@ -329,15 +334,15 @@ class Tick:
         return lax.ppermute(x, self.run.stage, pairs)
 
     def _at(self, row: jax.Array) -> At:
-        work = jnp.maximum(self._mine(row), 0)
+        work = jnp.maximum(self._own(row), 0)
         return At(work % self.run.chunks, work // self.run.chunks)
 
-    def _mine(self, row: jax.Array) -> jax.Array:
+    def _own(self, row: jax.Array) -> jax.Array:
         return row[lax.axis_index(self.run.stage)]
 
 
 def _in_turn(carry: Carry, tree: Tree) -> Tree:
-    """`tree`, to be read after all that was sent so far, in this tick and before it."""
+    """`tree`, to be read after all sends so far, in this tick and before it."""
     return after(tree, carry.turn)
 
 
@@ -347,16 +352,16 @@ def chunk_of(blocks: Arrays, chunk: Index) -> Arrays:
 
 
 def _take(buffer: jax.Array, slot: Index) -> jax.Array:
-    """buffer[slot]; of slot -1 anything."""
+    """buffer[slot]; an arbitrary value for slot -1."""
     if len(buffer) == 1:
         return buffer[0]
     return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
 
 
 def _put(buffer: jax.Array, slot: Index, value: jax.Array) -> jax.Array:
-    """`buffer` with `value` at `slot`; with slot -1 as it was."""
-    kept = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
-    return lax.dynamic_update_index_in_dim(buffer, kept, jnp.maximum(slot, 0), 0)
+    """Returns `buffer` with `value` at `slot`; unchanged for slot -1."""
+    updated = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
+    return lax.dynamic_update_index_in_dim(buffer, updated, jnp.maximum(slot, 0), 0)
 
 
 def _take_all(buffers: list[jax.Array], slot: Index, tree: PyTreeDef | None) -> PyTree:

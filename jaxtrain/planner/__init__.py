@@ -1,6 +1,7 @@
-"""What a step will need, predicted on a laptop and checked against the compiled program.
+"""Predicts what a training step needs, and checks the prediction against the compiled program.
 
-Arithmetic on the fields of an experiment and a mesh belongs here; nothing that trains. Modules that
-predict import no tracer. To read first: Narayanan et al. 2021 (Megatron-LM on clusters, costs by
-formula), Korthikanti et al. 2022 (activation recomputation, bytes of sequence parallelism).
+The modules compute with the fields of an experiment and a mesh, so a laptop is enough; nothing here
+trains. Modules that predict do not import JAX's tracer. To read first: Narayanan et al. 2021
+(Megatron-LM on clusters, costs by formula), Korthikanti et al. 2022 (activation recomputation,
+bytes of sequence parallelism).
 """

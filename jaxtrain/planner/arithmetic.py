@@ -1,8 +1,8 @@
-"""Matmul FLOPs that the source asks of a device at the most, to hold a compiled step against.
+"""Upper bound of a device's matmul FLOPs by the source, to compare a compiled step with.
 
-A backward pass makes two products for each of the forward pass, and makes again what `remat` does
-not keep. What a program computes beyond that is the compiler's doing: XLA makes values again to fit
-a program into memory, and says so only in its log, if at all.
+A backward pass has two products for each product of the forward pass, and recomputes what `remat`
+does not keep. Any FLOPs beyond that are the compiler's: XLA recomputes values to fit a program into
+memory, and reports it only in its log, if at all.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
 
 
 def asked_flops(assembly: Assembly) -> float | None:
-    """Matmul FLOPs of one device's step, as `telemetry.hlo`'s `dot_flops` counts a program's.
+    """Returns the matmul FLOPs of one device's step, counted as `telemetry.hlo`'s `dot_flops` does.
 
-    None where they are not known: of a model, a kernel or an optimizer of one's own, of Muon and
-    PowerSGD, which multiply matrices themselves, of frozen leaves and adapters, of a pipeline, and
-    where XLA splits the work.
+    None if they are not known: for a model, a kernel or an optimizer of one's own; for Muon and
+    PowerSGD, which multiply matrices themselves; for frozen leaves and adapters; for a pipeline;
+    and if XLA splits the work.
     """
     e = assembly.experiment
     if assembly.description is None or assembly.pipeline is not None:
@@ -65,17 +65,20 @@ def asked_flops(assembly: Assembly) -> float | None:
     rows, seq = local_rows(assembly)
     total = 3 * 2 * rows * seq * model.embed * model.head.padded / tensor
     for call in calls(assembly):
-        asked = _operation_flops(assembly, call)
-        if asked is None:
+        operation_flops = _operation_flops(assembly, call)
+        if operation_flops is None:
             return None
-        total += asked / tensor
+        total += operation_flops / tensor
     return e.microbatches * total
 
 
 def opaque_flops(assembly: Assembly) -> float:
-    """FLOPs of one device's step in kernels that no program shows. Of attention: of the (query,
-    key) pairs the mask leaves of whole rows two products forward, and once more where remat keeps
-    no output; five backward (Dao et al. 2022). Of experts: of all rows that are multiplied."""
+    """Returns the FLOPs of one device's step in kernels that the program does not show.
+
+    Attention: two forward products of the unmasked (query, key) pairs of unsplit rows, once more if
+      remat keeps no output, and five backward (Dao et al. 2022). Experts: all rows that are
+      multiplied.
+    """
     remat, total = assembly.loop.remat, 0.0
     stages, microbatches = assembly.sizes.get(STAGE, 1), assembly.experiment.microbatches
     for call, forward in _opaque_calls(assembly):
@@ -88,46 +91,48 @@ def opaque_flops(assembly: Assembly) -> float:
 
 
 def least_kernel_flops(assembly: Assembly) -> float:
-    """FLOPs that each of those kernels has at the least, each time it runs; 0 where there is none.
-    Of attention a forward pass, on a mesh with `context` none; of experts one product of a chunk of
-    their rows."""
-    found = [math.inf]
+    """Returns the least FLOPs of one run of such a kernel; 0 if there is none.
+
+    Attention: a forward pass, or 0 on a mesh with `context`. Experts: one product of a chunk of
+      rows.
+    """
+    flops = [math.inf]
     for call, forward in _opaque_calls(assembly):
         if isinstance(call, ExpertCall):
-            found.append(forward / len(call.weights) / expert_chunks(assembly, call))
+            flops.append(forward / len(call.weights) / expert_chunks(assembly, call))
         else:
-            found.append(0.0 if assembly.context is not None else forward)
-    return 0.0 if min(found) == math.inf else min(found)
+            flops.append(0.0 if assembly.context is not None else forward)
+    return 0.0 if min(flops) == math.inf else min(flops)
 
 
 def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
-    """The calls of kernels that no program shows, with the FLOPs of a forward pass of one device's
-    microbatch in one layer."""
+    """Returns the calls of kernels that the program does not show, with the FLOPs of a forward pass
+    of one device's microbatch in one layer."""
     if assembly.description is None or assembly.description.tokens is None:
         return []
     seq = assembly.abstract_batch()[assembly.described.tokens].shape[2]
     tensor, stages = ways(assembly.tensor, assembly.sizes), assembly.sizes.get(STAGE, 1)
     rows = assembly.largest_batch / assembly.experiment.microbatches
-    found: list[tuple[Operation, float]] = []
+    opaque_calls: list[tuple[Operation, float]] = []
     for call in calls(assembly):
         if not isinstance(kernel_of(assembly, call), OPAQUE):
             continue
         if isinstance(call, ExpertCall):
-            found.append((call, _expert_flops(assembly, call) / tensor))
+            opaque_calls.append((call, _expert_flops(assembly, call) / tensor))
         elif isinstance(call, AttentionCall):
             computed = replace(call, needed=None).flops
-            whole = computed.flops(computed.pairs(seq)) * rows
-            found.append((call, whole * stages / assembly.spec.devices))
-    return found
+            batch_flops = computed.flops(computed.pairs(seq)) * rows
+            opaque_calls.append((call, batch_flops * stages / assembly.spec.devices))
+    return opaque_calls
 
 
 def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
-    """Of one operation on all devices of `tensor` together: three times a forward pass, and what is
-    made again."""
+    """Returns the FLOPs of one operation on all devices of `tensor` together: three times a forward
+    pass, and recomputation. None if the kernel's are not known."""
     remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
     if isinstance(call, Product):
-        again = 3 + (remat in ("full", "attention"))
-        return 2 * rows * seq * sum(weight.size for weight in call.weights) * again
+        passes = 3 + (remat in ("full", "attention"))
+        return 2 * rows * seq * sum(weight.size for weight in call.weights) * passes
     if isinstance(call, AttentionCall):
         return _attention_flops(assembly, call)
     if not isinstance(call, ExpertCall):
@@ -135,59 +140,60 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
     kernel, tensor = kernel_of(assembly, call), ways(assembly.tensor, assembly.sizes)
     if not isinstance(kernel, (BlockLoop, *OPAQUE)):
         return None
-    seen = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
-    again = 3 + (remat != "none" or expert_chunks(assembly, call) > 1)
-    whole = [call.router, *(w for w in call.shared if w.columns == 1)]
-    parts = sum(w.size for w in call.shared if w.columns > 1)
-    every = sum(w.size for w in whole) * tensor + parts
-    return (seen + 2 * rows * seq * every) * again
+    visible = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
+    passes = 3 + (remat != "none" or expert_chunks(assembly, call) > 1)
+    replicated = [call.router, *(w for w in call.shared if w.columns == 1)]
+    split_size = sum(w.size for w in call.shared if w.columns > 1)
+    size = sum(w.size for w in replicated) * tensor + split_size
+    return (visible + 2 * rows * seq * size) * passes
 
 
 def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:
-    """Forward, of the products of a mixture, of as many rows as its kernel has blocks for."""
-    asked, largest = asked_of(assembly, call), kernel_of(assembly, call).largest_block
-    given = (asked.rows, asked.experts, largest)
-    met = block_count(*given) * block_rows(*given) * expert_chunks(assembly, call)
-    return 2 * met * sum(weight.size for weight in call.weights)
+    """Forward FLOPs of a mixture's products, for as many rows as its kernel has blocks for."""
+    problem, largest_block = asked_of(assembly, call), kernel_of(assembly, call).largest_block
+    sizes = (problem.rows, problem.experts, largest_block)
+    padded_rows = block_count(*sizes) * block_rows(*sizes) * expert_chunks(assembly, call)
+    return 2 * padded_rows * sum(weight.size for weight in call.weights)
 
 
 def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
-    """Of the products of queries with keys, and of weights with values, in all heads."""
+    """FLOPs of query-key and weight-value products in all heads; None if not known."""
     remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
-    one = 2 * rows * a.heads * a.head_dim
-    whole = AttentionMask(causal=a.causal, window=a.window)
-    tiles = [(1.0, seq, whole)] if assembly.context is None else _cut(assembly, whole)
+    per_pair = 2 * rows * a.heads * a.head_dim
+    full_mask = AttentionMask(causal=a.causal, window=a.window)
+    tiles = [(1.0, seq, full_mask)] if assembly.context is None else _cut(assembly, full_mask)
     total = 0.0
     for count, size, mask in tiles:
         kernel = kernel_of(assembly, a, size)
         if isinstance(kernel, Reference) and assembly.context is None:
-            total += one * size * size * (6 + 2 * (remat != "none"))
+            total += per_pair * size * size * (6 + 2 * (remat != "none"))
         elif isinstance(kernel, Blockwise):
             tiling = Tiling(
                 min(kernel.query_block, size),
                 *(min(kernel.key_block, size), size, Scoring(mask, scale=1.0), None),
             )
-            total += one * count * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
+            total += per_pair * count * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
         elif not isinstance(kernel, OPAQUE):
             return None
     return total
 
 
 def _cut(assembly: Assembly, mask: AttentionMask) -> list[tuple[float, int, AttentionMask]]:
-    """The tiles (how many, tokens of each side, mask) that a device computes of rows that are cut,
-    as if it had all heads; in contiguous order those of the last device."""
+    """Returns the tiles (how many, tokens of each side, mask) that a device computes if rows are
+    split, as if it had all heads. In contiguous order they are the last device's."""
     method, seq = assembly.context, local_rows(assembly)[1]
     assert method is not None
-    cut = ways(assembly.sequence, assembly.sizes)
-    group = method.trading(cut)
+    sequence_ways = ways(assembly.sequence, assembly.sizes)
+    group = method.trading(sequence_ways)
     together = seq * group
-    if group == cut:
+    if group == sequence_ways:
         return [(1 / group, together, mask)]
-    way = scheme(mask, method.order(cut), together)
+    hop_scheme = scheme(mask, method.order(sequence_ways), together)
     row = jax.ShapeDtypeStruct((1, together), jnp.int32)
-    found = [(way.alone, way.own)]
-    found += [
-        (lambda x, hop=hop: way.queries(x, hop, 0), way.mask(hop)) for hop in range(1, way.hops + 1)
+    parts = [(hop_scheme.alone, hop_scheme.own)]
+    parts += [
+        (lambda x, hop=hop: hop_scheme.queries(x, hop, 0), hop_scheme.mask(hop))
+        for hop in range(1, hop_scheme.hops + 1)
     ]
-    shapes = [(jax.eval_shape(part, row).shape, each) for part, each in found]
-    return [(count / group, size, each) for (count, size), each in shapes]
+    shapes = [(jax.eval_shape(part, row).shape, part_mask) for part, part_mask in parts]
+    return [(count / group, size, part_mask) for (count, size), part_mask in shapes]

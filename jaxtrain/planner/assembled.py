@@ -1,4 +1,4 @@
-"""The facts of an assembled decoder that a prediction of its step may know."""
+"""Reads from an assembled decoder the facts from which its step is predicted."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from jaxtrain.step.running_kernels import local_rows
 
 
 def steady(assembly: Assembly) -> Choice:
-    """The program of a run's last steps: of the exact or the compressed sums, nothing measured."""
+    """The program of a run's last steps: with exact or compressed sums, without measurements."""
     e = assembly.experiment
     reducer = e.execution.reducer
     return Choice(reducer.at(e.steps - 1)) if isinstance(reducer, Compressed) else Choice()
 
 
 def why_not_predicted(assembly: Assembly) -> str | None:
-    """Why an assembly's collectives are not predicted; None where they are."""
+    """Returns the reason why an assembly's collectives are not predicted; None if they are."""
     if not assembly.explicit or assembly.description is None:
         return (
             "only the explicit step of a model that describes itself states its collectives; under "
@@ -81,9 +81,9 @@ def why_not_predicted(assembly: Assembly) -> str | None:
 
 
 def facts_of(assembly: Assembly) -> StepFacts:
-    """What the prediction may know of an assembly."""
+    """Returns the facts of an assembly from which its step is predicted."""
     e, loop, model = assembly.experiment, assembly.loop, assembly.described
-    moved = without_buffers(assembly.places, assembly.buffers)
+    updated = without_buffers(assembly.places, assembly.buffers)
     rows, seq = local_rows(assembly)
     leaves = {
         path: LeafFacts(
@@ -113,8 +113,8 @@ def facts_of(assembly: Assembly) -> StepFacts:
         reduce=jnp.dtype(e.precision.reduce).name,
         sharded=e.sharding.accumulate_sharded,
         sums=_sum_facts(assembly),
-        optimizer=_optimizer_facts(e.optimizer, {k: p for k, p in moved.items() if p.trained}),
-        by=_algorithms(assembly),
+        optimizer=_optimizer_facts(e.optimizer, {k: p for k, p in updated.items() if p.trained}),
+        algorithms=_algorithms(assembly),
         scaling=_scaling(e.precision.products),
         pipeline=None if assembly.pipeline is None else _pipeline_facts(assembly),
     )
@@ -137,7 +137,7 @@ def _sequence_facts(assembly: Assembly) -> SequenceFacts | None:
 
 
 def _scaling(products: Products | None) -> str | None:
-    """As of `StepFacts`."""
+    """`StepFacts.scaling` of a recipe for products in 8 bits."""
     if products is None:
         return None
     return "current" if products.scaling is None else "delayed"
@@ -156,18 +156,19 @@ def _algorithms(assembly: Assembly) -> Algorithms:
 
 
 def _keeps_residuals(assembly: Assembly) -> bool:
-    """Whether F keeps what B needs, in a pipeline: never weights, whatever the loop says."""
+    """True if F keeps what B needs, in a pipeline; it never keeps gathered weights."""
     keeps = assembly.experiment.execution.pipeline.keeps_residuals
     return assembly.pipeline is not None and keeps
 
 
 def _splits_backward(assembly: Assembly) -> bool:
-    """Whether the backward pass is: in a loop that neither prefetches nor keeps weights."""
+    """True if the schedule splits the backward pass into B and W. Its loop over layers neither
+    prefetches nor keeps weights."""
     return assembly.pipeline is not None and assembly.pipeline.schedule.weight is not None
 
 
 def pipeline_tables(assembly: Assembly) -> tuple[Rows, list[Span]]:
-    """The tables that the step of a pipeline follows, and the loops it makes of them."""
+    """The tables that a pipeline's step follows, and the loops it runs them in."""
     rows, _ = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
     return rows, rows.spans
 
@@ -183,7 +184,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
     _, buffers = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
 
     def ticks(kind: str, received: np.ndarray | None = None) -> int:
-        """Of that kind of work; in loops in which any stage receives, where that is said."""
+        """Ticks of that kind; with `received`, only those of loops in which a stage receives."""
         return sum(
             loop.stop - loop.start
             for loop in loops
@@ -201,7 +202,7 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
         sent_back=ticks("B", rows.receive_cotangent),
         chunks=layout.chunks,
         depth=layout.depth,
-        kept=_keeps_residuals(assembly),
+        keeps_residuals=_keeps_residuals(assembly),
         late_head=buffers.late_head,
         ends_alone=loops[-1].stop - loops[-1].start == 1,
         tallied=_tallied(assembly),
@@ -218,7 +219,7 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
     if isinstance(exact, Hierarchical):
         slow, fast = exact.slow, algorithm_name(exact.fast)
     choice = steady(assembly)
-    taken = {k: part for k, part in assembly.parts.items() if part.takes(choice.codec)}
+    parts = {k: part for k, part in assembly.parts.items() if part.takes(choice.codec)}
     low_rank = isinstance(choice.codec, PowerSGD)
     return SumFacts(
         algorithm_name(slow),
@@ -227,13 +228,13 @@ def _sum_facts(assembly: Assembly) -> SumFacts:
         execution.reduce_layers,
         rounded=isinstance(exact, Rounded),
         apart=frozenset(assembly.parts),
-        encoded={} if low_rank else {k: _tile_bytes(p, choice.codec) for k, p in taken.items()},
-        factors={k: _factor_sizes(p, choice.codec) for k, p in taken.items()} if low_rank else {},
+        encoded={} if low_rank else {k: _tile_bytes(p, choice.codec) for k, p in parts.items()},
+        factors={k: _factor_sizes(p, choice.codec) for k, p in parts.items()} if low_rank else {},
     )
 
 
 def _tile_bytes(part: CompressedLeaf, codec: Any) -> int:
-    return codec.payload_bytes(math.ceil(math.prod(part.shape) / ways(part.whole, part.sizes)))
+    return codec.payload_bytes(math.ceil(math.prod(part.shape) / ways(part.summed, part.sizes)))
 
 
 def _factor_sizes(part: CompressedLeaf, codec: PowerSGD) -> tuple[int, int]:
@@ -242,7 +243,7 @@ def _factor_sizes(part: CompressedLeaf, codec: PowerSGD) -> tuple[int, int]:
 
 
 def _optimizer_facts(optimizer: Any, places: Mapping[str, Leaf]) -> OptimizerFacts:
-    """The sums that each optimizer's equations hold, in their order."""
+    """Returns the cross-device sums in each optimizer's equations, in their order."""
     dims = {k: leaf_dims(place.axes) for k, place in places.items()}
     layers = {k: (*d.rows, *d.columns) for k, d in dims.items()}
     if isinstance(optimizer, Muon):
@@ -260,18 +261,18 @@ def _optimizer_facts(optimizer: Any, places: Mapping[str, Leaf]) -> OptimizerFac
         moments += tuple(LeafSumFacts(k, dims[k].rows) for k in split)
         of_rows = tuple(LeafSumFacts(k, dims[k].rows, dims[k].columns) for k in split)
         every = tuple(LeafSumFacts(k, layers[k]) for k in places)
-        found = [("second moments", moments), ("means of row moments", of_rows)]
+        sums = [("second moments", moments), ("means of row moments", of_rows)]
         if optimizer.clipping_threshold is not None:
-            found.append(("RMS of updates", every))
+            sums.append(("RMS of updates", every))
         if optimizer.relative:
-            found.append(("RMS of parameters", every))
-        return OptimizerFacts(tuple(found))
+            sums.append(("RMS of parameters", every))
+        return OptimizerFacts(tuple(sums))
     return OptimizerFacts()
 
 
 def algorithm_name(algorithm: Any) -> str:
-    """The name in `collectives.cost.steps.SCHEDULES` of an algorithm's value. Raises ValueError for
-    one that has no steps there."""
+    """Returns the name in `collectives.cost.steps.SCHEDULES` of an algorithm. Raises ValueError for
+    an algorithm that is not there."""
     if isinstance(algorithm, Ring):
         return f"ring_{algorithm.directions}{'' if algorithm.unroll else '_looped'}"
     if isinstance(algorithm, Lax | Recursive):

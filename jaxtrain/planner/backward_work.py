@@ -1,8 +1,8 @@
-"""Which collectives of tokens a backward pass needs: all of them, unless leaves are frozen.
+"""Finds the token collectives that a backward pass needs: all of them, unless leaves are frozen.
 
-Demand runs downwards the chain of values (`values.py`). Gradients flow down to the lowest leaf
-that is trained, and no further; on their way they read values that the remat policy has kept, or
-that are made again from those below them.
+Demand is followed down the chain of values (`values.py`). Gradients flow down to the lowest trained
+leaf, and no further. On their way they read values that the remat policy has kept, or that are
+recomputed from earlier values.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ KEPT: dict[str, frozenset[str]] = {
 
 
 class Work(NamedTuple):
-    """Of one turn of the remat policy's body. rows, columns: the output gradients of row products
-    that are gathered, and the gradients of what was gathered, scattered; rows_again, columns_again:
-    what the forward pass did for products, repeated; others_again: and what it gathered for others.
-    weights: whether any matrix is read. made: values made again, by their numbers in the chain.
+    """Backward work of one turn of the remat policy's body.
 
-    Of products in 8 bits: regathered: column products' inputs, for their weights' gradients;
-    maxima: of how many gradients each takes the greatest magnitudes together; maxima_again: of how
-    many inputs it is taken again, together.
+    rows, columns: the output gradients of row products, which are gathered, and the gradients of
+      gathered values, which are scattered. rows_again, columns_again: the forward pass's
+      collectives for products, repeated. others_again: its other gathers, repeated.
+    weights: True if any matrix is read. recomputed: numbers in the chain of recomputed values.
 
-    moved: the values of `SEQUENCE` through which a gradient flows, each with its attention;
-    moved_again: those that are made again. experts: mixtures
-    that are differentiated, and whether by their input; experts_again: those made again. sums: of
-    each norm over all heads through which a gradient flows how many numbers of a token are summed;
-    sums_again: of each that is made again."""
+    For products in 8 bits: regathered: column products' inputs, for their weights' gradients.
+    maxima: for each product, of how many gradients the maximum magnitudes are taken together.
+    maxima_again: the same of recomputed inputs.
+
+    moved: values of `SEQUENCE` through which a gradient flows, each with its attention;
+      moved_again: those recomputed. experts: mixtures that are differentiated, and whether by their
+      input; experts_again: those recomputed. sums: for each norm over all heads through which a
+      gradient flows, how many numbers of a token are summed; sums_again: the same of recomputed
+      norms.
+    """
 
     rows: tuple[Tokens, ...] = ()
     columns: tuple[Tokens, ...] = ()
@@ -67,7 +70,7 @@ class Work(NamedTuple):
     columns_again: tuple[Tokens, ...] = ()
     others_again: tuple[Tokens, ...] = ()
     weights: bool = False
-    made: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     regathered: tuple[Tokens, ...] = ()
     maxima: tuple[Tensors, ...] = ()
     maxima_again: tuple[Tensors, ...] = ()
@@ -80,25 +83,25 @@ class Work(NamedTuple):
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[Work, int]]]:
-    """By path of each block outside the stack, and "period." of the stack: the work of its turns
-    and how many are alike."""
+    """Returns the work of turns and how many are alike, by path of each block outside the stack,
+    and by "period." for the stack."""
     model = facts.model
     below = facts.trains(*model.entering_alone)
-    found: dict[str, list[tuple[Work, int]]] = {}
+    by_path: dict[str, list[tuple[Work, int]]] = {}
     for path in model.before:
-        found[path] = [(body_work(facts, [path], below=below), 1)]
+        by_path[path] = [(body_work(facts, [path], below=below), 1)]
         below = below or facts.trains(path)
-    found[STACK] = stack_works(facts, model.periods, below=below)
+    by_path[STACK] = stack_works(facts, model.periods, below=below)
     below = below or facts.trains(STACK)
     for path in model.after:
-        found[path] = [(body_work(facts, [path], below=below), 1)]
+        by_path[path] = [(body_work(facts, [path], below=below), 1)]
         below = below or facts.trains(path)
-    return found
+    return by_path
 
 
 def stack_works(facts: StepFacts, turns: int, *, below: bool) -> list[tuple[Work, int]]:
-    """Of a stack, or a chunk of it. Turns of a loop are alike; written out, or of one turn, the
-    first may need less."""
+    """Returns the work of a stack's turns, or of a chunk's, and how many are alike. Turns of a loop
+    are alike. Without a loop, or with one turn in it, the first turn may need less."""
     loop, period = facts.loop, list(facts.model.stacked)
     if not below and not facts.trains(STACK):
         return [(Work(), turns)]
@@ -108,19 +111,19 @@ def stack_works(facts: StepFacts, turns: int, *, below: bool) -> list[tuple[Work
     return [(body_work(facts, period, below=below), 1), (above, turns - 1)]
 
 
-def fetched_again(facts: StepFacts, found: list[tuple[Work, int]]) -> int:
-    """How often the backward pass of a stack gathers a layer's weights."""
-    turns = sum(n for _, n in found)
-    without = sum(n for work, n in found if not work.weights)
+def fetched_again(facts: StepFacts, turn_works: list[tuple[Work, int]]) -> int:
+    """Returns how often the backward pass of a stack gathers a layer's weights."""
+    turns = sum(n for _, n in turn_works)
+    without = sum(n for work, n in turn_works if not work.weights)
     fetched = facts.loop.fetched_again(turns)
     return 0 if without == turns else max(fetched - without, 0)
 
 
 def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
-    """The backward pass of the blocks at these paths. below: the gradient of their input is
+    """Returns the backward work of the blocks at these paths. below: the gradient of their input is
     needed."""
     values = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
-    # Whether a gradient flows down to each value, and which ones it reads on its way.
+    # For each value: does a gradient flow down to it? read: the values that gradients read.
     flows, read = [below], set()
     rows: list[Tokens] = []
     columns: list[Tokens] = []
@@ -128,7 +131,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
     maxima: list[Tensors] = []
     weights, experts = False, []
     for number, value in enumerate(values[1:], start=1):
-        flow = any(flows[of] for of in value.of)
+        flow = any(flows[source] for source in value.inputs)
         own = _trains(facts, paths[value.block], value)
         flows.append(flow or own)
         narrow = facts.narrow and isinstance(value.operation, Parallel)
@@ -142,7 +145,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
             maxima += value.gradient_scales
         if isinstance(value.operation, ExpertCall) and value.kind == "experts" and (flow or own):
             experts.append((value.operation, flow))
-        # The gradients of experts' weights read the others of them.
+        # The gradient of an expert's weight reads the expert's other weights.
         weights |= value.kind in PRODUCTS and (flow or (own and value.kind == "experts"))
         weights |= value.kind in PRODUCTS and _trains_adapter(facts, paths[value.block], value)
         read |= reads(number, value, flow=flow, own=own, narrow=facts.narrow)
@@ -164,79 +167,82 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Work:
 
 
 def _mixtures(values: Sequence[Value], among: Iterable[int]) -> tuple[ExpertCall, ...]:
-    found = (values[number] for number in sorted(among))
-    calls = (value.operation for value in found if value.kind == "experts")
+    chosen = (values[number] for number in sorted(among))
+    calls = (value.operation for value in chosen if value.kind == "experts")
     return tuple(call for call in calls if isinstance(call, ExpertCall))
 
 
 def reads(
     number: int, value: Value, *, flow: bool = True, own: bool = True, narrow: bool = False
 ) -> set[int]:
-    """The values that the derivative of one reads. flow: of its inputs; own: of its parameters.
-    narrow: products are in 8 bits; they read what they have made of their inputs."""
+    """Returns the values that the derivative of a value reads. flow: the derivative by its inputs;
+    own: by its parameters. narrow: products are in 8 bits and read their quantised inputs."""
     if value.kind in ("columns", "rows", "replicated"):
-        of = {number - 2} if narrow and value.kind == "columns" else set(value.of)
-        return of if own else set()
-    if value.kind == "experts":  # all of its own inside: to make that again is to make it again
-        return {number, *value.of} if flow or own else set()
-    if value.kind == "attention":  # and its own output, for the weights of its keys
-        return {number, *value.of} if flow else set()
+        sources = {number - 2} if narrow and value.kind == "columns" else set(value.inputs)
+        return sources if own else set()
+    if value.kind == "experts":  # its inner values: to recompute them is to recompute it
+        return {number, *value.inputs} if flow or own else set()
+    if value.kind == "attention":  # its own output too, for the attention weights
+        return {number, *value.inputs} if flow else set()
     if value.kind == "sums":  # of squares
-        return set(value.of) if flow else set()
-    return set(value.of) if value.kind == "elementwise" and (flow or own) else set()
+        return set(value.inputs) if flow else set()
+    return set(value.inputs) if value.kind == "elementwise" and (flow or own) else set()
 
 
 def made_again(values: Sequence[Value], read: Iterable[int], remat: str) -> set[int]:
-    """What is read and not kept, and what that is made of."""
+    """Returns the values read but not kept, and those from which they are recomputed."""
     if remat == "none":
         return set()
-    found: set[int] = set()
-    left = list(read)
-    while left:
-        number = left.pop()
+    recomputed: set[int] = set()
+    pending = list(read)
+    while pending:
+        number = pending.pop()
         value = values[number]
-        if number in found or kept(values, number, remat) or value.kind == "input":
+        if number in recomputed or kept(values, number, remat) or value.kind == "input":
             continue
-        found.add(number)
-        left += value.of
-    return found
+        recomputed.add(number)
+        pending += value.inputs
+    return recomputed
 
 
 def kept(values: Sequence[Value], number: int, remat: str) -> bool:
-    """Whether a policy that makes anything again keeps a value. Of row products in 8 bits it does
-    so after the scatter."""
+    """Returns True if a remat policy that recomputes anything keeps a value. Row products in 8 bits
+    are kept after the scatter."""
     value = values[number]
     if value.kind == "scatter" and isinstance(value.operation, RowParallel):
-        below = value.of[0]
-        return values[values[below].of[0]].kind == "narrow" and "rows" in KEPT[remat]
+        below = value.inputs[0]
+        return values[values[below].inputs[0]].kind == "narrow" and "rows" in KEPT[remat]
     return value.kind in KEPT[remat]
 
 
 def needed_for_kept(
     blocks: tuple[Block, ...], remat: str, *, split: bool = False, narrow: bool = False
 ) -> frozenset[int]:
-    """Numbers of the values of a body of blocks that make what its backward pass finds kept: where
-    its output is not used, what comes after them is not computed. split: the inputs of products are
-    kept for W, as they lie before they are gathered. narrow: products are in 8 bits."""
+    """Returns the numbers of the values that compute what the backward pass of a body of blocks
+    keeps. If the body's output is not used, later values are not computed.
+
+    split: the inputs of products are kept for W, in their form before the gather. narrow: products
+      are in 8 bits.
+    """
     values = chain(blocks, narrow)
     read = {n for i, value in enumerate(values) for n in reads(i, value, narrow=narrow)}
     if remat == "none":
-        left = list(read)
+        pending = list(read)
     else:
         again = made_again(values, read, remat)
-        used = read | {of for number in again for of in values[number].of}
-        left = [number for number in used if kept(values, number, remat)]
+        used = read | {source for number in again for source in values[number].inputs}
+        pending = [number for number in used if kept(values, number, remat)]
     if split:
-        inputs = [value.of[0] for value in values if value.kind in ("columns", "rows")]
-        gathered = [values[n].of[0] if values[n].kind == "gather" else n for n in inputs]
-        left += gathered
-    found: set[int] = set()
-    while left:
-        number = left.pop()
-        if number not in found and number:
-            found.add(number)
-            left += values[number].of
-    return frozenset(found)
+        inputs = [value.inputs[0] for value in values if value.kind in ("columns", "rows")]
+        product_inputs = [values[n].inputs[0] if values[n].kind == "gather" else n for n in inputs]
+        pending += product_inputs
+    needed: set[int] = set()
+    while pending:
+        number = pending.pop()
+        if number not in needed and number:
+            needed.add(number)
+            pending += values[number].inputs
+    return frozenset(needed)
 
 
 def _trains(facts: StepFacts, path: str, value: Value) -> bool:
@@ -259,7 +265,7 @@ def _trains(facts: StepFacts, path: str, value: Value) -> bool:
 
 
 def _trains_adapter(facts: StepFacts, path: str, value: Value) -> bool:
-    """Whether a matrix A is trained, whose gradient reads B."""
+    """Returns True if a matrix A is trained. Its gradient reads B."""
     operation = value.operation
     if not isinstance(operation, Product):
         return False
@@ -267,5 +273,5 @@ def _trains_adapter(facts: StepFacts, path: str, value: Value) -> bool:
 
 
 def _trained(facts: StepFacts, leaf: str) -> bool:
-    found = facts.leaves.get(leaf)
-    return found is not None and found.trained
+    leaf_facts = facts.leaves.get(leaf)
+    return leaf_facts is not None and leaf_facts.trained

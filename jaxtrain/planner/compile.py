@@ -1,4 +1,4 @@
-"""An experiment compiled for a mesh that is here or not: what its step would take and send."""
+"""Compiles an experiment for a present or absent mesh, and reports memory, FLOPs and bytes sent."""
 
 from __future__ import annotations
 
@@ -59,16 +59,19 @@ is asked for is left uncounted, so the room is for what XLA adds, such as paddin
 class CompileReport:
     """A compiled step, on one device.
 
-    memory: bytes, as `peak_memory` has them. fits: whether the peak is within what a program may
-    take of the chip, and XLA has not said otherwise; None where it is unknown. sent:
-    what the program sends, by (kind, mesh axes, dtype): count and bytes. contract: None where XLA
-    chose the collectives. overlap: of the same keys what stands between start and done, empty where
-    the program has no schedule. flops: of matmuls XLA sees; asked_flops: of those the source asks
-    for, at the most, None where that is not known; `opaque`: kernels XLA does not see. attention,
-    grouped_matmul: the kernels that layers run, None of a model that says nothing of itself.
-    roofline: seconds at the chip's peaks, opaque kernels by their bytes alone. mfu_bound: the
-    model's FLOPs, causal, over what the chip could do in that time, with the arithmetic of opaque
-    kernels added to it; None where the model says nothing of itself.
+    memory: bytes, as in `peak_memory`.
+    fits: True if the peak is within the chip's usable memory and XLA has not said otherwise; None
+      if unknown.
+    sent: (kind, mesh axes, dtype) -> count and bytes of the program's collectives.
+    contract: None if XLA chose the collectives.
+    overlap: for the same keys, what runs between start and done; empty if the program has no
+      schedule.
+    flops: of matmuls that XLA sees. asked_flops: upper bound of those that the source asks for;
+      None if not known. opaque: kernels that XLA does not see.
+    attention, grouped_matmul: the kernels that layers run; None for a model without a description.
+    roofline: seconds at the chip's peaks; opaque kernels count by their bytes alone.
+    mfu_bound: the model's FLOPs, causal, over those the chip can do in that time, with the
+      arithmetic of opaque kernels added; None for a model without a description.
     """
 
     checked: CheckReport
@@ -89,39 +92,44 @@ class CompileReport:
 
     @cached_property
     def work(self) -> Overhead | None:
-        """What a pipeline does over what it needs to; None without one."""
+        """FLOPs and bytes of a pipeline beyond those it needs; None without a pipeline."""
         return overhead(self.checked.assembly)
 
     def _hidden(self, key: Key) -> dict[str, float | None]:
-        """Bytes that the link can send while matmuls run at the chip's peak beside them, and the
-        others; None of a program without a schedule."""
-        of = self.overlap.get(key)
-        if of is None:
+        """Returns the bytes that the link can send during concurrent matmuls at the chip's peak,
+        and the other bytes; None for a program without a schedule."""
+        counts = self.overlap.get(key)
+        if counts is None:
             return {"hidden_bytes": None, "exposed_bytes": None}
-        return {"hidden_bytes": of.hidden_bytes, "exposed_bytes": of.exposed_bytes}
+        return {
+            "hidden_bytes": counts.hidden_bytes,
+            "exposed_bytes": counts.exposed_bytes,
+        }
 
     def table(self) -> str:
-        """What the program sends, each line with the prediction beside it where there is one."""
+        """Returns a line for each collective of the program, with its prediction if any."""
         header = ["collective", "mesh axes", "dtype", "times", "bytes a device sends"]
         if self.contract is None:
-            rows = [[*_spelt(k), f"{n:,}", f"{b:,.0f}"] for k, (n, b) in sorted(self.sent.items())]
+            rows = [[*_cells(k), f"{n:,}", f"{b:,.0f}"] for k, (n, b) in sorted(self.sent.items())]
             return "\n".join(_columns([header, *rows]))
         header += ["predicted", "bytes", ""]
         rows = [
             [
-                *_spelt(line.key),
+                *_cells(line.key),
                 *(f"{line.compiled:,}", f"{line.compiled_bytes:,.0f}"),
                 *(f"{line.predicted:,}", f"{line.predicted_bytes:,.0f}"),
                 "kept" if line.kept else "BROKEN",
             ]
             for line in self.contract.lines
         ]
-        handed = [f"BROKEN: {each}" for each in self.contract.handed if not each.kept]
-        known = [f"known: {words}" for words in self.contract.rewrites]
-        return "\n".join([*_columns([header, *rows]), *handed, *known])
+        handed = [
+            f"BROKEN: {collective}" for collective in self.contract.handed if not collective.kept
+        ]
+        rewrites = [f"known: {words}" for words in self.contract.rewrites]
+        return "\n".join([*_columns([header, *rows]), *handed, *rewrites])
 
     def summary(self) -> str:
-        """Memory, time and FLOPs of one device; overlap; then what is wrong."""
+        """Returns memory, time and FLOPs of one device, overlap, and violations, as text."""
         memory = ", ".join(
             f"{name.removesuffix('_bytes')} {'?' if n is None else f'{n:,}'}"
             for name, n in self.memory.items()
@@ -140,9 +148,9 @@ class CompileReport:
                 f"peaks, {self.roofline.memory_bound_s:.3g} s of it at its memory's"
                 + ("" if self.mfu_bound is None else f": at most {self.mfu_bound:.0%} causal MFU")
             )
-        if moved := self.memory["host_temp_bytes"]:
+        if on_host := self.memory["host_temp_bytes"]:
             lines.append(
-                f"{moved:,} bytes wait in the host's memory; their way there and back is not in "
+                f"{on_host:,} bytes wait in the host's memory; their way there and back is not in "
                 f"these seconds"
             )
         lines += [] if self.work is None else [self.work.summary()]
@@ -154,11 +162,11 @@ class CompileReport:
             kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
             lines.append(f"kernels whose FLOPs are not in it: {kernels}")
         lines += [
-            f"{' '.join(_spelt(key))}: {each.asynchronous:,} of {each.count:,} asynchronous, "
-            f"{each.hidden:,} beside a matmul; {each.exposed_bytes:,.0f} of "
-            f"{each.wire_bytes:,.0f} bytes are more than the link sends meanwhile"
-            for key, each in sorted(self.overlap.items())
-            if each.asynchronous
+            f"{' '.join(_cells(key))}: {counts.asynchronous:,} of {counts.count:,} asynchronous, "
+            f"{counts.hidden:,} beside a matmul; {counts.exposed_bytes:,.0f} of "
+            f"{counts.wire_bytes:,.0f} bytes are more than the link sends meanwhile"
+            for key, counts in sorted(self.overlap.items())
+            if counts.asynchronous
         ]
         if why := why_not_predicted(self.checked.assembly):
             lines.append(f"no contract: {why}")
@@ -167,11 +175,11 @@ class CompileReport:
         return "\n".join([*lines, *self.violations])
 
     def as_json(self) -> dict[str, Any]:
-        """What scripts may rely on; `pipeline_work` is there only on a mesh with stages."""
+        """Returns keys for scripts to rely on; `pipeline_work` only on a mesh with stages."""
         parts = self.checked.bytes_per_device
         sizes = {"params": parts["params"], "optimizer": parts["optimizer"]}
         sizes |= {k: self.memory[f"{k}_bytes"] for k in ("temp", "host_temp", "peak")}
-        found: list[dict[str, Any]] = [
+        sent: list[dict[str, Any]] = [
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
             | self._hidden(k)
             for k, (n, b) in sorted(self.sent.items())
@@ -181,7 +189,7 @@ class CompileReport:
             "bytes_per_device": sizes,
             "usable_bytes": self.checked.assembly.spec.usable_bytes,
             "memory_fraction": memory_fraction(self.checked.assembly.spec),
-            "collectives": found,
+            "collectives": sent,
             "contract": None if self.contract is None else not self.contract.broken,
             "attention": None if self.attention is None else list(self.attention),
             "grouped_matmul": None if self.grouped_matmul is None else list(self.grouped_matmul),
@@ -196,7 +204,7 @@ class CompileReport:
         }
 
 
-def _spelt(key: Key) -> list[str]:
+def _cells(key: Key) -> list[str]:
     return [key.kind, " x ".join(key.axes), key.dtype]
 
 
@@ -218,17 +226,15 @@ def compile_experiment(
     compiler_log: CompilerLog | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CompileReport:
-    """The train step compiled for a mesh, present or absent, and held to the contract.
+    """Compiles the train step for a mesh, present or absent, and checks it against the contract.
 
-    Absent TPUs and GPUs need their compiler's plugin and a process that has started with
-    `mesh.absent.ENVIRONMENT`. Without a `compiler_log` what the compiler only logs is not seen.
-    progress: is told a line before what takes minutes.
+    Absent TPUs and GPUs need their compiler's plugin and `mesh.absent.ENVIRONMENT`. compiler_log:
+    None leaves the compiler's log unread. progress: called before work that takes minutes.
 
-    violations: a broken contract, collectives in branches that devices take differently, or (if
-    simulated) beside a loop of others, weights that XLA gathers whole, memory that it cannot save,
-    products that it makes again to save it. Raises ValueError with every violation of experiment
-    and mesh, where the mesh can neither be made nor compiled for, and where the compiler refuses
-    so much memory.
+    The report's violations: a broken contract; collectives in branches that devices take
+    differently; if simulated, collectives beside a loop of others; weights that XLA gathers
+    completely; memory that XLA cannot save; products recomputed to save it. Raises ValueError with
+    every violation of experiment and mesh, or if the compiler refuses the mesh or the memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
@@ -236,35 +242,37 @@ def compile_experiment(
     assembly, spec = checked.assembly, checked.assembly.spec
     active, options = active_mesh(_mesh(spec), assembly.sizes), dict(spec.compiler_options)
     raise_violations(option_violations(options, active.devices.flat[0]), spec.where)
-    began = time.perf_counter()
+    started = time.perf_counter()
     progress(f"compiling for {spec.devices} {spec.chip.name}: minutes for a large model")
-    where = shardings(assembly.abstract, assembly.splits, active)
-    traced = trace_step(assembly, active, where, choice=steady(assembly))
-    law = branch_violations(traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active))
+    splits = shardings(assembly.abstract, assembly.splits, active)
+    traced = trace_step(assembly, active, splits, choice=steady(assembly))
+    unsafe = branch_violations(
+        traced.jaxpr if assembly.check_vma else _typed_jaxpr(assembly, active)
+    )
     lowered = traced.lower()
-    with (compiler_log or _unseen)() as log, _refused_by(spec):
+    with (compiler_log or _no_log)() as log, _refused_by(spec):
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
-    elapsed, text = time.perf_counter() - began, program_text(compiled)
-    found, memory = collectives(text), peak_memory(compiled)
+    elapsed, text = time.perf_counter() - started, program_text(compiled)
+    operations, memory = collectives(text), peak_memory(compiled)
     stated = why_not_predicted(assembly) is None
-    held = contract(assembly, lowered_collectives(lowered), found) if stated else None
+    outcome = contract(assembly, lowered_collectives(lowered), operations) if stated else None
     peak, squeezed = memory["peak_bytes"], _memory_warnings(log())
-    flops, asked = dot_flops(text), asked_flops(assembly)
+    flops, expected = dot_flops(text), asked_flops(assembly)
     return CompileReport(
         checked=checked,
         memory=memory,
         fits=False if squeezed else None if peak is None else peak <= spec.usable_bytes,
         compile_s=elapsed,
         flops=flops,
-        asked_flops=asked,
+        asked_flops=expected,
         opaque=opaque_kernels(text),
-        sent=collective_totals(found, assembly.sizes),
-        contract=held,
+        sent=collective_totals(operations, assembly.sizes),
+        contract=outcome,
         overlap=_overlap(text, assembly),
         violations=(
-            *law,
+            *unsafe,
             *(side_by_side(text) if spec.simulated else ()),
-            *(*_remat_warnings(log()), *squeezed, *_made_again(flops, asked), *_broken(held)),
+            *(*_remat_warnings(log()), *squeezed, *_recomputed(flops, expected), *_broken(outcome)),
         ),
         attention=kernels_of(assembly, AttentionCall),
         grouped_matmul=kernels_of(assembly, ExpertCall),
@@ -290,45 +298,49 @@ def _mfu_bound(assembly: Assembly, least: Roofline) -> float | None:
 
 
 def _overlap(text: str, assembly: Assembly) -> dict[Key, Tally]:
-    """Of each key of `sent`, what mixes dtypes with each; nothing of an unscheduled program."""
+    """Returns overlap by key of `sent`. A collective of mixed dtypes counts for each of them. {}
+    for a program without a schedule."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         return {}
-    found = overlaps(text, least_kernel_flops(assembly))
-    parts = (replace(each, parts=(part,)) for each in found for part in each.parts)
+    spans = overlaps(text, least_kernel_flops(assembly))
+    parts = (replace(span, parts=(part,)) for span in spans for part in span.parts)
     several = [part for part in parts if part.parts[0].group_size > 1]
     links, rate = dict(assembly.spec.links), assembly.product_flops
 
-    def key(each: Overlap) -> Key:
-        return key_of(each.parts[0], assembly.sizes)
+    def key(span: Overlap) -> Key:
+        return key_of(span.parts[0], assembly.sizes)
 
-    def bytes_per_flop(each: Overlap) -> float:
+    def bytes_per_flop(span: Overlap) -> float:
         if assembly.spec.simulated or not links:
             return math.inf
-        return links[scope_of(key(each).axes, assembly.spec)].bandwidth_gbytes * 1e9 / rate
+        return links[scope_of(key(span).axes, assembly.spec)].bandwidth_gbytes * 1e9 / rate
 
     return tally(several, key, bytes_per_flop)
 
 
 def _mesh(spec: MeshSpec) -> jax.sharding.Mesh:
-    """Of this machine's devices if they are those; else of absent ones."""
+    """Returns a mesh of this machine's devices if they match; else of absent devices."""
     platform = "cpu" if spec.simulated else spec.chip.platform
-    here = jax.devices()
-    if platform == "cpu" or (here[0].platform == platform and len(here) >= spec.devices):
+    devices = jax.devices()
+    if platform == "cpu" or (devices[0].platform == platform and len(devices) >= spec.devices):
         return make_mesh(spec)
     return absent_mesh(spec)
 
 
 def _typed_jaxpr(assembly: Assembly, mesh: jax.sharding.Mesh) -> Any:
-    """The step traced with types of what varies over which mesh axis. Pallas kernels, for whose
-    sake they are off, refuse them: portable ones stand in, which send nothing either."""
+    """Traces the step with types of what varies over which mesh axis (`check_vma`).
+
+    The types are off for Pallas kernels, which do not accept them. Portable kernels replace these
+    here; neither kind sends anything.
+    """
     e, portable = assembly.experiment, {"attention": Reference(), "grouped_matmul": BlockLoop()}
     execution = replace(e.execution, check_vma=True, **portable)
     typed = assemble(replace(e, execution=execution), assembly.spec, assembly.fields)
-    where = shardings(typed.abstract, typed.splits, mesh)
-    return trace_step(typed, mesh, where, choice=steady(typed)).jaxpr
+    splits = shardings(typed.abstract, typed.splits, mesh)
+    return trace_step(typed, mesh, splits, choice=steady(typed)).jaxpr
 
 
-def _unseen() -> AbstractContextManager[Callable[[], str]]:
+def _no_log() -> AbstractContextManager[Callable[[], str]]:
     return nullcontext(lambda: "")
 
 
@@ -339,38 +351,38 @@ def _remat_warnings(log: str) -> list[str]:
 
 def _memory_warnings(log: str) -> list[str]:
     return [
-        f"XLA can make the step no smaller than {found[2]}, and has {found[1]} for it: use more "
+        f"XLA can make the step no smaller than {match[2]}, and has {match[1]} for it: use more "
         f"microbatches or devices"
-        for found in SQUEEZED.finditer(log)
+        for match in SQUEEZED.finditer(log)
     ]
 
 
-def _made_again(flops: float, asked: float | None) -> list[str]:
-    if asked is None or flops <= MORE * asked:
+def _recomputed(flops: float, expected: float | None) -> list[str]:
+    if expected is None or flops <= MORE * expected:
         return []
     return [
-        f"XLA recomputes {flops / asked - 1:.0%} more matmul FLOPs than the source asks for, to "
-        f"squeeze the step in: {flops:,.0f} for {asked:,.0f}; use more microbatches, or "
+        f"XLA recomputes {flops / expected - 1:.0%} more matmul FLOPs than the source asks for, to "
+        f"squeeze the step in: {flops:,.0f} for {expected:,.0f}; use more microbatches, or "
         f"LayerLoop(remat='full') if that is not the one, whose price is known"
     ]
 
 
 @contextmanager
 def _refused_by(spec: MeshSpec) -> Iterator[None]:
-    """TPUs' compiler makes no program that does not fit."""
+    """Raises ValueError if TPUs' compiler refuses a program that does not fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        told = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        text = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
         raise ValueError(
-            f"{spec.where}: the step does not fit a {spec.chip.name}: {told} Use more microbatches "
+            f"{spec.where}: the step does not fit a {spec.chip.name}: {text} Use more microbatches "
             f"or devices, or LayerLoop(remat='full')"
         ) from error
 
 
-def _broken(held: Contract | None) -> list[str]:
-    if held is None:
+def _broken(outcome: Contract | None) -> list[str]:
+    if outcome is None:
         return []
-    return [f"the contract is broken: {line}" for line in held.broken]
+    return [f"the contract is broken: {line}" for line in outcome.broken]

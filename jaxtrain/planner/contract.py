@@ -1,9 +1,9 @@
-"""The communication contract: what a step was predicted to send against what its program sends.
+"""The communication contract: a step's predicted collectives against those of its program.
 
-The predicted side is `traffic.py`'s; the other is read from the program alone, twice. As compiled:
-how often each collective runs and the bytes it sends, loops and branches counted by the program's
-own constants. As handed to XLA: the size and dtype of each, before a compiler widens any. What
-compilers are known to rewrite is undone by name, here; any other difference breaks the contract.
+`traffic.py` predicts. The program is read twice. As compiled: how often each collective runs and
+the bytes it sends, with loops and branches counted by the program's own constants. As handed to
+XLA: the size and dtype of each, before a compiler widens any. Known rewrites of compilers are
+undone by name, here; any other difference breaks the contract.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 class Key(NamedTuple):
-    """What collectives are told apart by."""
+    """Fields by which collectives are grouped."""
 
     kind: str
     axes: tuple[str, ...]
@@ -40,10 +40,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One key of the contract: how often in a step, and the bytes each device sends. A variadic
-    collective counts once for each of its arrays. unread: some stand in a branch of which the
-    program does not say how often it is taken, and count as often as they may run. joined: several
-    may have been made one, of as many bytes."""
+    """One key of the contract: how often in a step, and the bytes each device sends.
+
+    A variadic collective counts once for each of its arrays. unread: some collectives are in a
+    branch whose predicate the program does not give; they count as often as they may run. joined:
+    the compiler may have joined several into one, with the same total of bytes.
+    """
 
     key: Key
     predicted: int
@@ -71,8 +73,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Handed:
-    """Collectives of one key and size as they are handed to XLA. lowered: how often they may run;
-    XLA leaves out those whose result nobody reads."""
+    """Collectives of one key and size as they are handed to XLA.
+    lowered: how often they may run; XLA leaves out those whose result is not read.
+    """
 
     key: Key
     buffer_bytes: int
@@ -92,8 +95,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Contract:
-    """Every key that either side has, compiled and as handed to XLA, and in words the rewrites that
-    were undone."""
+    """Every key of either side, compiled and as handed to XLA, and the undone rewrites."""
 
     lines: tuple[Line, ...]
     handed: tuple[Handed, ...]
@@ -107,48 +109,56 @@ class Contract:
 def contract(
     assembly: Assembly, lowered: Sequence[Collective], compiled: Sequence[Collective]
 ) -> Contract:
-    """The contract of an explicit step. Raises ValueError with `why_not_predicted`, where there is
-    a reason.
+    """Returns the contract of an explicit step.
 
-    lowered, compiled: what `lowered_collectives` and `collectives` read of its program.
+    lowered, compiled: what `lowered_collectives` and `collectives` read from its program. Raises
+      ValueError with `why_not_predicted`'s reason, if any.
     """
     if why := why_not_predicted(assembly):
         raise ValueError(why)
-    stated = step_traffic(facts_of(assembly))
-    sent, rewrites = as_compiled(stated, assembly)
+    predicted_sends = step_traffic(facts_of(assembly))
+    sent, rewrites = as_compiled(predicted_sends, assembly)
     predicted = _totals(sent, assembly.sizes)
-    found = collective_totals(compiled, assembly.sizes)
-    unread = set(collective_totals((each for each in compiled if each.in_branch), assembly.sizes))
+    totals = collective_totals(compiled, assembly.sizes)
+    unread = set(
+        collective_totals(
+            (collective for collective in compiled if collective.in_branch), assembly.sizes
+        )
+    )
     lines, joins = [], assembly.spec.platform == "gpu"
-    for key in sorted({**predicted, **found}):
+    for key in sorted({**predicted, **totals}):
         count, size = predicted.get(key, (0, 0.0))
-        compiled_count, compiled_size = found.get(key, (0, 0.0))
+        compiled_count, compiled_size = totals.get(key, (0, 0.0))
         why = tuple(dict.fromkeys(s.why for s in sent if _key(s) == key))
         line = Line(key, count, size, compiled_count, compiled_size, why, unread=key in unread)
         lines.append(replace(line, joined=joins and key.kind == "all-reduce"))
     if any(line.kept and line.compiled < line.predicted for line in lines):
         rewrites += ("XLA:GPU joins all-reduces of one kind: fewer, of as many bytes",)
-    return Contract(tuple(lines), _handed_collectives(stated, lowered, assembly.sizes), rewrites)
+    return Contract(
+        tuple(lines), _handed_collectives(predicted_sends, lowered, assembly.sizes), rewrites
+    )
 
 
 def _handed_collectives(
-    stated: Iterable[Sent], lowered: Iterable[Collective], sizes: Mapping[str, int]
+    sent: Iterable[Sent], lowered: Iterable[Collective], sizes: Mapping[str, int]
 ) -> tuple[Handed, ...]:
     predicted: Counter[tuple[Key, int]] = Counter()
-    found: Counter[tuple[Key, int]] = Counter()
-    for each in stated:
-        predicted[_key(each), each.buffer_bytes] += each.count
-    for each in lowered:
-        if each.group_size > 1:
-            key = Key(each.kind, axes_of(each.groups, sizes), each.dtype)
-            found[key, each.buffer_bytes] += each.count
-    both = sorted({**predicted, **found})
-    return tuple(Handed(*which, predicted[which], found[which]) for which in both)
+    lowered_counts: Counter[tuple[Key, int]] = Counter()
+    for collective in sent:
+        predicted[_key(collective), collective.buffer_bytes] += collective.count
+    for operation in lowered:
+        if operation.group_size > 1:
+            key = Key(operation.kind, axes_of(operation.groups, sizes), operation.dtype)
+            lowered_counts[key, operation.buffer_bytes] += operation.count
+    keys = sorted({**predicted, **lowered_counts})
+    return tuple(
+        Handed(*key_size, predicted[key_size], lowered_counts[key_size]) for key_size in keys
+    )
 
 
 def as_compiled(sent: list[Sent], assembly: Assembly) -> tuple[list[Sent], tuple[str, ...]]:
-    """`sent` as the platform's compiler is known to change it, and those changes in words."""
-    wide = [_widen(each) for each in sent]
+    """Returns `sent` with the platform's known compiler rewrites, and a text for each."""
+    wide = [_widen(collective) for collective in sent]
     if assembly.spec.platform != "cpu" or wide == sent:
         return sent, ()
     return wide, ("XLA:CPU sends bf16 as fp32",)
@@ -171,44 +181,47 @@ def _words(key: Key) -> str:
 def _totals(sent: list[Sent], sizes: Mapping[str, int]) -> dict[Key, tuple[int, float]]:
     counts: Counter[Key] = Counter()
     nbytes: dict[Key, float] = {}
-    for each in sent:
-        key = _key(each)
-        n = math.prod(sizes[a] for a in each.axes)
-        counts[key] += each.count
-        nbytes[key] = nbytes.get(key, 0.0) + each.count * each.buffer_bytes * SENT[each.kind](n)
+    for line in sent:
+        key = _key(line)
+        devices = math.prod(sizes[axis] for axis in line.axes)
+        counts[key] += line.count
+        wire_bytes = line.count * line.buffer_bytes * SENT[line.kind](devices)
+        nbytes[key] = nbytes.get(key, 0.0) + wire_bytes
     return {key: (counts[key], nbytes[key]) for key in counts}
 
 
 def collective_totals(
     compiled: Iterable[Collective], sizes: Mapping[str, int]
 ) -> dict[Key, tuple[int, float]]:
-    """Counts and bytes of a program's collectives by key; `sizes` are its mesh axes, in order."""
-    found: dict[Key, tuple[int, float]] = {}
-    for each in compiled:
-        if each.group_size == 1:
+    """Returns counts and bytes of a program's collectives by key. sizes: the program's mesh axes,
+    in order."""
+    totals: dict[Key, tuple[int, float]] = {}
+    for collective in compiled:
+        if collective.group_size == 1:
             continue
-        key = key_of(each, sizes)
-        count, size = found.get(key, (0, 0.0))
-        arrays = each.count * each.arrays
-        found[key] = (count + arrays, size + each.total_wire_bytes)
-    return found
+        key = key_of(collective, sizes)
+        count, size = totals.get(key, (0, 0.0))
+        arrays = collective.count * collective.arrays
+        totals[key] = (count + arrays, size + collective.total_wire_bytes)
+    return totals
 
 
-def key_of(each: Collective, sizes: Mapping[str, int]) -> Key:
-    """What a program's collective is told apart by; `sizes` are its mesh axes, in order."""
-    return Key(each.kind, axes_of(each.groups, sizes), each.dtype)
+def key_of(collective: Collective, sizes: Mapping[str, int]) -> Key:
+    """Returns the key of a program's collective. sizes: the program's mesh axes, in order."""
+    return Key(collective.kind, axes_of(collective.groups, sizes), collective.dtype)
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest mesh axes along which the groups lie: a permute may connect some devices only."""
+    """Returns the fewest mesh axes along which the groups lie. A permute may connect some devices
+    only."""
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     names = tuple(sizes)
     for count in range(len(names) + 1):
         for chosen in combinations(range(len(names)), count):
-            rest = [i for i in range(len(names)) if i not in chosen]
+            remaining = [i for i in range(len(names)) if i not in chosen]
             ways = math.prod(ids.shape[i] for i in chosen)
             row_of = np.empty(ids.size, int)
-            row_of[ids.transpose([*rest, *chosen]).reshape(-1)] = np.arange(ids.size) // ways
+            row_of[ids.transpose([*remaining, *chosen]).reshape(-1)] = np.arange(ids.size) // ways
             if all(len(set(row_of[list(group)])) == 1 for group in groups):
                 return tuple(names[i] for i in chosen)
     raise AssertionError("all axes together hold every group")

@@ -1,4 +1,4 @@
-"""What a prediction of a step may know: sizes, splits and policies, as plain values."""
+"""Plain values from which a step is predicted: sizes, splits and policies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LeafFacts:
-    """A parameter: its whole shape, NumPy's name of its dtype, and its splits at rest, in the
-    optimizer and in use. `stacked`: how many dims count layers, chunks or experts; what has fewer
-    than two others is used in its own dtype. One that is not `trained` has no gradient."""
+    """A parameter: its global shape, NumPy's name of its dtype, and its splits at rest, in the
+    optimizer and in use.
+    stacked: how many dims count layers, chunks or experts; a leaf with fewer than two other dims is
+      used in its own dtype. trained: False if the leaf has no gradient.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,8 +31,10 @@ class LeafFacts:
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """How the loop over layers runs: `nn.stack.LayerLoop`'s fields, and `Execution`'s
-    `expert_chunk`. keeps_last: with prefetch, the last layer's weights for the backward pass."""
+    """Settings of the loop over layers: `nn.stack.LayerLoop`'s fields, and `Execution`'s
+    `expert_chunk`.
+    keeps_last: with prefetch, the last layer's weights are kept for the backward pass.
+    """
 
     unroll: bool
     remat: str
@@ -40,10 +44,11 @@ class LoopFacts:
     expert_chunk: int | None = None
 
     def fetched_again(self, layers: int) -> int:
-        """How often the backward pass of a stack of `layers` gathers a layer's weights. A
-        prefetching loop does it once more than others: its last turn fetches for a turn that does
-        not come. (A loop of one turn is no loop to a compiler, which then drops what is not
-        used.)"""
+        """Number of times the backward pass of a stack of `layers` gathers a layer's weights.
+        A prefetching loop gathers once more than others: its last turn fetches for a turn that does
+        not come. (A compiler does not treat a loop of one turn as a loop, and drops what is not
+        used.)
+        """
         if not self.reshard:
             return 0
         ahead = self.prefetch and not self.unroll
@@ -52,15 +57,16 @@ class LoopFacts:
 
 @dataclass(frozen=True)
 class SumFacts:
-    """How gradients are summed over the mesh axes on which a leaf is whole.
+    """Settings of the sum of gradients over the mesh axes on which a leaf is replicated.
 
-    slow: the algorithm, over all those axes together; or, where `fast` names one too, over the
-      first of them in a hierarchical sum whose other levels are `fast`'s. rounded: in bfloat16, by
-      an all-to-all of the terms and an all-gather of the sums. small_leaf: elements up
-      to which leaves are summed in one bucket. by_layer: stacked leaves in the backward pass.
-    apart: leaves that a compressed reducer takes, none of which is in a bucket. encoded: the bytes
-      of a tile's code, of each that is sent so; factors: the elements of both factors of each that
-      is summed by PowerSGD. The others of `apart` are summed by `slow`.
+    slow: the algorithm over all those axes together. If `fast` names an algorithm too, the sum is
+      hierarchical: `slow` sums over the first axis and `fast` over the others.
+    rounded: in bfloat16, by an all-to-all of the terms and an all-gather of the sums.
+    small_leaf: leaves of up to this many elements are summed in one bucket.
+    by_layer: stacked leaves are summed in the backward pass.
+    apart: leaves that a compressed reducer handles; none of them is in a bucket. encoded: for each
+      leaf sent as a code, the bytes of a tile's code. factors: for each leaf summed by PowerSGD,
+      the elements of its two factors. The other leaves of `apart` are summed by `slow`.
     """
 
     slow: str
@@ -74,11 +80,11 @@ class SumFacts:
 
 
 class SequenceFacts(NamedTuple):
-    """How rows are cut over devices and seen whole: `context.methods` in numbers.
+    """Numbers that say how attention works on rows split over devices (`context.methods`).
 
-    axes: that cut them. local: tokens of a row on a device. group: devices that trade tokens for
-    heads, 1 for none; groups: of these, in a ring where there are several. zigzag: the order of
-    tokens (`context.order`). gathered: keys are gathered, and do not travel.
+    axes: mesh axes that split rows. local: tokens of a row on a device. group: devices that trade
+      tokens for heads, 1 for none. groups: number of these groups; several form a ring. zigzag: the
+      order of tokens (`context.order`). gathered: keys are gathered and do not travel.
     """
 
     axes: tuple[str, ...]
@@ -90,10 +96,13 @@ class SequenceFacts(NamedTuple):
 
 
 class Algorithms(NamedTuple):
-    """Named as in `collectives.cost.steps.SCHEDULES`: of `Collectives`' fields, weights' gradients
-    by that of `fsdp` where they have none of their own. tiled: gradients of the stack's products
-    are scattered while they are made. experts: of rows to the devices of their experts, "ragged"
-    where no more are sent than there are. context: how rows are seen whole; None where they are."""
+    """Algorithms of the collectives, named as in `collectives.cost.steps.SCHEDULES`.
+
+    fsdp, tensor, weight_gradients: `Collectives`' fields; weight_gradients defaults to `fsdp`'s
+    algorithm. tiled: gradients of the stack's products are scattered while they are
+    computed. experts: algorithm that sends rows to the devices of their experts; "ragged" sends no
+    padding. context: None if rows are not split.
+    """
 
     fsdp: str
     tensor: str
@@ -104,7 +113,7 @@ class Algorithms(NamedTuple):
 
 
 class LeafSumFacts(NamedTuple):
-    """A sum over dims of a leaf, in which those `gone` have size 1 already."""
+    """A sum over dims of a leaf, after the dims in `gone` have been reduced to size 1."""
 
     leaf: str
     dims: tuple[int, ...]
@@ -113,8 +122,10 @@ class LeafSumFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """sums: (why, those made together), by one all-reduce for each set of mesh axes. matrices:
-    leaves whose matrices are needed whole, with the number of their stacking dims."""
+    """Collectives of the optimizer.
+    sums: (label, sums computed together); one all-reduce for each set of mesh axes. matrices:
+      leaves whose unsplit matrices are needed, with the number of their stacking dims.
+    """
 
     sums: tuple[tuple[str, tuple[LeafSumFacts, ...]], ...] = ()
     matrices: Mapping[str, int] = field(default_factory=dict)
@@ -122,16 +133,18 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """A schedule's tables in numbers, and what a stage does in a tick.
+    """A pipeline schedule's tables in numbers, and the work of a stage in a tick.
 
-    axis: the mesh axis of the stages. forward, backward, weight: ticks in which any stage does that
-      work; weight 0: B makes the weights' gradients too. sent_on, sent_back: ticks at whose end
-      activations, and gradients, are handed on: those with F, with B, but for loops in which no
-      stage receives any.
-    chunks: of a stage; depth: the stack's turns in each, padding included. kept: F keeps what B
-      needs, which else runs the stage forward again. late_head: the head runs in ticks of B.
-      ends_alone: the last tick is a loop of its own, which a compiler takes for none. tallied:
-      numbers that are counted of the routers of the stack.
+    axis: the mesh axis of the stages.
+    forward, backward, weight: ticks in which any stage does that work; with weight 0, B computes
+      the weights' gradients too.
+    sent_on, sent_back: ticks that end by handing on activations, and gradients: those with F, with
+      B, except in loops in which no stage receives any.
+    chunks: of a stage. depth: turns of the stack in a chunk, padding included.
+    keeps_residuals: F keeps what B needs; otherwise B runs the stage forward again.
+    late_head: the head runs in ticks of B.
+    ends_alone: the last tick is a loop of one turn, which a compiler does not treat as a loop.
+    tallied: numbers counted by the routers of the stack.
     """
 
     axis: str
@@ -142,7 +155,7 @@ class PipelineFacts:
     sent_back: int
     chunks: int
     depth: int
-    kept: bool
+    keeps_residuals: bool
     late_head: bool
     ends_alone: bool = False
     tallied: int = 0
@@ -150,8 +163,10 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class FlopFacts:
-    """rows, seq: of a microbatch, on all devices together. needed: matmul FLOPs of a step, forward
-    and backward, with nothing made twice. narrow: as of `StepFacts`."""
+    """Sizes from which matmul FLOPs are predicted.
+    rows, seq: of a microbatch, on all devices together. needed: matmul FLOPs of a step, forward and
+      backward, without recomputation. narrow: layers multiply in 8 bits.
+    """
 
     rows: int
     seq: int
@@ -161,16 +176,17 @@ class FlopFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """The explicit step of a model that describes itself.
+    """The explicit step of a model that has a description.
 
-    model: what it says. loop: how its layers run.
-    sizes: mesh axes of size > 1, in mesh order. tensor: those that split heads, hidden units and
-      vocabulary. tokens: of a microbatch on one device, before `tensor` splits them. chunks: that
-      the loss takes them in. leaves: parameters by path.
-    compute, reduce: NumPy's names of dtypes. sharded: gradients are scattered each microbatch, not
-      once a step. scaling: "current" or "delayed" of layers that multiply in 8 bits, else None.
-      pipeline: None without one; then all microbatches take the same way.
-    by: algorithms.
+    model: the description. loop: how its layers run.
+    sizes: mesh axes of size > 1, in mesh order. tensor: mesh axes that split heads, hidden units
+      and vocabulary.
+    tokens: of a microbatch on one device, before `tensor` splits them. chunks: number of chunks in
+      which the loss takes them.
+    leaves: parameters by path. compute, reduce: NumPy's names of dtypes.
+    sharded: gradients are scattered in each microbatch, not once a step.
+    scaling: "current" or "delayed" if layers multiply in 8 bits, else None.
+    pipeline: None without one.
     """
 
     sizes: Mapping[str, int]
@@ -186,20 +202,21 @@ class StepFacts:
     sharded: bool
     sums: SumFacts
     optimizer: OptimizerFacts
-    by: Algorithms
+    algorithms: Algorithms
     scaling: str | None = None
     pipeline: PipelineFacts | None = None
 
     @property
     def sequence(self) -> SequenceFacts | None:
-        """How rows are seen whole; None where they are."""
-        return self.by.context
+        """Facts of rows that are split over devices; None if rows are not split."""
+        return self.algorithms.context
 
     @property
     def narrow(self) -> bool:
-        """Whether layers multiply in 8 bits."""
+        """True if layers multiply in 8 bits."""
         return self.scaling is not None
 
     def trains(self, *prefixes: str) -> bool:
-        """Whether any leaf is trained that these name (`models.description.named_by`)."""
+        """Returns True if any leaf that matches a prefix is trained
+        (`models.description.named_by`)."""
         return any(leaf.trained and named_by(k, prefixes) for k, leaf in self.leaves.items())

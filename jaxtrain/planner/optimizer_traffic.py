@@ -1,4 +1,4 @@
-"""What an optimizer sends of its own: sums over split dims, and matrices made whole."""
+"""Collectives of an optimizer: sums over split dims, and gathers of split matrices."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from jaxtrain.planner.sent import Sent, collective_traffic, local_elements
 
 
 def optimizer_traffic(facts: StepFacts) -> Iterator[Sent]:
-    """All in fp32, as gradients are."""
+    """Yields the collectives of the optimizer, all in fp32."""
     for why, parts in facts.optimizer.sums:
         together: dict[tuple[tuple[str, ...], frozenset[str]], int] = defaultdict(int)
         for part in parts:
-            over, kept, elements = _leaf_sum(facts, part)
-            together[over, kept] += elements
+            over, still_split, elements = _leaf_sum(facts, part)
+            together[over, still_split] += elements
         for (over, _), elements in together.items():
             yield from collective_traffic(
                 facts, why, "all_reduce", "lax", over, "float32", elements
             )
     for name, stacked in facts.optimizer.matrices.items():
-        yield from _made_whole(facts, name, stacked)
+        yield from _unsplit_matrices(facts, name, stacked)
 
 
 def _leaf_sum(facts: StepFacts, part: LeafSumFacts) -> tuple[tuple[str, ...], frozenset[str], int]:
-    """(mesh axes summed over, those the sums are still split over, elements of them a device)."""
+    """Returns (mesh axes summed over, axes over which the sums are still split, elements of the
+    sums on a device)."""
     leaf = facts.leaves[part.leaf]
     split = [() if d in part.gone else axes for d, axes in enumerate(leaf.optimizer)]
     inside = {a for d in part.dims for a in split[d]}
-    left = [d for d in range(len(split)) if d not in (*part.dims, *part.gone)]
-    kept = frozenset(a for d in left for a in split[d])
-    ways = math.prod(facts.sizes[a] for a in kept)
-    elements = math.prod(leaf.shape[d] for d in left) // ways
-    return tuple(a for a in facts.sizes if a in inside), kept, elements
+    remaining = [d for d in range(len(split)) if d not in (*part.dims, *part.gone)]
+    still_split = frozenset(a for d in remaining for a in split[d])
+    ways = math.prod(facts.sizes[a] for a in still_split)
+    elements = math.prod(leaf.shape[d] for d in remaining) // ways
+    return tuple(a for a in facts.sizes if a in inside), still_split, elements
 
 
-def _made_whole(facts: StepFacts, name: str, stacked: int) -> Iterator[Sent]:
-    """A stack of matrices is exchanged so that each device has whole ones, padded to as many as
-    there are devices, and back; a single matrix is gathered."""
+def _unsplit_matrices(facts: StepFacts, name: str, stacked: int) -> Iterator[Sent]:
+    """Yields the exchanges that give each device unsplit matrices, and split them again.
+
+    A stack of matrices is padded to a multiple of the devices. A single matrix is gathered.
+    """
     leaf = facts.leaves[name]
     inner = [axes for axes in leaf.optimizer[stacked:] if axes]
-    held = local_elements(facts, leaf, leaf.optimizer)
+    elements = local_elements(facts, leaf, leaf.optimizer)
     outer = math.prod(facts.sizes[a] for axes in leaf.optimizer[:stacked] for a in axes)
     stack = math.prod(leaf.shape[:stacked]) // outer
     if stack == 1:
         for axes in inner:
-            held *= math.prod(facts.sizes[a] for a in axes)
+            elements *= math.prod(facts.sizes[a] for a in axes)
             yield from collective_traffic(
-                facts, f"{name} whole", "all_gather", "lax", axes, "float32", held
+                facts, f"{name} whole", "all_gather", "lax", axes, "float32", elements
             )
         return
     ways = math.prod(facts.sizes[a] for axes in inner for a in axes)
-    padded = held // stack * (stack + -stack % ways)
-    for way in ("whole", "split again"):
+    padded = elements // stack * (stack + -stack % ways)
+    for direction in ("whole", "split again"):
         for axes in inner:
-            why = f"{name} {way}"
+            why = f"{name} {direction}"
             yield from collective_traffic(facts, why, "all_to_all", "lax", axes, "float32", padded)

@@ -1,4 +1,4 @@
-"""The arithmetic and the bytes that a pipeline costs beyond what its step needs, of an assembly."""
+"""FLOPs and bytes of an assembly's pipeline beyond those that its step needs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxtrain.telemetry.hlo.collectives import SENT
 
 @dataclass(frozen=True)
 class Overhead:
-    """flops: of all devices together; sent: bytes that each device sends. None where it is not
-    known: FLOPs with frozen leaves, bytes where they are not predicted."""
+    """flops: of all devices together, None with frozen leaves. sent: bytes that each device sends,
+    None if they are not predicted."""
 
     flops: Work | None
     sent: Work | None
 
     def summary(self) -> str:
-        """One line; "" where nothing is known."""
-        known = ((self.flops, "matmul FLOPs"), (self.sent, "bytes sent"))
-        told = "; ".join(work.summary(what) for work, what in known if work is not None)
-        return f"the step does {told}" if told else ""
+        """Returns one line; "" if neither is known."""
+        labelled = ((self.flops, "matmul FLOPs"), (self.sent, "bytes sent"))
+        parts = "; ".join(work.summary(label) for work, label in labelled if work is not None)
+        return f"the step does {parts}" if parts else ""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -35,7 +35,7 @@ class Overhead:
 
 
 def overhead(assembly: Assembly) -> Overhead | None:
-    """Of the step of an assembly; None without a pipeline."""
+    """Returns the overhead of an assembly's step; None without a pipeline."""
     if assembly.pipeline is None:
         return None
     facts = facts_of(assembly)
@@ -49,7 +49,7 @@ def overhead(assembly: Assembly) -> Overhead | None:
 
 
 def flop_facts(assembly: Assembly) -> FlopFacts:
-    """What the prediction may know of a step's matmuls."""
+    """Returns the sizes from which an assembly's matmul FLOPs are predicted."""
     model = assembly.described
     microbatches, rows, seq = assembly.abstract_batch()[model.tokens].shape
     needed = model.flops(seq=seq, sequences=microbatches * rows).train_full

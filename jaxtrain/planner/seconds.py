@@ -1,7 +1,7 @@
-"""What a step takes at the least: its arithmetic at the chip's peak, its bytes at the links' pace.
+"""Lower bounds of a step's time: matmuls at the chip's peak, bytes at the links' bandwidth.
 
-Both are bounds, of which a run reaches a part: MFU is the one's. Where communication comes near
-arithmetic it cannot all hide behind it, and another layout or fewer microbatches is the cure.
+A run reaches a part of each bound; MFU is that part of the first. If communication takes nearly as
+long as the matmuls, it cannot be hidden completely: use another layout or fewer microbatches.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from jaxtrain.telemetry.hlo.collectives import SENT
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """compute_s: of the model's matmuls, causal attention counted half, at the dense peak of the
-    compute dtype, layers' products in 8 bits at theirs. communication: (mesh axes, link) -> bytes a
-    device sends and seconds at the link's full bandwidth; None where XLA chooses the
-    collectives."""
+    """Lower bounds of a step's time, in seconds.
+    compute_s: the model's matmuls, causal attention counted half, at the dense peak of the compute
+      dtype; layers' products in 8 bits at theirs.
+    communication: (mesh axes, link) -> bytes a device sends and seconds at the link's full
+      bandwidth; None if XLA chooses the collectives.
+    """
 
     compute_s: float
     communication: dict[tuple[MeshAxes, str], tuple[float, float]] | None
 
     @property
     def communication_s(self) -> float | None:
-        """All of it, one after another."""
+        """Sum of all communication, without overlap."""
         if self.communication is None:
             return None
         return math.fsum(seconds for _, seconds in self.communication.values())
@@ -53,7 +55,7 @@ class StepSeconds:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Keys that scripts may rely on."""
+        """Returns a dict whose keys scripts may rely on."""
         rows = (
             None
             if self.communication is None
@@ -66,8 +68,11 @@ class StepSeconds:
 
 
 def step_seconds(assembly: Assembly) -> StepSeconds | None:
-    """Of the experiment on its mesh; None of a model that does not describe itself, on simulated
-    devices, whose links are this machine's memory, and on several of which no link is known."""
+    """Returns the bounds of the experiment on its mesh.
+
+    None for a model without a description; on simulated devices, whose links are this machine's
+    memory; and on several devices if no link is known.
+    """
     if assembly.description is None or assembly.spec.simulated or assembly.tokens is None:
         return None
     if assembly.sizes and not assembly.spec.links:
@@ -77,30 +82,32 @@ def step_seconds(assembly: Assembly) -> StepSeconds | None:
         return StepSeconds(compute_s, {})
     if why_not_predicted(assembly) is not None:
         return StepSeconds(compute_s, None)
-    found: dict[tuple[MeshAxes, str], float] = defaultdict(float)
+    bytes_over: dict[tuple[MeshAxes, str], float] = defaultdict(float)
     links = dict(spec.links)
-    for each in step_traffic(facts_of(assembly)):
-        n = math.prod(assembly.sizes[axis] for axis in each.axes)
-        scope = scope_of(each.axes, spec)
-        found[each.axes, scope] += each.buffer_bytes * SENT[each.kind](n) * each.count
+    for collective in step_traffic(facts_of(assembly)):
+        devices = math.prod(assembly.sizes[axis] for axis in collective.axes)
+        scope = scope_of(collective.axes, spec)
+        bytes_over[collective.axes, scope] += (
+            collective.buffer_bytes * SENT[collective.kind](devices) * collective.count
+        )
     named = {
         (axes, links[scope].name): (sent, sent / (links[scope].bandwidth_gbytes * 1e9))
-        for (axes, scope), sent in sorted(found.items(), key=lambda item: -item[1])
+        for (axes, scope), sent in sorted(bytes_over.items(), key=lambda item: -item[1])
     }
     return StepSeconds(compute_s, named)
 
 
 def matmul_seconds(assembly: Assembly) -> float:
-    """`StepSeconds.compute_s`, of a model that says where its tokens are."""
+    """Returns `StepSeconds.compute_s`, for a model that says where its tokens are."""
     assert assembly.tokens is not None, "asked for of a model without tokens"
     seq = assembly.fields[assembly.tokens][0][0]
     model, rows = assembly.described, assembly.largest_batch
     flops = model.flops(seq=seq, sequences=rows).train_causal
-    met = sum(weight.size for block in model.layers for weight in products(block))
+    narrow_weights = sum(weight.size for block in model.layers for weight in products(block))
     for call in calls(assembly):
-        # A kernel that takes none in 8 bits multiplies them in 16.
+        # Other kernels multiply in 16 bits.
         if isinstance(call, ExpertCall) and takes_8_bits(kernel_of(assembly, call)):
-            met += call.per_token * sum(weight.size for weight in call.weights)
-    of_products = train_flops(2 * met * seq * rows)
-    seconds = (flops - of_products) / assembly.peak_flops + of_products / assembly.product_flops
+            narrow_weights += call.per_token * sum(weight.size for weight in call.weights)
+    narrow = train_flops(2 * narrow_weights * seq * rows)
+    seconds = (flops - narrow) / assembly.peak_flops + narrow / assembly.product_flops
     return seconds / assembly.spec.devices

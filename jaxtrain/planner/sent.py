@@ -1,4 +1,4 @@
-"""One collective of the source, and how an algorithm's permutes make it up."""
+"""One collective of the source, and the permutes of which an algorithm builds it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KINDS = {
 class Sent:
     """One collective of the source, on each device.
 
-    `why` names the line; `buffer_bytes` is the whole logical buffer, of a permute what it sends;
-    `count`: how often in a step.
+    why: label of its line. buffer_bytes: bytes of the whole logical buffer; for a permute, those it
+      sends. count: how often in a step.
     """
 
     why: str
@@ -37,55 +37,55 @@ class Sent:
     count: int
 
 
-def times(some: Iterable[Sent], n: int) -> Iterator[Sent]:
-    """Each of them n times as often."""
-    yield from (replace(each, count=each.count * n) for each in some if n)
+def times(collectives: Iterable[Sent], n: int) -> Iterator[Sent]:
+    """Yields each collective with its count multiplied by n; nothing if n is 0."""
+    yield from (replace(collective, count=collective.count * n) for collective in collectives if n)
 
 
 def collective_traffic(
     facts: StepFacts,
     why: str,
     collective: str,
-    by: str,
+    algorithm: str,
     axes: MeshAxes,
     dtype: str,
     elements: int,
 ) -> list[Sent]:
-    """One collective of `elements` in the whole buffer by algorithm `by`."""
-    n = ways(facts, axes)
-    if n == 1 or not elements:
+    """Returns one collective of a global buffer of `elements` by the named algorithm."""
+    devices = ways(facts, axes)
+    if devices == 1 or not elements:
         return []
     order = tuple(a for a in facts.sizes if a in axes)
     size = elements * itemsize_of(dtype)
-    if by == "lax":
+    if algorithm == "lax":
         return [Sent(why, KINDS[collective], order, dtype, size, 1)]
     return [
         Sent(why, "collective-permute", crossed, permute.dtype, round(permute.nbytes), step.times)
-        for step in schedule(collective, by, n, size, dtype)
+        for step in schedule(collective, algorithm, devices, size, dtype)
         for permute in step.permutes
         for crossed in [_axes_crossed(facts.sizes, axes, permute)]
     ]
 
 
 def _axes_crossed(sizes: Mapping[str, int], axes: MeshAxes, permute: Permute) -> MeshAxes:
-    """The mesh axes along which a permute over `axes` moves anything: a partner far away in a
-    product of axes may be a neighbour along one of them."""
-    found, n = set(), math.prod(sizes[a] for a in axes)
+    """Returns the mesh axes along which a permute over `axes` moves data. A partner that is far
+    away in a product of axes may be a neighbour along one of them."""
+    crossed, devices = set(), math.prod(sizes[a] for a in axes)
     for device in permute.senders:
-        far = device ^ permute.distance if permute.exchange else device + permute.distance
-        here, there = device % n, far % n
+        partner = device ^ permute.distance if permute.exchange else device + permute.distance
+        source, target = device % devices, partner % devices
         for axis in reversed(axes):
-            if here % sizes[axis] != there % sizes[axis]:
-                found.add(axis)
-            here, there = here // sizes[axis], there // sizes[axis]
-    return tuple(a for a in sizes if a in found)
+            if source % sizes[axis] != target % sizes[axis]:
+                crossed.add(axis)
+            source, target = source // sizes[axis], target // sizes[axis]
+    return tuple(a for a in sizes if a in crossed)
 
 
 def ways(facts: StepFacts, axes: Iterable[str]) -> int:
-    """Devices along mesh axes."""
+    """Returns the number of devices along mesh axes."""
     return math.prod(facts.sizes[a] for a in axes)
 
 
 def local_elements(facts: StepFacts, leaf: LeafFacts, split: Dims) -> int:
-    """Elements of a leaf that one device holds under a split."""
+    """Returns the elements of a leaf that one device holds under a split."""
     return math.prod(leaf.shape) // ways(facts, (a for dim in split for a in dim))

@@ -1,7 +1,7 @@
-"""The collectives of an explicit step, by arithmetic: the predicted side of the contract.
+"""Predicts the collectives of an explicit step: the predicted side of the contract.
 
 Each entry is a line of the source: what moves, over which mesh axes, how often and how much.
-Nothing here has seen a program; what a compiler is known to rewrite is in `contract.py`.
+Nothing here reads a program; known rewrites of compilers are in `contract.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxtrain.planner.weight_traffic import (
 
 
 def step_traffic(facts: StepFacts) -> list[Sent]:
-    """Everything that one training step sends, optimizer included."""
+    """Returns all collectives of one training step, the optimizer's included."""
     once = [
         *_gradient_sums(facts),
         *_norms(facts),
@@ -39,34 +39,34 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
         why, size = "what stages counted of their routers", p.tallied
         once += collective_traffic(facts, why, "all_gather", "lax", (p.axis,), "float32", size)
         return [*pipeline_traffic(facts, p), *once]
-    micro = [*_activations(facts), *tokens.head(facts, facts.tensor), *_weights(facts)]
+    each_microbatch = [*_activations(facts), *tokens.head(facts, facts.tensor), *_weights(facts)]
     if facts.sharded:
-        micro += to_optimizer(facts, facts.leaves)
+        each_microbatch += to_optimizer(facts, facts.leaves)
     else:
         once += [
             *gathers(facts, "parameters", facts.leaves, once=True),
             *to_optimizer(facts, facts.leaves),
         ]
-    return [*times(micro, facts.microbatches), *once]
+    return [*times(each_microbatch, facts.microbatches), *once]
 
 
 def _weights(facts: StepFacts) -> Iterator[Sent]:
-    """Parameters that rest split, gathered for use in each microbatch; their gradients scattered
-    back. Leaves that are used together travel together."""
+    """Yields the gathers of parameters that are split at rest, in each microbatch, and the scatters
+    of their gradients. Leaves that are used together are sent together."""
     model, backward = facts.model, works(facts)
     for prefix in (*model.tables, *model.before, *model.after, STACK):
         stacked = prefix == STACK
         turns = model.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if named_by(k, (prefix,))}
         name = prefix.rstrip(".")
-        found = fetches(facts, f"weights of {name}", leaves, layers=turns)
-        yield from times(found, turns)
+        gathered = fetches(facts, f"weights of {name}", leaves, layers=turns)
+        yield from times(gathered, turns)
         if stacked:
             turns_again = fetched_again(facts, backward[prefix])
         else:
             read = any(work.weights for work, _ in backward.get(prefix, []))
             turns_again = int(facts.loop.remat != "none" and read)
-        repeated = [replace(each, why=f"{each.why}, again") for each in found]
+        repeated = [replace(sent, why=f"{sent.why}, again") for sent in gathered]
         yield from times(repeated, turns_again)
         if facts.sharded:
             scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
@@ -74,18 +74,18 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
 
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:
-    """Embedding and blocks, over `tensor`."""
+    """Yields the collectives of embedding and blocks, over `tensor`."""
     axes = facts.tensor
     yield from tokens.embedding_lookup(facts, axes)
     yield from tokens.embedding_lookup_backward(facts, axes)
     yield from tokens.forward(facts, axes, facts.model.layers)
-    for work, turns in (each for several in works(facts).values() for each in several):
+    for work, turns in (work_turns for several in works(facts).values() for work_turns in several):
         yield from times(tokens.backward(facts, axes, work), turns)
 
 
 def _gradient_sums(facts: StepFacts) -> Iterator[Sent]:
-    """Gradients over the axes on which a leaf is whole: once a step, but for the stacked leaves
-    that are summed layer by layer in the backward pass."""
+    """Yields the sums of gradients over the axes on which a leaf is replicated: once a step, or,
+    for stacked leaves that are summed in the backward pass, once a layer."""
     trained = {name for name, leaf in facts.leaves.items() if leaf.trained}
     layered = {name for name in trained if _by_layer(facts, name)}
     periods = facts.model.periods
@@ -101,69 +101,73 @@ def _by_layer(facts: StepFacts, name: str) -> bool:
 
 
 def _sums(facts: StepFacts, why: str, names: Set[str], layers: int = 1) -> list[Sent]:
-    """All-reduces of leaves, or of one layer in `layers` of each; small ones in a bucket."""
+    """Returns all-reduces of leaves, or of one layer in `layers`; small leaves in a bucket."""
     buckets: dict[MeshAxes, int] = defaultdict(int)
-    found = []
+    sums = []
     for name in sorted(names):
         leaf = facts.leaves[name]
         split = {a for dim in leaf.optimizer for a in dim}
         axes = tuple(a for a in facts.sizes if a not in split)
         elements = local_elements(facts, leaf, leaf.optimizer) // layers
         if name in facts.sums.apart:
-            found += _compressed_sum(facts, name, axes, elements)
+            sums += _compressed_sum(facts, name, axes, elements)
         elif elements <= facts.sums.small_leaf:
             buckets[axes] += elements
         else:
-            found += _all_reduce(facts, f"{why}: {name}", axes, elements)
+            sums += _all_reduce(facts, f"{why}: {name}", axes, elements)
     for axes, elements in buckets.items():
-        found += _all_reduce(facts, f"{why}: small leaves", axes, elements)
-    return found
+        sums += _all_reduce(facts, f"{why}: small leaves", axes, elements)
+    return sums
 
 
 def _compressed_sum(facts: StepFacts, name: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
-    """The sum of a leaf that the reducer takes: its code to the owners of tiles and back; or two
-    thin factors of it; or, where the codec cannot act, all of it."""
-    by, why, n = facts.sums.slow, f"gradients: {name}", math.prod(facts.sizes[a] for a in axes)
+    """Yields the sum of a leaf that the reducer handles: its code to the owners of tiles and back;
+    or its two thin factors; or, if the codec cannot act, the leaf itself."""
+    algorithm, why, devices = (
+        facts.sums.slow,
+        f"gradients: {name}",
+        math.prod(facts.sizes[a] for a in axes),
+    )
     if name in facts.sums.encoded:
-        size = n * facts.sums.encoded[name]
+        size = devices * facts.sums.encoded[name]
         yield from collective_traffic(
-            facts, f"{why}, encoded", "all_to_all", by, axes, "uint8", size
+            facts, f"{why}, encoded", "all_to_all", algorithm, axes, "uint8", size
         )
         yield from collective_traffic(
-            facts, f"{why}, encoded sums", "all_gather", by, axes, "uint8", size
+            facts, f"{why}, encoded sums", "all_gather", algorithm, axes, "uint8", size
         )
         return
-    for each in facts.sums.factors.get(name, (elements,)):
-        yield from _all_reduce(facts, why, axes, each)
+    for count in facts.sums.factors.get(name, (elements,)):
+        yield from _all_reduce(facts, why, axes, count)
 
 
 def _all_reduce(facts: StepFacts, why: str, axes: MeshAxes, elements: int) -> Iterator[Sent]:
-    """One fp32 all-reduce by the reducer: of all axes, or level by level, fastest first; or what
-    it does in bfloat16."""
+    """Yields one fp32 all-reduce by the reducer: over all axes, or level by level, fastest first;
+    or its two collectives in bfloat16."""
     slow, fast = facts.sums.slow, facts.sums.fast
     if facts.sums.rounded:
-        n = math.prod(facts.sizes[a] for a in axes)
-        held = -(-elements // n) * n
+        devices = math.prod(facts.sizes[a] for a in axes)
+        padded = -(-elements // devices) * devices
         for collective in ("all_to_all", "all_gather"):
-            yield from collective_traffic(facts, why, collective, slow, axes, "bfloat16", held)
+            yield from collective_traffic(facts, why, collective, slow, axes, "bfloat16", padded)
         return
     if fast is None or not axes:
         yield from collective_traffic(facts, why, "all_reduce", slow, axes, "float32", elements)
         return
-    slowest, *others = axes
-    within = math.prod(facts.sizes[a] for a in others)
-    held = -(-elements // within) * within
-    for axis in reversed(others):
+    slowest, *faster = axes
+    faster_devices = math.prod(facts.sizes[a] for a in faster)
+    padded = -(-elements // faster_devices) * faster_devices
+    for axis in reversed(faster):
         for collective in ("reduce_scatter", "all_gather"):
-            yield from collective_traffic(facts, why, collective, fast, (axis,), "float32", held)
-        held //= facts.sizes[axis]
-    yield from collective_traffic(facts, why, "all_reduce", slow, (slowest,), "float32", held)
+            yield from collective_traffic(facts, why, collective, fast, (axis,), "float32", padded)
+        padded //= facts.sizes[axis]
+    yield from collective_traffic(facts, why, "all_reduce", slow, (slowest,), "float32", padded)
 
 
 def _norms(facts: StepFacts) -> Iterator[Sent]:
     everywhere = tuple(facts.sizes)
     numbers = {"loss, token count and sums beside them": 2 + len(facts.model.sums)} | {
-        f"norm of the {what}": 1 for what in ("gradients", "updates", "parameters")
+        f"norm of the {tree}": 1 for tree in ("gradients", "updates", "parameters")
     }
     for why, count in numbers.items():
         yield from collective_traffic(facts, why, "all_reduce", "lax", everywhere, "float32", count)

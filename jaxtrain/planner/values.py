@@ -1,5 +1,8 @@
-"""A block as a chain of values, each made of those before it by one operation of its description; a
-product's tokens are gathered before it or scattered after it, by values of their own."""
+"""A block as a chain of values, each computed from earlier ones by one operation of its
+description.
+
+Gathers before a product and scatters after it are values of their own.
+"""
 
 from __future__ import annotations
 
@@ -32,36 +35,38 @@ Moved = tuple[tuple[str, AttentionCall], ...]
 
 
 class Tensors(NamedTuple):
-    """Tensors of which a device takes the greatest magnitudes together. of_experts: one of each of
-    all experts, or several, and not of every device's."""
+    """Tensors whose maximum magnitudes a device takes together. of_experts: one or several for each
+    of all experts, of which a device has a part."""
 
     count: int
     of_experts: bool = False
 
 
 class Tokens(NamedTuple):
-    """Tokens that are gathered or scattered. width: the numbers of each; narrow: in 8 bits."""
+    """Tokens that are gathered or scattered. width: numbers for each token. narrow: in 8 bits."""
 
     width: int
     narrow: bool = False
 
 
 class Value(NamedTuple):
-    """One value of a chain. kind: "input"; "gather" and "scatter" of tokens; "columns", "rows",
-    "replicated", "router" and "experts", products; "narrow", what a product in 8 bits makes of its
-    input; "attention", with what trades tokens for heads before it, "spread", and back after it,
-    "joined"; "sums" over all heads; "elementwise", "bias", "add", and "join" of branches. of: the
-    numbers of the values it is made of. block: the place in the chain of the block that makes it.
+    """One value of a chain.
+
+    kind: "input"; "gather" and "scatter" of tokens; the products "columns", "rows", "replicated",
+      "router" and "experts"; "narrow", the quantised input of a product in 8 bits; "attention",
+      "spread" (tokens traded for heads before it) and "joined" (traded back after it); "sums" over
+      all heads; "elementwise", "bias", "add"; "join" of branches.
+    inputs: numbers of the values from which it is computed. block: index in the chain of its block.
     """
 
     kind: str
-    of: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
     operation: Operation | None = None
     block: int = 0
 
     @property
     def width(self) -> int:
-        """Of tokens that are gathered or scattered."""
+        """Numbers for each token that is gathered or scattered."""
         match self.operation:
             case ColumnParallel((first, *_)):
                 return first.rows
@@ -75,19 +80,19 @@ class Value(NamedTuple):
 
     @property
     def input_scales(self) -> tuple[Tensors, ...]:
-        """In 8 bits: of how many tensors each product's inputs consist; experts' are of their
-        hidden layers, and of what comes out of these."""
+        """In 8 bits: the number of tensors that each product's inputs consist of. For experts: the
+        inputs of their hidden layers, and those layers' outputs."""
         if self.kind == "experts" and isinstance(self.operation, ExpertCall):
             return (Tensors(self.operation.experts, of_experts=True),) * 2
         return (Tensors(1),) if self.kind == "narrow" else ()
 
     @property
     def gradient_scales(self) -> tuple[Tensors, ...]:
-        """In 8 bits: of how many tensors the gradients of each product's outputs consist."""
+        """In 8 bits: the number of tensors in the gradients of each product's outputs."""
         operation = self.operation
         if self.kind == "experts" and isinstance(operation, ExpertCall):
-            each = Tensors(operation.experts, of_experts=True)
-            return each, each._replace(count=each.count * (len(operation.weights) - 1))
+            tensors = Tensors(operation.experts, of_experts=True)
+            return tensors, tensors._replace(count=tensors.count * (len(operation.weights) - 1))
         narrow = isinstance(operation, Parallel) and self.kind in ("columns", "rows")
         return (Tensors(len(operation.weights)),) if narrow else ()
 
@@ -109,57 +114,59 @@ makes of its input."""
 
 @lru_cache(maxsize=256)
 def chain(blocks: tuple[Block, ...], narrow: bool = False) -> tuple[Value, ...]:
-    """The values of blocks, one after the other, those of branches branch after branch; the last
-    is what they end with. narrow: products are in 8 bits."""
+    """Returns the values of blocks in order, one branch after another; the last is their output.
+    narrow: products are in 8 bits."""
     values = [Value("input")]
 
-    def follow(operations: tuple[Operation, ...], at: int, block: int) -> int:
+    def follow(operations: tuple[Operation, ...], current: int, block: int) -> int:
         for operation in operations:
-            at = make(operation, at, block)
-        return at
+            current = make(operation, current, block)
+        return current
 
-    def make(operation: Operation, at: int, block: int) -> int:
+    def make(operation: Operation, current: int, block: int) -> int:
         if isinstance(operation, Branches):
-            ends = tuple(follow(branch, at, block) for branch in operation.branches)
+            ends = tuple(follow(branch, current, block) for branch in operation.branches)
             values.append(Value("join", ends, None, block))
             return len(values) - 1
-        before = at
+        entry = current
         first = ("narrow",) if narrow and isinstance(operation, Parallel) else ()
         for kind in (*first, *KINDS[type(operation)]):
-            of = (at,)
+            inputs = (current,)
             if kind == "experts":  # what was gathered, too
-                of = (at, before + 1)
+                inputs = (current, entry + 1)
             elif kind == "elementwise" and isinstance(operation, NormAcrossHeads):
-                of = (at, before)
-            values.append(Value(kind, of, operation, block))
-            at = len(values) - 1
-        return at
+                inputs = (current, entry)
+            values.append(Value(kind, inputs, operation, block))
+            current = len(values) - 1
+        return current
 
-    at = 0
+    current = 0
     for number, block in enumerate(blocks):
         for step in block:
             if not isinstance(step, Residual):
-                at = make(step, at, number)
+                current = make(step, current, number)
                 continue
-            branch = follow(step.branch, at, number)
-            values.append(Value("add", (at, branch), None, number))
-            at = len(values) - 1
+            branch = follow(step.branch, current, number)
+            values.append(Value("add", (current, branch), None, number))
+            current = len(values) - 1
     return tuple(values)
 
 
 def summed(values: Sequence[Value], among: Iterable[int]) -> tuple[int, ...]:
-    """Of each norm over all heads among those numbers how many numbers of a token it sums."""
-    found = (values[n].operation for n in among if values[n].kind == "sums")
-    return tuple(each.sums for each in found if isinstance(each, NormAcrossHeads))
+    """Returns, for each norm over all heads in `among`, how many numbers of a token it sums."""
+    operations = (values[n].operation for n in among if values[n].kind == "sums")
+    return tuple(
+        operation.sums for operation in operations if isinstance(operation, NormAcrossHeads)
+    )
 
 
 def moved(values: Sequence[Value], among: Iterable[int]) -> Moved:
-    """The values of `SEQUENCE` among those numbers, each with its attention."""
-    found = ((values[n].kind, values[n].operation) for n in among)
-    return tuple((kind, each) for kind, each in found if isinstance(each, AttentionCall))
+    """Returns the values of `SEQUENCE` in `among`, each with its attention."""
+    pairs = ((values[n].kind, values[n].operation) for n in among)
+    return tuple((kind, call) for kind, call in pairs if isinstance(call, AttentionCall))
 
 
 def gathered(values: Sequence[Value], among: Iterable[int]) -> tuple[Tokens, ...]:
-    """Those that are gathered among those values."""
-    found = (values[number] for number in among if values[number].kind == "gather")
-    return tuple(Tokens(each.width, values[each.of[0]].kind == "narrow") for each in found)
+    """Returns the tokens of the gathers in `among`."""
+    gathers = (values[number] for number in among if values[number].kind == "gather")
+    return tuple(Tokens(value.width, values[value.inputs[0]].kind == "narrow") for value in gathers)

@@ -1,9 +1,9 @@
-"""A training run: `loop.train` and what stands around its steps.
+"""A training run: `loop.train` and what surrounds its steps.
 
-`session.py` makes a run ready (data, compiled program, state on its devices); the loop takes the
-steps, evaluates, saves and stops. What watches it are callbacks (`callback.py`), its own line of
-progress and files of metrics among them (`hooks.py`). `check.py` tells all of it without a device.
+`session.py` prepares a run (data, compiled program, state on its devices); the loop takes the
+steps, evaluates, saves and stops. Observers are callbacks (`callback.py`), among them the run's own
+progress line and metrics files (`hooks.py`). `check.py` reports a run without a device.
 
-Does not belong here: what happens within a step (step/). To read first: Check-N-Run (Eisenman et
-al. 2022) on checkpoints, PaLM (Chowdhery et al. 2022, appendix B) on model FLOPs utilization.
+Not here: what happens within a step (step/). Read first: Check-N-Run (Eisenman et al. 2022) on
+checkpoints, PaLM (Chowdhery et al. 2022, appendix B) on model FLOPs utilization.
 """

@@ -1,4 +1,4 @@
-"""The batches of a run: which rows of the data, placed ahead of the steps that take them."""
+"""Batches of a run: rows of the data, placed on devices ahead of the steps that use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxtrain.step.batches import row_numbers
 
 
 class Batches:
-    """Of a run that goes on after `start` steps. skips: what they pass over."""
+    """Batches of a run that goes on after `start` steps, without those in `skips`."""
 
     def __init__(
         self, assembly: Assembly, mesh: jax.sharding.Mesh, dataset: Any, start: int, skips: Skips
@@ -26,35 +26,35 @@ class Batches:
         self._begin(start, skips)
 
     def _begin(self, start: int, skips: Skips) -> None:
-        e, read = self._assembly.experiment, self._dataset
+        e, dataset = self._assembly.experiment, self._dataset
         self.skips, self._documents = skips, None
         if counts_flops(self._assembly) and "segments" in self._assembly.fields:
-            read = self._documents = Documents(read, e.batch, start)
-        placed = self._assembly.placed(read, self._mesh, e.microbatches)
+            dataset = self._documents = Documents(dataset, e.batch, start)
+        placed = self._assembly.placed(dataset, self._mesh, e.microbatches)
         rows = row_numbers(e.batch, skips.batch)
         self._loader = Loader(placed, rows, lambda batch: batch, start=start)
 
     def next(self) -> tuple[int, Any]:
-        """As `Loader.next`."""
+        """Returns (step, batch) as `Loader.next`."""
         return self._loader.next()
 
     def peek(self, count: int) -> list[tuple[int, Any]]:
-        """As `Loader.peek`."""
+        """Returns the next (step, batch) pairs as `Loader.peek`."""
         return self._loader.peek(count)
 
     def begin_at(self, step: int, skips: Skips) -> None:
-        """From here on those of the steps after so many."""
+        """Continues with the batch after `step` steps."""
         self._loader.close()
         self._waited_s = self.wait_s
         self._begin(step, skips)
 
     @property
     def wait_s(self) -> float:
-        """Seconds that `next` has taken so far."""
+        """Seconds that `next` has waited for data, in all."""
         return self._waited_s + self._loader.wait_s
 
     def documents(self, step: int) -> Mapping[int, float] | None:
-        """As `Documents.of`; None where nothing is counted by them."""
+        """Document counts of `step` by length, as `Documents.of`; None if they are not needed."""
         return None if self._documents is None else self._documents.of(step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a user's code sees of a run while it runs, and what it may ask of it."""
+"""The view of a run that user callbacks get, and the requests they can make."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:  # the command line listens to signals before it imports JAX
 
 
 class Run:
-    """A run as a `Callback` sees it: nothing here can be set. Steps are numbered from 1, as in
-    metrics.jsonl."""
+    """A run as a `Callback` sees it, read-only. Steps are numbered from 1, as in metrics.jsonl."""
 
     def __init__(
         self,
@@ -26,17 +25,17 @@ class Run:
         requests: Requests,
     ) -> None:
         self._session, self._run_dir, self._tell = session, run_dir, tell
-        self._steps, self._last, self._whole = session.start, last, last
+        self._steps, self._last, self._planned = session.start, last, last
         self._requests = requests
 
     @property
     def experiment(self) -> Experiment:
-        """As it is run, with the settings applied."""
+        """The experiment being run, with the settings applied."""
         return self._session.experiment
 
     @property
     def run_dir(self) -> Path | None:
-        """Where the run is kept, None for memory alone."""
+        """The run's directory; None for a run in memory only."""
         return self._run_dir
 
     @property
@@ -46,7 +45,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps that are done, or on their way through the device."""
+        """Steps that are done, or dispatched to the device."""
         return self._steps
 
     @property
@@ -56,44 +55,43 @@ class Run:
 
     @property
     def state(self) -> TrainState:
-        """The state after `steps` steps, on its devices. Reading its numbers waits for them, and
-        the next step takes its buffers: copy what is to last."""
+        """The state after `steps` steps, on its devices. Reading its numbers waits for them. The
+        next step donates its buffers: copy what you keep."""
         return self._session.state
 
     @property
     def first_process(self) -> bool:
-        """Whether this is the process that writes the run's files and its lines."""
+        """True in the process that writes the run's files and output."""
         import jax
 
         return jax.process_index() == 0
 
     def evaluates(self, step: int) -> bool:
-        """Whether the held-out loss is taken after that step."""
+        """True if the held-out loss is computed after `step`."""
         evaluation = self.experiment.evaluation
-        return evaluation is not None and (step % evaluation.every == 0 or step == self._whole)
+        return evaluation is not None and (step % evaluation.every == 0 or step == self._planned)
 
     def stop(self) -> None:
-        """Ask the run to end after the step it is at, with that step saved. May be called from any
-        thread, and from a signal handler; of several processes by any."""
+        """Asks the run to end after its current step, with that step saved. Any thread, signal
+        handler or process may call it."""
         self._requests.ask("stop")
 
     def save(self) -> None:
-        """Ask for a save after the step the run is at; there is none where the run saves
-        nothing."""
+        """Asks for a save after the current step; does nothing if the run saves nothing."""
         self._requests.ask("save")
 
     def tell(self, text: str) -> None:
-        """A line of its own among those that the run prints."""
+        """Prints a line of its own in the run's output."""
         self._tell(text)
 
 
 class Running(Run):
-    """The loop's own side of it."""
+    """The training loop's view of a `Run`: it can also update it."""
 
     @property
-    def whole(self) -> int:
-        """The step it was to end with, whatever stopped it."""
-        return self._whole
+    def planned_last(self) -> int:
+        """The step the run was planned to end with, even if it was stopped earlier."""
+        return self._planned
 
     def advance(self, steps: int) -> None:
         self._steps = steps
@@ -102,13 +100,13 @@ class Running(Run):
         self._steps = self._last = step
 
     def due(self, step: int) -> frozenset[str]:
-        """What was asked for, by whichever process, and is done by all after `step`."""
+        """Requests, from any process, that all processes carry out after `step`."""
         return self._requests.due(step)
 
 
 class Callback:
     """Code of your own that a run calls: inherit from it and write the methods you want; the others
-    do nothing. It is given to `train(callbacks=[...])`, or stands in `Logging.callbacks`.
+    do nothing. Pass it to `train(callbacks=[...])`, or list it in `Logging.callbacks`.
 
     The order of one start: `begin`; for each step `before_step`, `after_step`, `metrics` of the
     step before it, `after_evaluation` and `after_save` where they are due; the `metrics` of the
@@ -133,28 +131,27 @@ class Callback:
         """`step` is dispatched next."""
 
     def after_step(self, run: Run, step: int) -> None:
-        """`step` was dispatched; the device may be at it for a while yet. What waits for it here
-        (a number read from `run.state`) leaves the device idle while the host prepares the next
-        step: take numbers from `metrics`."""
+        """`step` was dispatched; the device may still be running it. Waiting for it here (reading a
+        number from `run.state`) leaves the device idle while the host prepares the next step: use
+        `metrics` for numbers."""
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
-        """The numbers of `step`, as metrics.jsonl names them: Python floats, None for a speed that
-        is not known yet and for the loss of a batch without a token to learn from. They come one
-        step late, when `step + 1` was dispatched, so that the device never waits; of every step,
-        however seldom one logs."""
+        """The numbers of `step`, named as in metrics.jsonl: Python floats; None for a speed that is
+        not known yet, and for the loss of a batch without trained tokens. They come for every step,
+        one step late (after `step + 1` was dispatched), so that the device never waits."""
 
     def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        """The held-out metrics after `step`, such as eval_loss; {} where no token has a weight."""
+        """The held-out metrics after `step`, such as eval_loss; {} if no token has a weight."""
 
     def after_save(self, run: Run, step: int) -> None:
-        """A save of the state after `step` has begun: it is copied off the devices, and is written
-        behind the next steps. That of the last step is committed."""
+        """A save of the state after `step` has begun: the state is copied off the devices, and
+        written during the next steps. The save of the last step is already committed."""
 
     def after_rollback(self, run: Run, step: int) -> None:
-        """The loss had a spike (`LossSpikes`), and the run is at the state after `step` steps once
-        more: `before_step` of the next comes again, with other rows, and its metrics. Forget what
-        you hold of steps after it."""
+        """After a spike of the loss (`LossSpikes`) the run went back to the state after `step`
+        steps. `before_step` of the next step comes again, with other rows, and its metrics. Discard
+        what you keep of later steps."""
 
     def end(self, run: Run) -> None:
-        """The run is over, however it ended: at its last step, asked to stop, by an interrupt or an
-        error. What could be saved is. Called on each callback, whatever another's raised."""
+        """The run is over: it reached its last step, was asked to stop, was interrupted or failed.
+        What could be saved is saved. Called on each callback, even if another one raised."""

@@ -1,4 +1,4 @@
-"""An experiment on a mesh, told without a device: where each leaf lives and what it weighs."""
+"""Reports an experiment on a mesh without a device: sharding and bytes of each leaf."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 
 MUCH = 0.4
-"""A bubble of which `check` says what would make it smaller."""
+"""Bubble share above which `check` suggests more microbatches."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """parameters: all of them, the padded rows of the vocabulary not counted, nor the padded slots
-    of a pipeline; trained: those that are not frozen.
+    """parameters: all of them, without padded rows of the vocabulary and padded slots of a
+    pipeline; trained: those that are not frozen.
 
-    bytes_per_device: of `memory.argument_bytes`; and total, which is the compiled step's argument
-    bytes. notes: what runs, and is perhaps not what was meant.
+    bytes_per_device: parts as in `memory.argument_bytes`, and their total: the argument bytes of
+    the compiled step. notes: settings that run, but may not be what was intended.
     """
 
     assembly: Assembly
@@ -52,8 +52,8 @@ class CheckReport:
     notes: tuple[str, ...] = ()
 
     def table(self) -> str:
-        """Each parameter: path, shape, how it rests, its bytes on one device; and how its optimizer
-        state rests where that is another way (ZeRO-1, ZeRO-2)."""
+        """Table of the parameters: path, shape, sharding, bytes on one device; and the sharding of
+        the optimizer state where it differs (ZeRO-1, ZeRO-2)."""
         places = self.assembly.places.values()
         header = ["leaf", "shape", "split over", "bytes per device"]
         rows = [[p.path, _shape(p), _split(p.axes, p.params), self._bytes(p)] for p in places]
@@ -69,33 +69,33 @@ class CheckReport:
         return f"{place.local_size(self.assembly.sizes) * itemsize:,}"
 
     def summary(self) -> str:
-        """Two lines: the parameters and the mesh; the bytes on each device. One more of a pipeline,
-        and of what a program may take of a GPU; then the notes, a line each."""
+        """Two lines: parameters and mesh; bytes on each device, and the pipeline. Then one line if
+        the share of a GPU's memory is limited, and one line for each note."""
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
-        moved = "" if self.trained == self.parameters else f", {self.trained:,} of them trained,"
-        where = f"{spec.where} ({sizes}, {self.assembly.mode})"
+        trained = "" if self.trained == self.parameters else f", {self.trained:,} of them trained,"
+        machine = f"{spec.where} ({sizes}, {self.assembly.mode})"
         lines = [
-            f"{self.parameters:,} parameters{moved} on {where}",
+            f"{self.parameters:,} parameters{trained} on {machine}",
             f"bytes per device: {parts}{self._pipeline_line()}",
             *filter(None, [told_fraction(spec)]),
         ]
         return "\n".join([*lines, *map("note: {}".format, self.notes)])
 
     def as_json(self) -> dict[str, Any]:
-        """What scripts may rely on; `pipeline` is there only on a mesh with stages."""
+        """Report for scripts; `pipeline` is present only on a mesh with stages."""
         pipeline = self.pipeline()
-        found = {"bytes_per_device": self.bytes_per_device, "notes": list(self.notes)}
-        return found | ({} if pipeline is None else {"pipeline": pipeline})
+        report = {"bytes_per_device": self.bytes_per_device, "notes": list(self.notes)}
+        return report | ({} if pipeline is None else {"pipeline": pipeline})
 
     def pipeline(self) -> dict[str, Any] | None:
-        """Of the schedule: its shape, `ticks`, `cost` (in forward passes of a stage, B as two),
-        `bubble` (a share of the step) and `buffers` of every stage: for inputs and cotangents, of
-        `activation_bytes` each; for what F keeps (residuals) and B leaves to W (stashes) of one
-        microbatch. `published_in_flight`: how many works' activations each stage keeps at once
-        where stages are not in step, or None. Of the layers how many there are and in how many
-        `slots`."""
+        """The schedule on a mesh with stages, else None: its shape, `ticks`, `cost` (forward passes
+        of a stage, B counted as two), `bubble` (share of the step) and `buffers` of every stage:
+        for inputs and cotangents of `activation_bytes` each, for what F keeps (residuals) and B
+        leaves to W (stashes) of one microbatch. `published_in_flight`: activations that each stage
+        keeps at once if stages are not in step, or None. `layers`: their number; `slots`: layers
+        and padding."""
         if self.assembly.pipeline is None:
             return None
         schedule, layout = self.assembly.pipeline.schedule, self.assembly.pipeline.layout
@@ -104,7 +104,7 @@ class CheckReport:
         tokens, splits = self.assembly.abstract_batch()[field], self.assembly.batch_splits
         parts = (ways(axes, self.assembly.sizes) for axes in splits[field])
         _, rows, seq = map(floordiv, tokens.shape, parts)
-        share = activation_share(self.assembly, rows, seq)
+        local_shape = activation_share(self.assembly, rows, seq)
         published = published_in_flight(schedule)
         return {
             "schedule": schedule.kind,
@@ -116,13 +116,13 @@ class CheckReport:
             "bubble": bubble(schedule),
             "buffers": slots(schedule, keep_residuals=e.execution.pipeline.keeps_residuals),
             "published_in_flight": None if published is None else published[1],
-            "activation_bytes": math.prod(share) * jnp.dtype(e.precision.compute).itemsize,
+            "activation_bytes": math.prod(local_shape) * jnp.dtype(e.precision.compute).itemsize,
             "layers": layout.layers,
             "slots": layout.layers + layout.padding,
         }
 
     def _fuller(self) -> str:
-        """What more microbatches would do for a pipeline that idles too long."""
+        """Suggestion of more microbatches for a pipeline with a large bubble; else empty."""
         schedule = self.assembly.on_stages.schedule
         if bubble(schedule) < MUCH or self.assembly.experiment.execution.pipeline.of_file:
             return ""
@@ -131,26 +131,26 @@ class CheckReport:
         return f"; microbatches={more} would make the bubble {bubble(fuller):.1%}"
 
     def _pipeline_line(self) -> str:
-        found = self.pipeline()
-        if found is None:
+        report = self.pipeline()
+        if report is None:
             return ""
-        chunks, held = found["chunks"], found["buffers"].items()
-        cut = f"{found['stages']} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
-        m = found["microbatches"]
+        chunks, buffers = report["chunks"], report["buffers"].items()
+        cut = f"{report['stages']} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        m = report["microbatches"]
         line = (
-            f"\npipeline: {found['schedule']}, {cut}, {m} microbatch{'es' if m > 1 else ''}: "
-            f"{found['ticks']} ticks, cost {found['cost']:g} forward passes of a stage, bubble "
-            f"{found['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in held)}, "
-            f"an input of {found['activation_bytes']:,} bytes{_elsewhere(found)}{self._fuller()}"
+            f"\npipeline: {report['schedule']}, {cut}, {m} microbatch{'es' if m > 1 else ''}: "
+            f"{report['ticks']} ticks, cost {report['cost']:g} forward passes of a stage, bubble "
+            f"{report['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in buffers)}, "
+            f"an input of {report['activation_bytes']:,} bytes{_elsewhere(report)}{self._fuller()}"
         )
-        layers, room = found["layers"], found["slots"]
+        layers, room = report["layers"], report["slots"]
         if room == layers:
             return line
         blocks = len(self.assembly.described.period)
-        what = "layers" if blocks == 1 else f"periods of {blocks} layers"
+        unit = "layers" if blocks == 1 else f"periods of {blocks} layers"
         stand = "stands" if room == layers + 1 else "stand"
         return (
-            f"{line}; {layers} {what} in {room} slots of {cut}: {room - layers} {stand} idle, "
+            f"{line}; {layers} {unit} in {room} slots of {cut}: {room - layers} {stand} idle, "
             f"{room / layers - 1:.1%} more arithmetic in the blocks"
         )
 
@@ -158,46 +158,45 @@ class CheckReport:
 def check(
     experiment: Experiment | str | Path, mesh: MeshSpec | str | Path, *, data_here: bool = True
 ) -> CheckReport:
-    """What the experiment is on this mesh; needs no device of it.
+    """Returns a report of the experiment on this mesh; needs no device of the mesh.
 
-    data_here: False where the files of the data are on another machine; then they are not looked
-    for. Raises ValueError with every violation at once: of the two files, of the data, of what the
-    run begins with, and a state that the chip has no room for.
+    data_here: False if the data files are on another machine; then they are not looked for. Raises
+    ValueError with all violations at once: of the two files, the data, the starting parameters, and
+    a state too large for the chip.
     """
-    return _report(experiment, mesh, data_here=data_here, held_to_memory=True)
+    return _report(experiment, mesh, data_here=data_here, check_memory=True)
 
 
 def check_anywhere(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
-    """`check` wherever the data is, whatever the chip has room for. Raises ValueError with every
-    other violation."""
-    return _report(experiment, mesh, data_here=False, held_to_memory=False)
+    """`check` without the data and memory checks. Raises ValueError with all other violations."""
+    return _report(experiment, mesh, data_here=False, check_memory=False)
 
 
-def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool) -> CheckReport:
+def _report(experiment: Any, mesh: Any, *, data_here: bool, check_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    spec, strange = load_mesh(mesh), _of_other_kinds(experiment)
+    spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
     try:
         fields, absent = _look_at(experiment, data_here=data_here)
-        assembly, found = try_assemble(experiment, spec, fields)
+        assembly, violations = try_assemble(experiment, spec, fields)
     except Exception:
-        if not strange:
+        if not mistyped:
             raise
         raise ValueError(
-            format_violations(strange, spec)
+            format_violations(mistyped, spec)
         ) from None  # what else reads those values may fail
-    found += absent
-    found = [each for each in strange if not _already_found(each, found)] + found
+    violations += absent
+    violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
-        found += memory_violations(assembly) if held_to_memory else []
+        violations += memory_violations(assembly) if check_memory else []
         try:
             settled_start(assembly)
         except ValueError as error:
-            if not found:
+            if not violations:
                 raise
-            found.append(str(error))
-    if assembly is None or found:
-        raise ValueError(format_violations(found, spec))
+            violations.append(str(error))
+    if assembly is None or violations:
+        raise ValueError(format_violations(violations, spec))
     if assembly.description is None:
         trace_loss(assembly)
     weights = argument_bytes(assembly)
@@ -210,8 +209,8 @@ def _report(experiment: Any, mesh: Any, *, data_here: bool, held_to_memory: bool
 
 
 def _of_other_kinds(experiment: Experiment) -> list[str]:
-    """Values of other kinds than their fields'. An experiment that cannot be stored, with a lambda
-    in it, trains in memory, and nobody reads it again."""
+    """Violations: values whose type does not match the field. Empty for an experiment that cannot
+    be stored (with a lambda in it): it trains in memory and is never read back."""
     try:
         config = {"experiment": config_of(experiment)}
     except ValueError:
@@ -219,42 +218,42 @@ def _of_other_kinds(experiment: Experiment) -> list[str]:
     return unreadable(config)
 
 
-def _already_found(strange: str, found: list[str]) -> bool:
-    """Whether another violation is of the same field."""
-    field = strange.removeprefix("experiment.").partition(" is ")[0]
-    return any(each.startswith(f"{field}=") for each in found)
+def _already_reported(violation: str, reported: list[str]) -> bool:
+    """True if `reported` has a violation of the same field."""
+    field = violation.removeprefix("experiment.").partition(" is ")[0]
+    return any(other.startswith(f"{field}=") for other in reported)
 
 
 def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
-    """The fields of a batch, None for those of text; and what of the data is not here. Only data of
-    one's own is opened: there is no other way to know what it gives."""
+    """Returns the fields of a batch (None for text data), and violations: data missing on this
+    machine. User datasets are opened: only their rows show the fields."""
     data = experiment.data
     if hasattr(data, "seq") and hasattr(data, "isolate_documents"):
         splits = ("train", "held_out") if experiment.evaluation is not None else ("train",)
-        absent = data.absent(splits) if data_here and hasattr(data, "absent") else []
-        return None, [f"data: {each}" for each in absent]
+        missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
+        return None, [f"data: {text}" for text in missing]
     try:
-        opened = open_split(
+        dataset = open_split(
             experiment, "train", cache_directory(), saved=experiment.checkpoints is not None
         )
     except ValueError as error:
         return {}, [f"data: {error}"]
-    return fields_of(opened, data), []
+    return fields_of(dataset, data), []
 
 
 def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
-    """`shape`: in natural layer order. Padded rows do not count."""
+    """Elements of a leaf without padded rows. `shape`: in natural layer order."""
     named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
     return math.prod(axis.real if isinstance(axis, PaddedAxis) else size for axis, size in named)
 
 
 def _elsewhere(pipeline: dict[str, Any]) -> str:
-    held = pipeline["published_in_flight"]
-    return "" if held is None else f", where stages not in step keep {max(held)} works'"
+    in_flight = pipeline["published_in_flight"]
+    return "" if in_flight is None else f", where stages not in step keep {max(in_flight)} works'"
 
 
 def _line(row: list[str], widths: list[int]) -> str:
-    """Words to the left, the number in the last column to the right."""
+    """Pads the cells of a row: text to the left, the number in the last column to the right."""
     cells = [cell.ljust(w) for cell, w in zip(row[:-1], widths[:-1], strict=True)]
     return "  ".join([*cells, row[-1].rjust(widths[-1])])
 

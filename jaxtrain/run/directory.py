@@ -1,4 +1,4 @@
-"""A run's directory: held by one run, with what says which experiment made it."""
+"""A run's directory: locked by one run, with a record of the experiment that made it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from jaxtrain.weights.loading import record_run
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
-    """Raises ValueError, and writes nothing, where another run holds the directory, another
-    experiment made it, its files of metrics cannot be gone on with, or it holds steps that this run
-    would not go on from; and where its config could not be read back."""
+    """Raises ValueError, and writes nothing, if another run holds the directory, another experiment
+    made it, its metrics files cannot be continued, or it has steps that this run would not continue
+    from; also if the config could not be read back."""
     refuse_unreadable(config)
     process = jax.process_index()
-    if process == 0:  # the others of this run come when it is already held
+    if process == 0:  # other processes of this run come when it is already locked
         refuse_held(run)
-    known = partial(completed, experiment=experiment)
+    complete = partial(completed, experiment=experiment)
     stored = (read_config(run) or {}).get("experiment")
     may_differ = resumable(stored, config["experiment"])
-    refuse_other_experiment(run, config, ignore=may_differ, completed=known)
+    refuse_other_experiment(run, config, ignore=may_differ, completed=complete)
     if experiment.checkpoints is None:
         _refuse_begin_over(run)
     refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
 
 
 def _refuse_begin_over(run: Path) -> None:
-    """A run that neither saves nor restores begins at step 0, and its metrics take the place of
-    those of the steps that are there."""
+    """Raises ValueError if the directory has saved steps: a run without saves begins at step 0 and
+    would overwrite the metrics of those steps."""
     saved, aside = committed_steps(run / CHECKPOINTS), steps_aside(run / CHECKPOINTS)
     if saved or aside:
-        there = [*(["step " + str(saved[-1])] if saved else []), *aside]
+        existing = [*(["step " + str(saved[-1])] if saved else []), *aside]
         raise ValueError(
-            f"run directory {run} holds {', '.join(there)} in {CHECKPOINTS}/, and "
+            f"run directory {run} holds {', '.join(existing)} in {CHECKPOINTS}/, and "
             "experiment.checkpoints is None, which restores nothing: the run would begin at step 0 "
             "again and write over the metrics there; give it checkpoints=SavePolicy(...) as before "
             "to go on, or another --run-dir to begin again"
@@ -50,8 +50,8 @@ def _refuse_begin_over(run: Path) -> None:
 
 
 class RunDirectory:
-    """Holds the directory from here on, and writes down what made the run. Raises ValueError while
-    another run holds it, and where it cannot be written."""
+    """Locks the directory, and records what made the run. Raises ValueError if another run holds
+    it, or if it cannot be written."""
 
     def __init__(self, path: Path, config: dict[str, Any], dataset: Any) -> None:
         self.path, self._config, self._dataset = path, config, dataset
@@ -60,25 +60,25 @@ class RunDirectory:
         self._record()
 
     def _take(self) -> None:
-        self._held = self._lock.enter_context(sole_run(self.path))
+        self._is_locked = self._lock.enter_context(sole_run(self.path))
         self._inode = _inode(self.path)
 
     def _record(self) -> None:
         record_run(self.path, self._config, self._dataset)
 
-    def written_again(self) -> str | None:
-        """Of a directory that was removed below the run, or lacks what a start needs: what was
-        missing, now that it is there again; None where nothing was. Raises ValueError as above."""
-        # A save in flight may have made the path again: another inode.
-        gone, held = _inode(self.path) != self._inode, self._held()
-        if held and (self.path / NAME).is_file():
+    def restore_missing(self) -> str | None:
+        """Writes the record and the lock again if they were removed. Returns a message that names
+        what was missing, or None. Raises ValueError as the class does."""
+        # A save in flight may have recreated the path, with another inode.
+        gone, locked = _inode(self.path) != self._inode, self._is_locked()
+        if locked and (self.path / NAME).is_file():
             return None
-        if not held:
+        if not locked:
             self._lock.close()
             self._take()
         self._record()
-        what = f"run directory {self.path}" if gone else f"{NAME} or the lock of {self.path}"
-        return f"{what} was removed below the run; it is written again, from here on"
+        removed = f"run directory {self.path}" if gone else f"{NAME} or the lock of {self.path}"
+        return f"{removed} was removed below the run; it is written again, from here on"
 
     def close(self) -> None:
         self._lock.close()
@@ -89,8 +89,8 @@ def _inode(path: Path) -> int | None:
 
 
 def left_in(run: Path) -> tuple[int | None, str]:
-    """The newest step that is saved in a run's directory, None for none; and that in words, with
-    how to go on from it."""
+    """Returns the newest step saved in a run's directory (None for none), and a sentence with that
+    step and how to continue from it."""
     steps = committed_steps(run / CHECKPOINTS)
     if not steps:
         return None, f"nothing is saved in {run}"
@@ -100,14 +100,14 @@ def left_in(run: Path) -> tuple[int | None, str]:
     return steps[-1], f"{saved}; the same command goes on"
 
 
-def refuse_fewer_steps(run: Path, done: int | None, asked: int) -> None:
-    """Raises ValueError where more steps are done than a run is to take in all.
+def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
+    """Raises ValueError if more steps are done than `last`, the step to end with.
 
-    done: the newest step in the directory that is whole, None where there is none.
+    done: the newest undamaged step in the directory, None if there is none.
     """
-    if done is not None and done > asked:
+    if done is not None and done > last:
         raise ValueError(
             f"run directory {run} is at step {done} already, and this run is to end at step "
-            f"{asked}: nothing would be trained; ask for {done} steps or more to go on from there, "
-            f"or give a run of {asked} steps another --run-dir"
+            f"{last}: nothing would be trained; ask for {done} steps or more to go on from there, "
+            f"or give a run of {last} steps another --run-dir"
         )

@@ -39,41 +39,41 @@ class Evaluator:
         self._scales: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
-        """eval_loss (nats a weighted token) and, where tokens stand for bytes, bits_per_byte; {}
-        where no token has a weight.
+        """Returns eval_loss (nats per weighted token) and, where tokens stand for bytes,
+        bits_per_byte; {} if no token has a weight.
 
-        batches: of the experiment's (largest) batch, from the start of the split; None for all of
-        it, each row once.
+        batches: how many of the experiment's (largest) batch, from the start of the split; None for
+        the whole split, each row once.
         """
         self.open()
-        chosen = range(self._pieces(batches, self._data))
+        pieces = range(self._pieces(batches, self._data))
         params = self._evaluated(state)
         parts: list[Any] = []
-        for first in chosen[:: self._at_once]:
+        for first in pieces[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)
-            # Pieces behind the last are rows of weight 0.
+            # Pieces after the last have rows of weight 0.
             rows = self._placed.rows(
-                np.where(numbers < len(chosen) * self._size, numbers, len(self._data))
+                np.where(numbers < len(pieces) * self._size, numbers, len(self._data))
             )
             for part in parts[-1:]:
                 part.result()
             if self.program is None:
                 self._step = self._step.lower(params, state.rest, rows).compile()
             parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
-        found = [part.result() for part in parts]
-        sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *found)
+        results = [part.result() for part in parts]
+        sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *results)
         total, count = sums.loss, sums.count
         if not count:
             return {}
         values = {"eval_loss": total / count}
-        values |= {f"eval_{name}": each / count for name, each in sums.beside.items()}
-        seen = sum(map(self._bytes, chosen))
-        if seen:
-            values["bits_per_byte"] = total / math.log(2) / seen
+        values |= {f"eval_{name}": value / count for name, value in sums.beside.items()}
+        text_bytes = sum(map(self._bytes, pieces))
+        if text_bytes:
+            values["bits_per_byte"] = total / math.log(2) / text_bytes
         return values
 
     def _evaluated(self, state: TrainState) -> dict[str, jax.Array]:
-        """The parameters, averaged where an average is kept; then with scales of its own."""
+        """Parameters to evaluate: averages where they exist, with 8-bit scales that fit them."""
         params, scales = averaged_params(state), self._assembly.buffers.scales
         averaged = {k for k in scales if k.removesuffix(SCALES) in state.ema}
         if not averaged:
@@ -81,17 +81,17 @@ class Evaluator:
         if self._scales is None:
             products = self._assembly.experiment.precision.products
             make = partial(scales_of_weights, scales=averaged, products=products)
-            where = {k: params[k].sharding for k in averaged}
-            self._scales = jax.jit(make, out_shardings=where)
+            shardings = {k: params[k].sharding for k in averaged}
+            self._scales = jax.jit(make, out_shardings=shardings)
         return params | jax.block_until_ready(self._scales(params))
 
     def wait(self) -> None:
-        """Return when nothing is evaluated: an interrupt of a call leaves a program on its way."""
+        """Waits until no evaluation runs: an interrupted call leaves its program running."""
         self._dispatcher.submit(int).result()
 
     def open(self) -> None:
-        """Open the held-out data. Raises ValueError when there is none, and where it does not have
-        what evaluations read; later calls do nothing."""
+        """Opens the held-out data; later calls do nothing. Raises ValueError if there is none, or
+        if it lacks fields that evaluations read."""
         if self._data is not None:
             return
         e = self._assembly.experiment
@@ -117,35 +117,35 @@ class Evaluator:
         return self._step if isinstance(self._step, jax.stages.Compiled) else None
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
-        """Compile now, for a state that rests so, what the first call would."""
+        """Compiles now what the first call would compile, for a state with these shardings."""
         self.open()
         abstract = self._assembly.abstract
-        given = jax.tree.map(
+        arguments = jax.tree.map(
             placed,
             (averaged_params(abstract), abstract.rest),
             (averaged_params(shardings), shardings.rest),
         )
         rows = self._placed.rows(self._numbers(0, self._at_once))
-        self._step = self._step.lower(*given, rows).compile(compiler_options=compiler_options)
+        self._step = self._step.lower(*arguments, rows).compile(compiler_options=compiler_options)
 
     def _run(self, *arguments: Any) -> Any:
-        """One at a time: programs that do not wait for each other's results would run side by side,
-        and simulated devices have no thread for each of each: their collectives hang."""
+        """Runs one program at a time. Independent programs would run side by side, and simulated
+        devices have too few threads for that: their collectives hang."""
         return jax.block_until_ready(self._step(*arguments))
 
     def _pieces(self, batches: int | None, data: Any) -> int:
-        """How many pieces of a microbatch's rows hold so many batches: they take its memory, and
-        the rows are the same whatever a step cuts its batch into."""
+        """Number of pieces that hold `batches` batches. A piece has a microbatch's rows, and so its
+        memory; the rows do not depend on the number of microbatches."""
         rows, micro = len(data), self._assembly.experiment.microbatches
-        whole = -(-rows // self._size)
-        pieces = whole if batches is None else min(whole, batches * micro)
+        available = -(-rows // self._size)
+        pieces = available if batches is None else min(available, batches * micro)
         if pieces * self._size > rows or pieces % self._at_once:
             fields, batch = self._assembly.fields, self._assembly.largest_batch
             refuse_cut_off(rows, self._size * self._at_once, batch, fields, self._weights)
         return pieces
 
     def _refuse_without_weight(self, data: Any, rows: int) -> None:
-        """Raises ValueError where none of the first `rows` of a split has a token that counts."""
+        """Raises ValueError if none of a split's first `rows` rows has a weight above 0."""
         numbers, name = np.arange(min(rows, len(data))), self._weights
         for first in range(0, len(numbers), self._size):
             batch = data.rows(numbers[first : first + self._size])
@@ -160,7 +160,7 @@ class Evaluator:
 
     @property
     def _weights(self) -> str:
-        """The field by which rows that nobody asked for are given no weight."""
+        """Name of the field that gives padding rows weight 0."""
         described = self._assembly.description
         return WEIGHTS if described is None else described.weights
 
@@ -168,7 +168,7 @@ class Evaluator:
         return np.arange(piece * self._size, (piece + pieces) * self._size)
 
     def _bytes_of(self, piece: int) -> float:
-        """Bytes of text that the piece's targets stand for, weighted as their losses are."""
+        """Bytes of text in the piece's targets, weighted as their losses are."""
         table = getattr(self._data.dataset, "token_bytes", None)
         if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
             return 0.0

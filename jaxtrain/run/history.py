@@ -1,4 +1,4 @@
-"""The metrics of a run in memory, which a long run must not fill."""
+"""Metrics of a run in memory, with a bound on their number."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 Line = dict[str, Any]
 
 LINES = 10_000
-"""Kept at most: about 10 MB."""
+"""Most lines kept: about 10 MB."""
 
 
 class History:
-    """`lines`: one for each step of up to `most`; of longer runs the first, every second (fourth,
-    eighth, ..) step after it, and the last, so that a curve of the whole run can be drawn. All
-    that was logged is in metrics.jsonl."""
+    """`lines`: the metrics of each step, up to `most` lines. Longer runs keep the first, every
+    second (fourth, eighth, ..) step after it, and the last, so that a curve of the whole run can be
+    drawn. metrics.jsonl has everything that was logged."""
 
     def __init__(self, most: int = LINES) -> None:
         self.lines: list[Line] = []
@@ -21,16 +21,16 @@ class History:
 
     def add(self, line: Line) -> None:
         if self.lines and not self._on_grid(self.lines[-1]):
-            self.lines.pop()  # it was there as the last
+            self.lines.pop()  # it was kept only as the last
         self.lines.append(line)
         if len(self.lines) > self._most:
             self._every *= 2
             self.lines[:] = [
-                each for each in self.lines if self._on_grid(each) or each is self.lines[-1]
+                entry for entry in self.lines if self._on_grid(entry) or entry is self.lines[-1]
             ]
 
     def go_back(self, step: int) -> None:
-        """The steps after it come again."""
+        """Drops the lines of the steps after `step`, which come again."""
         self.lines[:] = [line for line in self.lines if line["step"] <= step]
         self._every = self._every if self.lines else 1
 

@@ -1,5 +1,5 @@
-"""A run's own callbacks (its line of progress, files of metrics, traces, what the guard of
-compressed sums found), and how they and the user's are called."""
+"""A run's own callbacks (progress line, metrics files, traces, messages of the guard of compressed
+sums), and how they and the user's are called."""
 
 from __future__ import annotations
 
@@ -27,93 +27,93 @@ from jaxtrain.telemetry.progress import Progress
 from jaxtrain.violations import raise_violations
 
 
-def callbacks_of(experiment: Experiment, given: Sequence[Any]) -> list[Callback]:
-    """The experiment's callbacks and those given to `train`, made where functions make them.
-    Raises ValueError for what is none."""
-    if not isinstance(given, Sequence):
-        raise ValueError(f"callbacks={given!r}; give a list of them: callbacks=[...]")
-    raise_violations(callback_violations("callbacks", tuple(given)))
-    made = []
-    for each in (*experiment.logging.callbacks, *given):
-        found = each() if callable(each) and not isinstance(each, Callback) else each
-        if not isinstance(found, Callback):
+def callbacks_of(experiment: Experiment, added: Sequence[Any]) -> list[Callback]:
+    """The experiment's callbacks and those passed to `train`; functions are called to create them.
+    Raises ValueError for an object that is no callback."""
+    if not isinstance(added, Sequence):
+        raise ValueError(f"callbacks={added!r}; give a list of them: callbacks=[...]")
+    raise_violations(callback_violations("callbacks", tuple(added)))
+    callbacks = []
+    for entry in (*experiment.logging.callbacks, *added):
+        callback = entry() if callable(entry) and not isinstance(entry, Callback) else entry
+        if not isinstance(callback, Callback):
             raise ValueError(
-                f"the callback {each!r} gave {found!r}; use a value whose class inherits from "
+                f"the callback {entry!r} gave {callback!r}; use a value whose class inherits from "
                 "jaxtrain.Callback"
             )
-        made.append(found)
-    raise_violations([said for each in made for said in _never_called(each)])
-    return made
+        callbacks.append(callback)
+    raise_violations([violation for entry in callbacks for violation in _never_called(entry)])
+    return callbacks
 
 
 def _never_called(callback: Callback) -> list[str]:
-    """Methods that a run does not call, though they are named as if it did, and those that it
-    could not call with what it gives."""
+    """Problems: methods named as if a run called them, which it does not; and methods that cannot
+    take the arguments of the call."""
     events = [name for name in vars(Callback) if not name.startswith("_")]
-    kind, found = type(callback).__name__, []
+    kind, problems = type(callback).__name__, []
     for name in dir(type(callback)):
         if name in events:
-            given = inspect.signature(getattr(Callback, name)).parameters
+            parameters = inspect.signature(getattr(Callback, name)).parameters
             try:
-                inspect.signature(getattr(callback, name)).bind(*[None] * (len(given) - 1))
+                inspect.signature(getattr(callback, name)).bind(*[None] * (len(parameters) - 1))
             except TypeError:
-                asked = ", ".join(given)
-                found.append(f"{kind}.{name} is called as {name}({asked}); take these arguments")
+                names = ", ".join(parameters)
+                problems.append(f"{kind}.{name} is called as {name}({names}); take these arguments")
         elif name.startswith("on_") or difflib.get_close_matches(name, events, n=1, cutoff=0.85):
             calls = ", ".join(events)
-            found.append(f"{kind}.{name} is no call of a run, which makes {calls}; rename it")
-    return found
+            problems.append(f"{kind}.{name} is no call of a run, which makes {calls}; rename it")
+    return problems
 
 
 class Hooks:
-    """The callbacks of a run: its `own`, then those `given`; each is told of everything. What those
-    given take is the phase "callback" of `phases`."""
+    """The callbacks of a run: its `own` first, then those of the `user`. Every event goes to all of
+    them. Time in user callbacks counts as the phase "callback" of `phases`."""
 
     def __init__(
-        self, run: Run, own: Iterable[Callback], given: Iterable[Callback], phases: Phases
+        self, run: Run, own: Iterable[Callback], user: Iterable[Callback], phases: Phases
     ) -> None:
-        self.run, self._own, self._given, self._phases = run, tuple(own), tuple(given), phases
-        self._told = self._given
+        self.run, self._own, self._user, self._phases = run, tuple(own), tuple(user), phases
+        self._active = self._user
 
-    def tell(self, event: str, *of: Any) -> None:
-        """Call that method of each."""
-        for each in self._own:
-            getattr(each, event)(self.run, *of)
-        for each in self._told:
-            call = getattr(each, event)
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Calls the method `event` of each callback."""
+        for callback in self._own:
+            getattr(callback, event)(self.run, *arguments)
+        for callback in self._active:
+            call = getattr(callback, event)
             if getattr(call, "__func__", None) is not getattr(Callback, event):
                 with self._phases.within("callback"):
-                    call(self.run, *of)
+                    call(self.run, *arguments)
 
     def own_alone(self) -> None:
-        """From here on those given are told of the end only."""
-        self._told = ()
+        """From now on, user callbacks get only the end."""
+        self._active = ()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """Tells those given of the end of what is done within, however it ends."""
+        """Calls `end` of the user's callbacks after the body, however it ends."""
         try:
             yield
         except BaseException as error:
             try:
-                self._end(self._given)
+                self._end(self._user)
             except Exception as second:
                 error.add_note(f"a callback failed at the end too: {second!r}")
             raise
-        self._end(self._given)
+        self._end(self._user)
 
     def close(self) -> None:
-        """Tells its own of the end."""
+        """Calls `end` of the run's own callbacks."""
         self._end(self._own)
 
-    def _end(self, of: Sequence[Callback]) -> None:
-        with ExitStack() as stack:  # it calls all of them, the latest first, whatever they raise
-            for each in reversed(of):
-                stack.callback(each.end, self.run)
+    def _end(self, callbacks: Sequence[Callback]) -> None:
+        with ExitStack() as stack:  # calls all of them, the latest first, even if some raise
+            for callback in reversed(callbacks):
+                stack.callback(callback.end, self.run)
 
 
 class ProgressLine(Callback):
-    """The line of progress, and whatever else the run tells."""
+    """The progress line, and all other output of the run."""
 
     def __init__(self, total: int, start: int, stream: TextIO, every: int) -> None:
         self._progress = Progress(total, start, stream, every)
@@ -131,15 +131,15 @@ class ProgressLine(Callback):
 
 
 class GuardMessages(Callback):
-    """Tells once that compressed sums are beyond their guard's bounds. tripped: the step of which
-    that was known before, or -1."""
+    """Reports once that compressed sums exceed their guard's bounds. tripped: the step at which
+    that was known before this start, or -1."""
 
     def __init__(self, tripped: int) -> None:
         self._tripped = tripped
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
-        """Steps are counted from 0 in the metric and from 1 in what is told. The step after the
-        one that was sampled was already on its way."""
+        """The metric counts steps from 0, the message from 1. When the message is printed, the step
+        after the sampled one was already dispatched."""
         tripped = int(values.get("guard_tripped", -1))
         if tripped < 0 or self._tripped >= 0:
             return
@@ -153,45 +153,45 @@ class GuardMessages(Callback):
 
 class MetricsFiles(Callback):
     """metrics.jsonl and TensorBoard events: a line for every `Logging.every`-th step, the first,
-    the last and those that were evaluated, whose line waits for what was found. Speeds are means
-    since the line before, so `rates` are told of each, also where run_dir=None keeps none. Lines
-    have what `pace` knows of each process, where it is new."""
+    the last and evaluated ones, whose line waits for the evaluation. Speeds are means since the
+    previous line, so `rates` hears of each line, even if run_dir=None keeps none. Lines include
+    what is new in `pace` of each process."""
 
     def __init__(
         self, run_dir: Path | None, start: int, logging: Logging, rates: Rates, pace: Pace
     ) -> None:
         self._run_dir, self._logging, self._rates, self._pace = run_dir, logging, rates, pace
-        self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._waiting: tuple[int, Mapping[str, Any]] | None = None
         self._latest = start
         self._writer = self._open(start + 1)
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         self._latest = step
         if run.evaluates(step):
-            self._held = (step, values)
+            self._waiting = (step, values)
         elif step % self._logging.every == 0 or step in (run.start + 1, run.last):
             self._write(run, step, values)
 
     def after_evaluation(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        self.write_held(run, values)
+        self.write_waiting(run, values)
 
     def after_rollback(self, run: Run, step: int) -> None:
-        """The lines of the steps that come again are dropped."""
-        self._held, self._latest = None, step
+        """Drops the lines of the steps that come again."""
+        self._waiting, self._latest = None, step
         self.write_again(run)
 
     def end(self, run: Run) -> None:
-        self.write_held(run)
+        self.write_waiting(run)
         self._close(run)
 
-    def write_held(self, run: Run, values: Mapping[str, float] = MappingProxyType({})) -> None:
-        """The line that waits for an evaluation, with what it found; {} where it failed."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._write(run, held[0], {**held[1], **values})
+    def write_waiting(self, run: Run, values: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Writes the line that waits for an evaluation, with its values; {} if it failed."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._write(run, waiting[0], {**waiting[1], **values})
 
     def write_again(self, run: Run) -> None:
-        """Go on in new files, after the latest step: the old ones were removed, or go further."""
+        """Continues in new files after the latest step: the old ones are gone or go further."""
         if self._writer is not None:
             self._close(run)
             self._writer = self._open(self._latest + 1)
@@ -215,7 +215,7 @@ class MetricsFiles(Callback):
         try:
             if self._writer is not None:
                 self._writer.close()
-        except OSError as error:  # it would hide what ends the run
+        except OSError as error:  # raising would hide why the run ends
             run.tell(f"NOT LOGGED the last steps: {error}")
 
 
@@ -239,42 +239,42 @@ class Profiling(Callback):
 
 
 class SlowProcess(Callback):
-    """Tells of a process that the others wait for, once of each."""
+    """Reports a process that the others wait for, once per process."""
 
     def __init__(self, pace: Pace) -> None:
-        self._pace, self._told = pace, set[int]()
+        self._pace, self._reported = pace, set[int]()
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         slow = self._pace.slow()
-        if slow is not None and slow.process not in self._told:
-            self._told.add(slow.process)
+        if slow is not None and slow.process not in self._reported:
+            self._reported.add(slow.process)
             run.tell(f"NOTE step {step}: {slow}")
 
 
 class CrowdedRows(Callback):
-    """Tells once of rows with more documents than cuDNN's attention has room for. room: documents
-    in the mean of a row; None where another kernel runs."""
+    """Reports once that rows have more documents than cuDNN's attention has room for. room: mean
+    documents per row; None if another kernel runs."""
 
     def __init__(self, room: int | None) -> None:
         self._room = room
 
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
-        found = values.get("documents_per_row") or 0
-        if self._room is None or found <= self._room:
+        mean = values.get("documents_per_row") or 0
+        if self._room is None or mean <= self._room:
             return
         run.tell(
-            f"NOTE step {step}: rows hold {found:.0f} documents in the mean, and Cudnn(documents="
+            f"NOTE step {step}: rows hold {mean:.0f} documents in the mean, and Cudnn(documents="
             f"{self._room}) has room for fewer: devices with more run attention as loops over "
             f"tiles, on an H100 8 times as long; use execution.attention=Cudnn(documents="
-            f"{1 << math.ceil(1.2 * found).bit_length()})"
+            f"{1 << math.ceil(1.2 * mean).bit_length()})"
         )
         self._room = None
 
 
 class GarbageCollection(Callback):
-    """Of several processes: Python collects its garbage at the same steps on all of them, `every`
-    so many. Each would else stop for it at steps of its own, and all wait for each (MegaScale,
-    Jiang et al. 2024, section 5)."""
+    """With several processes, runs Python's garbage collection at the same steps on all: every
+    `every` steps. Otherwise each would pause at different steps, and all would wait for each pause
+    (MegaScale, Jiang et al. 2024, section 5)."""
 
     def __init__(self, every: int = 200) -> None:
         self._every, self._enabled = every, False

@@ -63,14 +63,14 @@ def train(
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
-    experiment: one, or the path of its file. mesh: one, the path of its file, or the name of one
-    that comes with jaxtrain ("cpu_8"). cache_dir: where tokens and indices of the data are kept,
-    None for ~/.cache/jaxtrain. stream: takes what is told, None for the standard output.
-    steps: stop after so many of the experiment's steps (its schedules keep their length). settings:
-    `path=value` overrides. callbacks: code of your own that the run calls, after that of
-    `Logging.callbacks`; it may ask for a stop and for saves (`Callback`). On a stop, a
-    KeyboardInterrupt or an error the state is saved first (what was raised is then raised again),
-    but for those of one process of several. run_dir=None keeps all in memory. phases: told of each.
+    experiment: an Experiment or the path of its file. mesh: a MeshSpec, the path of its file, or
+    the name of a built-in mesh ("cpu_8"). cache_dir: folder of tokens and indices, None for
+    ~/.cache/jaxtrain. stream: receives the run's output, None for the standard output.
+    steps: stop after this many of the experiment's steps (its schedules keep their length).
+    settings: `path=value` overrides. callbacks: called after those of `Logging.callbacks`; they may
+    ask for a stop and for saves (`Callback`). On a stop, a KeyboardInterrupt or an error the state
+    is saved first (the exception is then raised again), except for an exception in one process of
+    several. run_dir=None keeps all in memory. phases: records the time of each phase.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
     do not fit together or more steps are done than are asked for, and later when nothing but
@@ -83,7 +83,7 @@ def train(
     run = local_path("run_dir", run_dir) if run_dir is not None else None
     cache = cache_directory(cache_dir)
     last = _last_step(experiment, steps)
-    given = callbacks_of(experiment, callbacks)
+    user_callbacks = callbacks_of(experiment, callbacks)
     config = {}
     if run is not None:
         config = {"experiment": config_of(experiment)}
@@ -106,13 +106,13 @@ def train(
             stack.callback(directory.close)
         out = (stream or sys.stdout) if first else io.StringIO()
         result = Result(session.experiment, session.start, run, session=session)
-        loop = _Loop(result, session, saves, directory, out, last, given)
+        loop = _Loop(result, session, saves, directory, out, last, user_callbacks)
         stack.callback(loop.close)
-        return loop.whole()
+        return loop.run_to_end()
 
 
 def _last_step(experiment: Experiment, steps: int | None) -> int:
-    """The step a run is to end with. Raises ValueError where the experiment has none such."""
+    """The step a run ends with. Raises ValueError if the experiment has no such step."""
     last = experiment.steps if steps is None else steps
     if not 1 <= last <= experiment.steps:
         raise ValueError(
@@ -158,8 +158,8 @@ class _Loop:
             *(result, session, self.run, saving, directory, self.health, self.readings),
             *(self.rates, self.hooks, self.files, self.uninterrupted, self.rollbacks),
         )
-        self.taken = session.start
-        """Steps, those that came again counted again: what all processes count alike."""
+        self.steps_run = session.start
+        """Steps run, repeated ones counted again; equal on all processes."""
         self.result.history = self.readings.history.lines
 
     def tell_metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -169,13 +169,13 @@ class _Loop:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For rows, or for the devices: what is not done by this process of its own."""
+        """Adds to `waited` the time in which this process waits for rows or for the devices."""
         began = time.monotonic()
         yield
         self.waited += time.monotonic() - began
 
-    def whole(self) -> Result:
-        """The run from its first words to its last."""
+    def run_to_end(self) -> Result:
+        """Runs everything, from the first line of output to the last."""
         self.saves.begin()
         self.tell(headline(self.session, self.run.last))
         self.health.begin()
@@ -186,7 +186,7 @@ class _Loop:
                 self.uninterrupted.to_the_end(self.saves.leave, "interrupted")
                 raise
             except WrongNumbers:
-                raise  # nothing of it is saved
+                raise  # a wrong state is not saved
             except Exception as error:
                 self.phases.fail()
                 self.uninterrupted.to_the_end(self.saves.after_error, error)
@@ -205,7 +205,7 @@ class _Loop:
         done = session.start
         while done < run.last:
             self.step(done)
-            self.taken += 1
+            self.steps_run += 1
             done += 1
             if self.rollbacks and self.rollbacks.due:
                 back = self.saves.go_back()
@@ -222,13 +222,13 @@ class _Loop:
         self.readings.refuse_skipping()
 
     def step(self, step: int) -> None:
-        """The step after so many, and the metrics of the one before it; of the last its own."""
+        """Takes the step after `step` steps; reads the metrics of the previous step."""
         session, run, hooks, phases = self.session, self.run, self.hooks, self.phases
-        began, self.waited, early = time.monotonic(), 0.0, self.taken < session.start + 2
+        began, self.waited, early = time.monotonic(), 0.0, self.steps_run < session.start + 2
         phases.enter("first step" if early else "step")
         with phases.within("load"), self.waiting():
-            at, batch = session.loader.next()
-        assert at == step, f"the loader gave the batch of step {at} for step {step}"
+            index, batch = session.loader.next()
+        assert index == step, f"the loader gave the batch of step {index} for step {step}"
         hooks.tell("before_step", step + 1)
         with self.waiting():
             self.readings.take(step + 1, self.health.step(step, batch))
@@ -244,7 +244,7 @@ class _Loop:
         self.pace.add(took - self.waited, took, session.loader.wait_s)
 
     def evaluate_and_save(self, done: int) -> None:
-        """What is due after `done` steps."""
+        """Evaluates and saves, where due after `done` steps."""
         evaluates, last = self.run.evaluates(done), done == self.run.last
         tier, rated = self.saves.due(done), self.saves.rated
         if evaluates and rated:
@@ -256,8 +256,8 @@ class _Loop:
             self.run_evaluation(done)
 
     def stops_as_asked(self, done: int) -> bool:
-        """Do what callbacks asked for; whether the run ends here for it."""
-        due = self.run.due(self.taken)
+        """Carries out requests of callbacks. Returns True if the run ends here."""
+        due = self.run.due(self.steps_run)
         self.result.stopped = stops = "stop" in due and done < self.run.last
         if stops:
             self.run.end_at(done)
@@ -266,10 +266,12 @@ class _Loop:
         return stops
 
     def already_done(self) -> None:
-        """The last step was saved before: tell what the run reached, and evaluate again."""
-        done, whole = self.session.start, self.experiment.steps
-        asked = f"all {done} steps" if done == whole else f"the {done} steps asked for, of {whole},"
-        self.tell(f"{asked} are done")
+        """The last step was saved before: prints this, loads the metrics, and evaluates again."""
+        done, total = self.session.start, self.experiment.steps
+        description = (
+            f"all {done} steps" if done == total else f"the {done} steps asked for, of {total},"
+        )
+        self.tell(f"{description} are done")
         if self.result.run_dir is not None:
             for line in read_metrics(self.result.run_dir):
                 self.readings.history.add(line)
@@ -277,7 +279,7 @@ class _Loop:
             self.run_evaluation(self.session.start)
 
     def run_evaluation(self, step: int) -> None:
-        """Evaluate with the clock stopped; the values join the metrics of `step`."""
+        """Evaluates with the clock stopped; the values join the metrics of `step`."""
         evaluation = self.experiment.evaluation
         assert evaluation is not None
         self.readings.flush()

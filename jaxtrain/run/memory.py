@@ -1,5 +1,5 @@
-"""What a device holds in a step at the least, whether its chip leaves a program so much, and what
-to do where it had too little."""
+"""Least memory that a device needs in a step, whether the chip has it, and remedies for a device
+that ran out."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ PARTS = {
     "optimizer": ("optimizer",),
     "other": ("rest", "ema", "step", "loss_scale", "skipped", "residuals"),
 }
-"""Fields of the train state, by what they are told as."""
+"""Reported part -> fields of the train state."""
 OURS = "jaxtrain:"
-"""What begins our notes on an error."""
+"""Prefix of jaxtrain's notes on an error."""
 
 
 def argument_bytes(assembly: Assembly) -> dict[str, int]:
-    """Bytes on each device of what a step is given: params, optimizer, other state (a model's own,
+    """Per-device bytes of a step's arguments: params, optimizer, other state (a model's own,
     average, step, scale, residuals of compressed sums) and batch."""
     state, splits, sizes = assembly.abstract, assembly.splits, assembly.sizes
-    found = {
+    parts = {
         part: sum(bytes_per_device(getattr(state, n), getattr(splits, n), sizes) for n in names)
         for part, names in PARTS.items()
     }
     batch = bytes_per_device(assembly.abstract_batch(), assembly.batch_splits, sizes)
-    return found | {"batch": batch}
+    return parts | {"batch": batch}
 
 
 def gradient_bytes(assembly: Assembly) -> int:
-    """Of one gradient of every trained leaf, which all are there when their norm is known, in the
-    smallest form a step can hold them in: as the optimizer's state is split; in fp32 where sums
-    over microbatches are carried, else in the dtype they are made in."""
+    """Per-device bytes of the gradients of all trained leaves, which all exist when their norm is
+    computed. Smallest form: sharded as the optimizer state; fp32 if sums over microbatches are
+    carried, else in the compute dtype."""
     e, places = assembly.experiment, assembly.places
-    made = jnp.float32 if e.microbatches > 1 else e.precision.compute
+    dtype = jnp.float32 if e.microbatches > 1 else e.precision.compute
     grads: dict[str, Any] = {
-        k: jax.ShapeDtypeStruct(leaf.shape, made)
+        k: jax.ShapeDtypeStruct(leaf.shape, dtype)
         for k, leaf in assembly.abstract.params.items()
         if places[k].trained
     }
@@ -56,8 +56,8 @@ def gradient_bytes(assembly: Assembly) -> int:
 
 
 def memory_violations(assembly: Assembly) -> list[str]:
-    """A state that no program could fit beside. Simulated devices share a host's memory, of which
-    a mesh file says nothing."""
+    """Violation if state and gradients leave no memory for a program. None for simulated devices:
+    they share the host's memory, which a mesh file does not state."""
     spec = assembly.spec
     if spec.simulated:
         return []
@@ -65,20 +65,20 @@ def memory_violations(assembly: Assembly) -> list[str]:
     least, room = sum(parts.values()), spec.usable_bytes
     if least <= room:
         return []
-    told = ", ".join(f"{name} {count / 1e9:.1f}" for name, count in parts.items())
+    breakdown = ", ".join(f"{name} {count / 1e9:.1f}" for name, count in parts.items())
     least_room = f"a program may take {room / 1e9:.1f} GB of a {spec.chip.name}"
     return [
         f"{spec.where}: a step holds {least / 1e9:.1f} GB on each device before any activation "
-        f"({told}), and {told_fraction(spec) or least_room}; {_remedy(assembly, room)}"
+        f"({breakdown}), and {told_fraction(spec) or least_room}; {_remedy(assembly, room)}"
     ]
 
 
 def _remedy(assembly: Assembly, room: float) -> str:
-    """The state whole, divided by what one device has room for, a twentieth left for what no table
-    splits: no split needs fewer of them."""
+    """Suggests a number of devices: the unsharded state over one device's memory, with 5% for what
+    no sharding divides. No sharding needs fewer devices."""
     alone = replace(assembly, sizes=dict.fromkeys(assembly.sizes, 1))
-    whole = sum(argument_bytes(alone).values()) + gradient_bytes(alone)
-    devices = math.ceil(1.05 * whole / room)
+    total_bytes = sum(argument_bytes(alone).values()) + gradient_bytes(alone)
+    devices = math.ceil(1.05 * total_bytes / room)
     if devices > assembly.spec.devices:
         return f"use {devices} devices or more, or a smaller model"
     return (
@@ -89,13 +89,13 @@ def _remedy(assembly: Assembly, room: float) -> str:
 
 @contextmanager
 def memory_remedies(spec: MeshSpec) -> Iterator[None]:
-    """Where a device has no memory left for what it was asked, the error says what takes less."""
+    """Adds remedies to the error of a device that ran out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         # JAX has notes of its own on what jitted functions raise.
-        told = any(note.startswith(OURS) for note in getattr(error, "__notes__", ()))
-        if "RESOURCE_EXHAUSTED" in str(error) and not told:
+        noted = any(note.startswith(OURS) for note in getattr(error, "__notes__", ()))
+        if "RESOURCE_EXHAUSTED" in str(error) and not noted:
             error.add_note(
                 f"{OURS} a device has no memory left; use more microbatches or devices, "
                 "LayerLoop(remat='full'), or sharding=fsdp() over more of them; `jaxtrain compile` "

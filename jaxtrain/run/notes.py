@@ -1,4 +1,4 @@
-"""What runs, and is perhaps not what was meant: told by `check`, refused by nobody."""
+"""Notes on settings that run but may not be intended: `check` prints them, none is an error."""
 
 from __future__ import annotations
 
@@ -18,63 +18,65 @@ from jaxtrain.step.running_kernels import calls, kernel_of, local_rows
 from jaxtrain.telemetry.metrics import has_tensorboard
 
 MANY = 4
-"""Times as many chunks as would do."""
+"""Note head chunks when there are over this many times as many as needed."""
 
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
-    found = [*_plain_optax(assembly), *_packages(assembly)]
+    lines = [*_plain_optax(assembly), *_packages(assembly)]
     if assembly.description is None:
-        return found
+        return lines
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
     pipeline = [f"pipeline: {text}" for text in tables]
     products = [*_products(assembly), *_experts(assembly)]
-    return [*found, *_routers(assembly), *products, *_chunks(assembly), *pipeline]
+    return [*lines, *_routers(assembly), *products, *_chunks(assembly), *pipeline]
 
 
 def _packages(assembly: Assembly) -> list[str]:
-    """What a run does without, where a package is not installed."""
-    e, found = assembly.experiment, []
+    """Features that a run lacks because a package is not installed."""
+    e, lines = assembly.experiment, []
     if e.logging.tensorboard is None and not has_tensorboard():
-        found.append("logging: tensorboardX is not installed: no TensorBoard events are written")
+        lines.append("logging: tensorboardX is not installed: no TensorBoard events are written")
     if e.checkpoints is not None and XXH3 is None:
-        found.append(
+        lines.append(
             f"checkpoints: xxhash is not installed: digests are {SHA256}'s, slower to take, and "
             "checkpoints that were written with it cannot be read here"
         )
-    return found
+    return lines
 
 
 def _plain_optax(assembly: Assembly) -> list[str]:
-    """A transformation of optax's that takes a stack of layers for one leaf, or says no rate."""
+    """Notes on an optax transformation that mixes stacked layers, or has no learning rate."""
     if not isinstance(assembly.experiment.optimizer, Optax):
         return []
-    state, found = assembly.abstract.optimizer, []
+    state, lines = assembly.abstract.optimizer, []
     if jax.eval_shape(injected_rate, state) is None:
-        found.append(
+        lines.append(
             "optimizer: no learning rate is logged, for the state of this optax transformation "
             "says none; use optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
         )
-    every = without_buffers(assembly.places, assembly.buffers)
-    places = {k: p for k, p in every.items() if p.trained}
+    all_places = without_buffers(assembly.places, assembly.buffers)
+    places = {k: p for k, p in all_places.items() if p.trained}
     stacks = [place.path for place in places.values() if leaf_dims(place.axes).stacked]
     params = {k: assembly.abstract.params[k] for k in places}
-    met = mixing(assembly.transform, params, state) if stacks else []
-    if met:
-        found.append(
-            f"optimizer: this optax transformation computes over whole leaves ({', '.join(met)}), "
+    used = mixing(assembly.transform, params, state) if stacks else []
+    if used:
+        lines.append(
+            f"optimizer: this optax transformation computes over whole leaves ({', '.join(used)}), "
             f"and {len(stacks)} leaves are stacks, such as {stacks[0]}: what it means for the "
             "matrix of one layer it does to all layers at once (a sum over all leaves together is "
             "right); use Lamb, Lars, Muon or Adafactor of jaxtrain"
         )
-    return found
+    return lines
 
 
 def _routers(assembly: Assembly) -> list[str]:
-    """Routers whose gradient is zero by their definition."""
+    """Notes routers whose gradient is zero by definition."""
     blocks = assembly.described.layers
-    calls = [each for b in blocks for each in operations(b) if isinstance(each, ExpertCall)]
-    alone = [call for call in calls if not call.learns]
+    expert_calls = [
+        op for block in blocks for op in operations(block) if isinstance(op, ExpertCall)
+    ]
+    alone = [call for call in expert_calls if not call.learns]
     if not alone:
         return []
     return [
@@ -85,7 +87,7 @@ def _routers(assembly: Assembly) -> list[str]:
 
 
 def _products(assembly: Assembly) -> list[str]:
-    """Products of 8-bit numbers on a chip that makes them no faster than those of 16."""
+    """Notes 8-bit products on a chip that computes them no faster than 16-bit ones."""
     products, chip = assembly.experiment.precision.products, assembly.spec.chip
     if products is None or assembly.spec.simulated or assembly.product_flops > chip.bf16_flops:
         return []
@@ -99,10 +101,10 @@ def _products(assembly: Assembly) -> list[str]:
 
 
 def _experts(assembly: Assembly) -> list[str]:
-    """Experts whose products are of 8-bit numbers and no faster for it."""
+    """Notes experts whose 8-bit products run no faster than 16-bit ones."""
     if assembly.experiment.precision.products is None:
         return []
-    mixtures = (each for each in calls(assembly) if isinstance(each, ExpertCall))
+    mixtures = (operation for operation in calls(assembly) if isinstance(operation, ExpertCall))
     kernels = (kernel_of(assembly, call) for call in mixtures)
     wide = dict.fromkeys(type(k).__name__ for k in kernels if not takes_8_bits(k))
     return [
@@ -113,13 +115,13 @@ def _experts(assembly: Assembly) -> list[str]:
 
 
 def _chunks(assembly: Assembly) -> list[str]:
-    """A head that makes its logits in far more chunks than their size asks for."""
+    """Notes a head that computes its logits in far more chunks than their size needs."""
     limit, (rows, seq) = assembly.chunk_tokens, local_rows(assembly)
-    chunks, wanted = chunk_count(rows * seq, rows, limit), -(-rows * seq // limit)
-    if chunks <= MANY * wanted:
+    chunks, needed = chunk_count(rows * seq, rows, limit), -(-rows * seq // limit)
+    if chunks <= MANY * needed:
         return []
     return [
         f"the head makes its logits in {chunks} chunks of {rows * seq // chunks} tokens, where "
-        f"{wanted} would hold model.chunk_tokens={limit} each: chunks divide data.seq={seq}; use "
-        f"seq={seq // wanted * wanted}, or chunk_tokens={rows * seq} for a single one"
+        f"{needed} would hold model.chunk_tokens={limit} each: chunks divide data.seq={seq}; use "
+        f"seq={seq // needed * needed}, or chunk_tokens={rows * seq} for a single one"
     ]

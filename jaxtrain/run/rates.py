@@ -12,20 +12,20 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.telemetry.flops import mfu
 
 DocumentsOf = Callable[[int], Mapping[int, float] | None]
-"""step -> length of a document in its batch -> how many there are; None where rows are whole."""
+"""step -> document length in its batch -> number of documents; None if they are not counted."""
 
 
 def counts_flops(assembly: Assembly) -> bool:
-    """Whether MFU is told: of frozen leaves no gradients are made, and how much of a step that
-    saves is not counted; of a user's own model nothing is known."""
+    """True if MFU is reported. It is not with frozen leaves (the FLOPs of the gradients they save
+    are not counted), for a model without a description, and on simulated devices."""
     return assembly.description is not None and not assembly.spec.simulated and not assembly.frozen
 
 
 class Rates:
-    """Speeds of finished steps, evaluation and saving left out: each value is a mean over the steps
-    since the line that was written last.
+    """Speeds of finished steps, without evaluation and saving: each value is a mean over the steps
+    since the last written line.
 
-    The first step of a run has none: it holds the program's first run.
+    The first step of a run has none: it includes the program's first run.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Rates:
         self._paused += self._clock() - began
 
     def of(self, step: int, wait_s: float) -> dict[str, float | None]:
-        """After `step`, which just finished: step_s, data_s (waiting for data), tokens_per_s (of
-        rows without tokens examples_per_s), mfu_full and mfu_causal, documents_per_row where they
-        are counted.
+        """Returns speeds after `step`, which just finished: step_s, data_s (waiting for data),
+        tokens_per_s (examples_per_s for rows without tokens), mfu_full and mfu_causal; and
+        documents_per_row where they are counted.
 
         wait_s: seconds that this start has waited for data, in all.
         """
@@ -80,7 +80,7 @@ class Rates:
         return values
 
     def written(self) -> None:
-        """The line of the step that ended last was written: the next means begin there."""
+        """The line of the latest step was written: the next means begin there."""
         self._began, self._steps, self._rows = self._latest, 0, 0
         self._lengths.clear()
 

@@ -12,13 +12,14 @@ from jaxtrain.run.session import Session
 from jaxtrain.telemetry.metrics import DelayedMetrics
 
 SKIPPED_AT_MOST = 20
-"""So many steps skipped in a row, not counting those that look for a loss scale, end a run: the
-parameters have not moved since, and nothing says that they will."""
+"""Steps skipped in a row that end a run: its parameters no longer move. Steps skipped while a loss
+scale is searched do not count."""
 
 
 class Readings:
-    """Reads the metrics of each step when the next was dispatched, adds its speeds, and gives
-    (step, values) to `tell`. `history` has them in memory. `pace`: which process is slow."""
+    """Reads the metrics of each step after the next was dispatched, adds its speeds, and passes
+    (step, values) to `tell`. `history` keeps them in memory. `pace` adds metrics of slow
+    processes."""
 
     def __init__(
         self,
@@ -33,32 +34,32 @@ class Readings:
         self._dispatched: tuple[int, Mapping[str, Any]] | None = None
 
     def take(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """Metrics of the step that was just dispatched."""
+        """Keeps the metrics of the step that was just dispatched."""
         self._dispatched = (done, metrics)
 
     def read(self) -> None:
-        """Those of the step before it."""
-        taken, self._dispatched = self._dispatched, None
-        if taken is not None:
-            self._give(self._delayed.push(*taken))
+        """Reads the metrics of the previous step and passes them on."""
+        dispatched, self._dispatched = self._dispatched, None
+        if dispatched is not None:
+            self._give(self._delayed.push(*dispatched))
 
     def flush(self) -> None:
-        """All that are not read yet."""
+        """Reads all metrics that are not read yet."""
         self.read()
         self._give(self._delayed.flush())
 
     def go_back(self, step: int) -> None:
-        """The steps after it come again; what is not read yet of the first time is left."""
+        """The steps after `step` come again: drops their metrics, read or not."""
         self._delayed, self._dispatched = DelayedMetrics(), None
         self._skipped, self._in_a_row = int(self.session.state.skipped), 0
         self.history.go_back(step)
 
-    def _give(self, found: tuple[int, dict[str, Any]] | None) -> None:
-        if found is None:
+    def _give(self, reading: tuple[int, dict[str, Any]] | None) -> None:
+        if reading is None:
             return
-        step, values = found
+        step, values = reading
         if not values["weight"]:
-            values["loss"] = None  # no token is learnt from: a mean of nothing, and not 0
+            values["loss"] = None  # no trained token: a mean of nothing, not 0
         self._count_skipped(values)
         speeds = self._rates.of(step, self.session.loader.wait_s)
         values = {**values, **speeds, **self._pace.metrics()}
@@ -66,7 +67,7 @@ class Readings:
         self._tell(step, values)
 
     def _count_skipped(self, values: dict[str, Any]) -> None:
-        """Steps skipped in a row; one that only lowers the loss scale is not counted."""
+        """Counts steps skipped in a row; a step that only lowers the loss scale does not count."""
         scale, skipped = self.session.experiment.precision.loss_scale, int(values["skipped"])
         if skipped == self._skipped:
             self._in_a_row = 0
@@ -75,17 +76,17 @@ class Readings:
         self._skipped = skipped
 
     def refuse_skipping(self) -> None:
-        """Raises ValueError when nothing but skipped steps is left."""
+        """Raises ValueError if too many steps in a row were skipped."""
         if self._in_a_row < SKIPPED_AT_MOST:
             return
         scaled, last = self.session.experiment.precision.loss_scale, self.history.lines[-1]
         least = "" if scaled is None else ", at the least loss scale"
         rate = last.get("learning_rate")
-        at = "" if rate is None else f"learning rate {rate:.3g}, "
+        rate_text = "" if rate is None else f"learning rate {rate:.3g}, "
         loss = "none" if last["loss"] is None else f"{last['loss']:.3g}"
         raise ValueError(
             f"the gradients of {self._in_a_row} steps in a row, up to step {last['step']}, "
-            f"were not finite{least} ({at}loss {loss}); each was skipped, so the "
+            f"were not finite{least} ({rate_text}loss {loss}); each was skipped, so the "
             "parameters are those before them; use a lower learning rate, a longer warmup or "
             f"clip_norm=1.0{', or bf16' * bool(scaled)}, or look in the model and its data for "
             "values that are not finite"

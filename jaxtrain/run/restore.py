@@ -1,4 +1,4 @@
-"""A state read back from its checkpoint, onto this mesh or another."""
+"""Reads a state from its checkpoint, onto this mesh or another."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PREFIX = "residuals."
 def restore_state(
     at_rest: AtRest, checkpoints: Checkpoints | CheckpointManager, step: int
 ) -> TrainState:
-    """The state saved as `step`, as it rests on this mesh: each device reads what it holds.
+    """Returns the state saved at `step`, sharded at rest on this mesh; a device reads its own
+    shards.
 
-    All of it is equal to the bit to what was saved but for residuals of a mesh with other devices
-    to sum over: those are read as they are and dealt out again, for which each device holds as
-    many times its share of them as there were devices. Raises what `Checkpoints.restore`
-    does.
+    The state equals the saved one to the bit, except residuals saved on a mesh that sums over other
+    devices. These are read as saved and redistributed: a device needs its share of them times the
+    old number of devices. Raises what `Checkpoints.restore` raises.
     """
     leaves = checkpoints.manifest(step).leaves.items()
     stored = {k.removeprefix(PREFIX): leaf.shape for k, leaf in leaves if k.startswith(PREFIX)}
-    wanted = _shapes(natural_shapes(at_rest.assembly).residuals)
-    if wanted == stored or wanted.keys() != stored.keys():
-        # Of other leaves the manager says which are missing.
+    expected = _shapes(natural_shapes(at_rest.assembly).residuals)
+    if expected == stored or expected.keys() != stored.keys():
+        # If the leaves differ, the manager names the missing ones.
         return checkpoints.restore(step, at_rest.template, at_rest.slots)[0]
     abstract = at_rest.assembly.abstract.residuals
     splits = stored_splits(abstract, at_rest.assembly.splits.residuals, stored)
 
     def as_stored(path: Any, leaf: Any, split: Any) -> jax.ShapeDtypeStruct:
         name = _name(path)
-        # Errors have a dim of devices first, here as many as there were; layers stay in slots.
+        # Errors have a leading device dim, here of the saved mesh; layers stay in slots.
         errors = name.startswith("errors.")
         shape = (stored[name][0], *leaf.shape[1:]) if errors else stored[name]
         return placed(jax.ShapeDtypeStruct(shape, leaf.dtype), named_sharding(at_rest.mesh, split))

@@ -1,4 +1,4 @@
-"""What a run gives back."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from jaxtrain.run.session import Session
 
 @dataclass
 class Result:
-    """What a run gives back. `history`: a line of metrics for each step that this start took, of
-    long runs every so many (see `History`); all that was logged is in metrics.jsonl. `stopped`: it
-    was asked to stop before its last step. `saved`: the step it can go on from, None when nothing
-    was saved. `experiment`: as it was run, with the settings applied. `steps`: that are done in
-    all. `run_dir`: where it is kept, None for memory alone. `evaluation`: the last held-out
-    metrics. `sample`: the text drawn at the end. `session`: the state, the dataset and the compiled
-    step, for `generate` and notebooks."""
+    """Result of a training run. `history`: a line of metrics for each step of this start; long runs
+    keep only some (see `History`), and metrics.jsonl has all that was logged. `stopped`: it was
+    asked to stop before its last step. `saved`: the step it can continue from, None if nothing was
+    saved. `experiment`: as run, with the settings applied. `steps`: done in all. `run_dir`: None
+    for a run in memory only. `evaluation`: the last held-out metrics. `sample`: the text generated
+    at the end. `session`: state, dataset and compiled step, for `generate` and notebooks."""
 
     experiment: Experiment
     steps: int

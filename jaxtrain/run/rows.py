@@ -1,4 +1,4 @@
-"""A split opened for a model: it has what the model reads, or that is told before anything runs."""
+"""Opens a split for a model, after a check that it has the fields that the model reads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, Wrapped, dat
 from jaxtrain.violations import raise_violations
 
 AHEAD = 64
-"""Batches that are kept count of at once: more than any loader holds."""
+"""Batches whose document counts are kept: more than any loader prefetches."""
 WEIGHTS = "weights"
 
 
 def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bool = False) -> Any:
-    """The split of the experiment's data. For a model that reads `weights`, rows without get them:
-    ones, for each token. saved: what is opened is known again by its digest.
+    """Returns a split of the experiment's data. A model that reads `weights` gets ones for rows
+    without them. saved: the run is saved, so the dataset needs a digest.
 
-    Raises ValueError naming the fields that the model reads and the rows do not have, and what
-    `open` raises.
+    Raises ValueError that names the fields that the model reads and the rows lack, and what `open`
+    raises.
     """
     data = experiment.data
     dataset: Any = data.open(split, seed=experiment.seed, cache_dir=cache_dir)
@@ -51,7 +51,7 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
 
 
 class Weighted(Wrapped):
-    """A dataset in which each element of the field `tokens` weighs one."""
+    """A dataset in which each element of the field `tokens` has weight 1."""
 
     def __init__(self, dataset: Any, tokens: str) -> None:
         super().__init__(dataset)
@@ -63,8 +63,7 @@ class Weighted(Wrapped):
 
 
 class Ended:
-    """A dataset whose rows after its last are its first one with weights 0: full batches to the
-    end."""
+    """A dataset padded after its last row with copies of the first one, of weight 0."""
 
     def __init__(self, dataset: Any, weights: str = WEIGHTS) -> None:
         self.dataset, self._weights = dataset, weights
@@ -82,47 +81,46 @@ class Ended:
 
 
 class Documents:
-    """A dataset that counts the documents in the rows it gives, a batch after the other from that
-    of step `start` + 1 on: attention stays within them, so FLOPs depend on their lengths."""
+    """A dataset that counts the documents in the rows it returns, one batch per call, from step
+    `start` + 1 on. Attention stays within documents, so FLOPs depend on their lengths."""
 
     def __init__(self, dataset: Dataset, batch: int | BatchRamp, start: int) -> None:
         self._dataset, self._batch, self._step = dataset, batch, start + 1
-        self._found: dict[int, dict[int, float]] = {}
+        self._counts: dict[int, dict[int, float]] = {}
 
     def rows(self, indices: np.ndarray) -> Batch:
         rows = self._dataset.rows(indices)
         lengths, counts = np.unique(document_lengths(rows["segments"]), return_counts=True)
         share = batch_of(self._batch, self._step - 1) / len(indices)  # of this process
-        self._found[self._step] = dict(
+        self._counts[self._step] = dict(
             zip(lengths.tolist(), (counts * share).tolist(), strict=True)
         )
-        self._found.pop(self._step - AHEAD, None)  # nobody asked
+        self._counts.pop(self._step - AHEAD, None)  # it was never read
         self._step += 1
         return rows
 
     def of(self, step: int) -> dict[int, float] | None:
-        """Length of a document -> how many the batch of that step had, by the rows of this process;
-        once for each step."""
-        return self._found.pop(step, None)
+        """Document length -> number of such documents in the batch of `step`, estimated from the
+        rows of this process. Available once for each step."""
+        return self._counts.pop(step, None)
 
 
 def document_lengths(segments: np.ndarray) -> np.ndarray:
-    """Tokens of each document in rows of `segments` [rows, seq]; 0 is padding, and counts as
-    none."""
+    """Tokens of each document in rows of `segments` [rows, seq]; 0 is padding and is left out."""
     begins = np.ones(segments.shape, bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    at = np.flatnonzero(begins)
-    return np.diff(np.append(at, segments.size))[segments.reshape(-1)[at] > 0]
+    starts = np.flatnonzero(begins)
+    return np.diff(np.append(starts, segments.size))[segments.reshape(-1)[starts] > 0]
 
 
 def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) -> None:
-    """Raises ValueError naming what a held-out row lacks, or has in another shape or dtype, of the
-    `fields` of a training batch."""
-    found = fields_of(held_out, experiment.data)
+    """Raises ValueError naming the `fields` of a training batch that a held-out row lacks, or has
+    in another shape or dtype."""
+    held_out_fields = fields_of(held_out, experiment.data)
     problems = [
-        f"{name}: {_field(found.get(name))} for the {_field(field)} of training rows"
+        f"{name}: {_field(held_out_fields.get(name))} for the {_field(field)} of training rows"
         for name, field in fields.items()
-        if found.get(name) != field
+        if held_out_fields.get(name) != field
     ]
     if problems:
         raise ValueError(
@@ -133,8 +131,8 @@ def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) 
 
 
 def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any, weights: str = WEIGHTS) -> None:
-    """Raises ValueError where an evaluation would read beyond the last of `rows` held-out rows, in
-    pieces of `piece`, and there are no weights to say which of them count."""
+    """Raises ValueError if an evaluation in pieces of `piece` rows would read beyond the `rows`
+    held-out rows, and there are no weights to mark padding."""
     if weights in fields:
         return
     most = rows // batch

@@ -1,4 +1,4 @@
-"""A run made ready: data opened, program compiled, state on its devices."""
+"""A run before its first step: data opened, program compiled, state on its devices."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from jaxtrain.weights.start import Start, settled_start, starting_params
 
 @dataclass
 class Session:
-    """What a training loop works with. `state` is replaced at every step (its buffers are donated).
+    """State and programs of a training loop. Every step replaces `state` (its buffers are donated).
 
-    `compiled` holds one program for each batch size met so far, and for compressed sums one for
-    each `Choice`: the first step of another is compiled when it is met. `beside`: programs that
-    run on the state between steps.
+    `compiled` has one program for each batch size seen so far, and with compressed sums for each
+    `Choice`; a new one is compiled at its first step. `other_programs`: programs that run on the
+    state between steps.
     """
 
     assembly: Assembly
@@ -56,9 +56,9 @@ class Session:
     at_rest: AtRest
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
-    beside: list[jax.stages.Compiled] = field(default_factory=list)
+    other_programs: list[jax.stages.Compiled] = field(default_factory=list)
     begins: Start | None = None
-    """What the first step of the run begins with, if the run did not make it."""
+    """Source of the starting parameters; None if the run initialises them."""
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
@@ -70,67 +70,67 @@ class Session:
 
     @property
     def beginning(self) -> str:
-        """What the parameters came from, for a line that goes on; nothing where they were made."""
+        """Source of the starting parameters, for an output line; empty if they were initialised."""
         if isinstance(self.begins, FromRun):
             return f"from step {self.begins.step} of {self.begins.run_dir}, "
         return f"from {self.begins.folder}, " if self.begins is not None else ""
 
     def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Dispatch one step on the next state; returns its metrics, not waited for.
+        """Dispatches one step on the next state; returns its metrics without waiting for them.
 
-        In a thread: a KeyboardInterrupt strikes in the main one, and so never between the donation
-        of the old state and the arrival of the new.
+        It runs in a thread. A KeyboardInterrupt is raised in the main thread, and so never between
+        the donation of the old state and the arrival of the new one.
         """
         return self.dispatcher.submit(self._dispatch, batch).result()
 
     def again(self, state: TrainState, batch: dict[str, jax.Array]) -> TrainState:
-        """What the latest step would have made of `state`, which is donated."""
+        """Repeats the latest step on `state`, which is donated. Returns the new state."""
         assert self._latest is not None, "no step was taken"
         return self.dispatcher.submit(self._latest, state, batch).result()[0]
 
     def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         micro, rows = batch["rows"].shape
         choice = self.guard.choose(_reducer(self.assembly))
-        which = program_key(micro * rows, choice)
-        program = self.compiled.get(which)
+        key = program_key(micro * rows, choice)
+        program = self.compiled.get(key)
         if program is None:
             with self.phases.within("compile"):
                 program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
-            self.compiled[which] = program
+            self.compiled[key] = program
         self._latest = program
         self.state, metrics = program(self.state, batch)
         self.guard.push(metrics)
         return metrics
 
     def spare_bytes(self) -> int:
-        """What is free of the memory of each device of this process while any program of the run
-        may run: steps (the largest batch's is the first), evaluations, and what `beside` has; 0
-        where that is not known, as before the first evaluation, and where steps are taken twice,
-        from a copy of the state. Waits for the step that runs: its memory is counted once."""
+        """Free bytes on each device of this process while any program of the run may run: steps
+        (the largest batch's is the first), evaluations, and `other_programs`. Returns 0 if that is
+        not known (before the first evaluation) or if steps are run twice from a copy of the state.
+        Waits for the running step: its memory is counted once."""
         evaluates = self.experiment.evaluation is not None
         if self._latest is None or self.experiment.execution.health.replay is not None:
             return 0
         if evaluates and self.evaluate.program is None:  # it may run before a copy has left
             return 0
         jax.block_until_ready(self.state)
-        programs = [*self.compiled.values(), *self.beside]
+        programs = [*self.compiled.values(), *self.other_programs]
         programs += [self.evaluate.program] if evaluates else []
         return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
-        """Go on from a state after fewer steps, with other batches where `skips` says so."""
+        """Continues from an earlier `state`, after `step` steps, with the batches of `skips`."""
         self.loader.begin_at(step, skips)
         self.state = state
         self.guard = GuardReader(step, int(state.residuals.get("tripped", -1)))
 
     def beginning_state(self) -> TrainState:
-        """The state that the run began with, made again."""
-        given = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
-        return initialise(self.assembly, self.shardings, given)
+        """Recreates the state that the run began with."""
+        loaded = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
+        return initialise(self.assembly, self.shardings, loaded)
 
     def alive(self) -> bool:
-        """Whether the state can be read: a step that failed has donated it. Waits for what an
-        interrupt left on its way."""
+        """True if the state can be read: a failed step has donated it. Waits for programs that an
+        interrupt left running."""
         self.evaluate.wait()
         self.dispatcher.submit(int).result()
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
@@ -149,11 +149,11 @@ def open_session(
     held_out: bool = False,
     phases: Phases | None = None,
 ) -> Session:
-    """Raises ValueError for whatever does not fit, before anything is compiled or written; what can
-    be told without the data before it is opened, which may mean to tokenise it.
+    """Opens the data, compiles the step and restores or creates the state. Raises ValueError before
+    anything is compiled or written; problems that need no data come before it is opened (and
+    perhaps tokenised).
 
-    held_out: open the held-out data too, if the experiment evaluates. phases: where the time that
-    it takes is told.
+    held_out: also open the held-out data, if the experiment evaluates. phases: records times.
     """
     phases = phases or Phases()
     phases.enter("open")
@@ -168,7 +168,7 @@ def open_session(
     _check_vocabulary(experiment, dataset)
     if checkpoints is not None:
         _check_corpus(checkpoints, start, dataset)
-    _skips(experiment, checkpoints, start)  # it may refuse them
+    _skips(experiment, checkpoints, start)  # raises early
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if assembly.description is None:
         trace_loss(assembly)
@@ -191,44 +191,44 @@ def open_session(
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     skips = _skips(experiment, checkpoints, start)
     loader = Batches(assembly, mesh, dataset, start, skips)
-    given = (dataset, state, start, loader, evaluate, at_rest, compile_s)
-    session = Session(assembly, mesh, at_rest.shardings, *given)
+    fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
+    session = Session(assembly, mesh, at_rest.shardings, *fields)
     session.guard, session.begins, session.phases = guard, begins, phases
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 
 
 def _skips(experiment: Experiment, checkpoints: Checkpoints | None, start: int) -> Skips:
-    """Raises ValueError as `skips_from`."""
+    """Skipped batches at step `start`. Raises ValueError as `skips_from` does."""
     metadata = checkpoints.manifest(start).metadata if checkpoints and start else {}
-    told = experiment.execution.health.skip_batches
-    return skips_from(start, told, metadata.get("skipped", ()))
+    configured = experiment.execution.health.skip_batches
+    return skips_from(start, configured, metadata.get("skipped", ()))
 
 
 def _reducer(assembly: Assembly) -> Any:
-    """What sums the gradients; None on one device, whose steps are all one program."""
+    """The reducer of the gradients; None on one device, where a single program serves all steps."""
     return assembly.experiment.execution.reducer if assembly.explicit else None
 
 
 def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
     stored = checkpoints.manifest(start).metadata.get("data") if start else None
     if stored is not None and stored != dataset.digest:
-        before, now = _apart(str(stored), str(dataset.digest))
+        old, new = _apart(str(stored), str(dataset.digest))
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
-            f"corpus (digest {before}, now {now}): its rows would not be the ones that come next; "
+            f"corpus (digest {old}, now {new}): its rows would not be the ones that come next; "
             "bring the corpus back, or start a new run with another --run-dir"
         )
 
 
 def _apart(a: str, b: str) -> tuple[str, str]:
-    """Twelve characters of each of two words that differ, and where they begin to at the latest."""
+    """Twelve characters of each of two differing strings, so that the difference is visible."""
     both = zip(a, b, strict=False)
-    same = next((at for at, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
+    same = next((position for position, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
     begin = 0 if same < 12 else same - 4
     shown = (word[begin : begin + 12] for word in (a, b))
-    before, now = (f"..{word}" if begin else word for word in shown)
-    return before, now
+    left, right = (f"..{word}" if begin else word for word in shown)
+    return left, right
 
 
 def _first_state(
@@ -236,33 +236,33 @@ def _first_state(
     checkpoints: Checkpoints | None,
     begins: Start | None,
 ) -> tuple[TrainState, int]:
-    """Restored, and the step it is of: the newest that proves undamaged as it is read. Or born
-    sharded: initialised under jit, each device making its part, or reading it."""
+    """Returns (state, step): restored from the newest undamaged save, or step 0. A new state is
+    created sharded: under jit, each device computes or reads its own shards."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
-        with suppress(DamagedCheckpoint):  # the manager has it, and passes over the step now
+        with suppress(DamagedCheckpoint):  # the manager noted it, and now skips this step
             return restore_state(at_rest, checkpoints, start), start
-    given = starting_params(at_rest, begins)
-    return initialise(at_rest.assembly, at_rest.shardings, given), 0
+    loaded = starting_params(at_rest, begins)
+    return initialise(at_rest.assembly, at_rest.shardings, loaded), 0
 
 
 def initialise(
-    assembly: Assembly, where: TrainState, given: dict[str, jax.Array] | None = None
+    assembly: Assembly, shardings: TrainState, loaded: dict[str, jax.Array] | None = None
 ) -> TrainState:
-    """The initial state on its devices; the same bits on every mesh. given: parameters that it
-    begins with, as they rest; they are donated."""
-    return initial_program(assembly, where)(given or {})
+    """Returns the initial state on its devices; the same bits on every mesh. loaded: starting
+    parameters, in their at-rest sharding; they are donated."""
+    return initial_program(assembly, shardings)(loaded or {})
 
 
-def initial_program(assembly: Assembly, where: TrainState) -> Any:
-    """What `initialise` calls with the parameters given."""
+def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
+    """The jitted function of `initialise`, from loaded parameters to the state."""
 
-    def make(given: dict[str, jax.Array]) -> TrainState:
+    def make(loaded: dict[str, jax.Array]) -> TrainState:
         e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
         layout = None if assembly.pipeline is None else assembly.pipeline.layout
-        how: Any = dict(derivative=assembly.first_derivative)
-        return initial_state(e, assembly.transform, assembly.parts, layout, trained, given, **how)
+        more: Any = dict(derivative=assembly.first_derivative)
+        return initial_state(e, assembly.transform, assembly.parts, layout, trained, loaded, **more)
 
-    return jax.jit(make, out_shardings=where, donate_argnums=0)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 class Uninterrupted:
     """Runs calls one after the other in a thread of its own.
 
-    A KeyboardInterrupt strikes in the main thread, and so ends the wait for a call and never the
-    call: an import is not left half done, nor a save.
+    A KeyboardInterrupt is raised in the main thread. It ends the wait for a call, never the call:
+    an import or a save is not left half done.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="uninterrupted")
 
     def __call__(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """What `act(*arguments)` returns or raises. Interrupted, it goes on behind the caller."""
+        """Returns what `act(*arguments)` returns. An interrupted call still runs to its end."""
         return self._pool.submit(act, *arguments).result()
 
     def to_the_end(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """As a call, after all that an interrupt left on its way; waits however often it is
-        interrupted meanwhile."""
+        """Runs the call after all earlier ones, and waits for it through any number of
+        interrupts."""
         done: Future[Any] | None = None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The first words of a run and its last: what it is, what it reached, and a sample."""
+"""The first and last lines of a run: its size, its result, and a sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtrain.weights.generate import generate
 
 
 def headline(session: Session, last: int) -> str:
-    """What is trained, on what, until which step."""
+    """One line: model size, mesh, last step, compile time."""
     shapes = without_buffers(natural_shapes(session.assembly).params, session.assembly.buffers)
     parameters = sum(leaf.size for leaf in shapes.values())
     sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
@@ -26,7 +26,7 @@ def headline(session: Session, last: int) -> str:
 
 
 def finish(result: Result, session: Session, tell: Callable[[str], None]) -> None:
-    """What was reached against reference compressors, and a sample; `result` has both then."""
+    """Prints bits per byte beside reference compressors, and a sample; adds both to `result`."""
     e = session.experiment
     reached = result.evaluation.get("bits_per_byte")
     if reached is not None and isinstance(e.data, TextData) and e.data.has_text:

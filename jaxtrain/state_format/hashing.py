@@ -1,9 +1,9 @@
-"""Digests of what is stored, by name: who reads it may have other packages than who wrote it.
+"""Digests of stored data by name, since a reader may have other packages than the writer.
 
 XXH3-128 of the package xxhash, 18 GB/s on one core; where that is not installed SHA-256 of Python's
-own library, 1.2 (experiments/LOG.md). A digest says which it is: SHA-256's begins with the name,
-XXH3's is hexadecimals alone. Whoever can write a checkpoint can write its digests: they find
-accidents, not forgeries.
+own library, 1.2 (experiments/LOG.md). A SHA-256 digest begins with its name, an XXH3 digest is
+hexadecimal only. Digests detect accidents, not forgeries: a writer of a checkpoint can write its
+digests.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SEPARATOR = ":"
 
 
 class LacksPackage(ImportError):
-    """What is to be read needs a package that is not here. It is no damage: a run stops, and passes
-    over nothing."""
+    """Reading needs a package that is not installed. This is not damage: the run stops, and skips
+    no checkpoint."""
 
 
 class Hasher(Protocol):
-    """Takes bytes as they come."""
+    """A running hash: `update` with bytes, then `hexdigest`."""
 
     def update(self, data: Any, /) -> None: ...
 
@@ -36,7 +36,7 @@ class Hasher(Protocol):
 
 
 class Sha256:
-    """Its digest begins with its name."""
+    """SHA-256 with its name in front of the digest."""
 
     def __init__(self, data: bytes) -> None:
         self._hash = hashlib.sha256(data)
@@ -49,10 +49,10 @@ class Sha256:
 
 
 def hasher(data: bytes, like: str | None = None) -> Hasher:
-    """What begins with `data`. like: a digest that it will be compared with; None: of what is
-    written here.
+    """Returns a hasher that has read `data`. like: a digest that it will be compared with, whose
+    algorithm it uses; None for the algorithm of new digests.
 
-    Raises LacksPackage where it is like one of XXH3, and xxhash is not installed.
+    Raises LacksPackage where `like` is of XXH3, and xxhash is not installed.
     """
     named = None if like is None else like.partition(SEPARATOR)[0]
     if named == SHA256 or (like is None and XXH3 is None):

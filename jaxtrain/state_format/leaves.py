@@ -1,7 +1,7 @@
-"""State as a flat table of leaves: natural paths, and what is stored under each.
+"""State as a flat table of leaves: path -> record.
 
-A leaf's path is the dotted keys that lead to it, `params.period.0.attention.q`, whatever containers
-those keys belong to. A checkpoint therefore outlives the NamedTuples of an optimizer library.
+A leaf's path is the dotted keys that lead to it, `params.period.0.attention.q`, for any type of
+container. A checkpoint therefore outlives the NamedTuples of an optimizer library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Leaf = jax.Array | jax.ShapeDtypeStruct
 
 
 class LeafRecord(NamedTuple):
-    """What the checkpoint says of one leaf."""
+    """A checkpoint's record of one leaf."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,7 +34,7 @@ class LeafRecord(NamedTuple):
 
     @property
     def stored(self) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of the array that stands for the leaf on disk."""
+        """Shape and dtype of the leaf's array on disk."""
         if self.key_impl is None:
             return self.shape, jnp.dtype(self.dtype)
         kind = jax.random.key(0, impl=self.key_impl).dtype
@@ -48,25 +48,23 @@ class LeafRecord(NamedTuple):
 
 
 def records_from_json(leaves: dict[str, Any]) -> dict[str, LeafRecord]:
-    """Records as JSON reads them back. Raises ValueError, TypeError, AttributeError where it is
-    something else."""
-    found = {name: LeafRecord(tuple(shape), *rest) for name, (shape, *rest) in leaves.items()}
-    for name, record in found.items():
+    """Returns records from JSON. Raises ValueError, TypeError, AttributeError where it has another
+    format."""
+    records = {name: LeafRecord(tuple(shape), *fields) for name, (shape, *fields) in leaves.items()}
+    for name, record in records.items():
         if not all(isinstance(n, int) and n >= 0 for n in record.shape):
             raise ValueError(f"the shape of {name} is {list(record.shape)}")
         _, dtype = record.stored
         if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
             raise ValueError(f"the dtype of {name} is {record.dtype!r}, which no array of JAX has")
-    return found
+    return records
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves of `tree` under their natural paths, in the order of `jax.tree.leaves`.
+    """Returns the leaves of `tree` by their natural paths, in the order of `jax.tree.leaves`.
 
-    None and empty containers are structure, not leaves.
-
-    Raises:
-        ValueError: two leaves share a path, as with {"a.b": x, "a": {"b": y}}.
+    None and empty containers are structure, not leaves. Raises ValueError where two leaves share a
+    path, as with {"a.b": x, "a": {"b": y}}.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
@@ -85,17 +83,14 @@ def stored_bytes(tree: PyTree) -> int:
 
 
 def records_of(state: PyTree, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafRecord]:
-    """The record of every leaf.
-
-    Raises:
-        ValueError: a leaf is not a `jax.Array` (all of them are listed), or there is nothing.
-    """
+    """Returns the record of every leaf. Raises ValueError where leaves are not a `jax.Array` (with
+    all of them), or no leaf has elements."""
     leaves = named_leaves(state)
     foreign = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     if foreign:
-        found = ", ".join(f"{name} is {type(leaves[name]).__name__}" for name in foreign)
+        types = ", ".join(f"{name} is {type(leaves[name]).__name__}" for name in foreign)
         raise ValueError(
-            f"every leaf of a saved state is a jax.Array, but {found}; "
+            f"every leaf of a saved state is a jax.Array, but {types}; "
             "wrap it in jnp.asarray, or put it into the metadata"
         )
     if not any(leaf.size for leaf in leaves.values()):
@@ -104,28 +99,30 @@ def records_of(state: PyTree, slots: AllSlots = AS_THEY_REST) -> dict[str, LeafR
 
 
 def arrays_of(state: PyTree) -> dict[str, jax.Array]:
-    """The arrays to write under their paths. Leaves without elements are in the records only."""
+    """Returns the arrays to write by their paths. Leaves without elements are in the records
+    only."""
     return {name: _data(leaf) for name, leaf in named_leaves(state).items() if leaf.size}
 
 
 def stored_shape(name: str, leaf: Leaf, slots: AllSlots) -> tuple[int, ...]:
-    """Of a leaf as it rests, or of its template."""
+    """Returns the stored shape of a leaf at rest, or of its template."""
     shape = tuple(leaf.shape)
     return slots[name].stored(shape) if name in slots else shape
 
 
 def to_request(template: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to read for the leaves of a template: those with elements, keys as their data."""
+    """Returns the arrays to read for the leaves of a template: those with elements, keys as their
+    data."""
     return {name: _data_spec(leaf) for name, leaf in template.items() if math.prod(leaf.shape)}
 
 
 def from_store(
     template: dict[str, Any], arrays: dict[str, jax.Array], records: dict[str, LeafRecord]
 ) -> list[jax.Array]:
-    """The leaves of `template`, in its order, out of the arrays that were read."""
+    """Returns the leaves of `template`, in its order, from the arrays that were read."""
     leaves = []
-    for name, wanted in template.items():
-        spec = _data_spec(wanted)
+    for name, leaf in template.items():
+        spec = _data_spec(leaf)
         data = arrays.get(name)
         if data is None:
             data = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
@@ -137,15 +134,15 @@ def from_store(
 def mismatches(
     template: dict[str, Any], records: dict[str, LeafRecord], slots: AllSlots = AS_THEY_REST
 ) -> list[str]:
-    """Every way in which the stored leaves are not those asked for, one line each."""
+    """Returns every difference between the stored leaves and the template, one line each."""
     problems = []
-    for name, wanted in template.items():
-        expected = f"{wanted.dtype}[{','.join(map(str, stored_shape(name, wanted, slots)))}]"
+    for name, leaf in template.items():
+        expected = f"{leaf.dtype}[{','.join(map(str, stored_shape(name, leaf, slots)))}]"
         if name not in records:
             problems.append(f"{name}: not stored, expected {expected}")
         elif str(records[name]) != expected:
             problems.append(f"{name}: stored {records[name]}, expected {expected}")
-        if getattr(wanted, "sharding", None) is None:
+        if getattr(leaf, "sharding", None) is None:
             problems.append(f"{name}: asked for without a sharding; say where it goes")
     extra = [name for name in records if name not in template]
     return problems + [f"{name}: stored {records[name]}, not asked for" for name in extra]
@@ -165,10 +162,10 @@ def _data(leaf: jax.Array) -> jax.Array:
 
 
 def _data_spec(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the array that stands for `leaf` on disk."""
+    """Returns shape, dtype and sharding of the leaf's array on disk."""
     sharding = getattr(leaf, "sharding", None)
     if not _is_key(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    # The data of a key has one dim more, last; a spec that does not mention it leaves it whole.
+    # The data of a key has one more dim, the last; a spec without it does not split it.
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)

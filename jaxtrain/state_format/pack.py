@@ -1,12 +1,12 @@
-"""Packs: the files that hold chunks, one after the other, with nothing between.
+"""Packs: files with chunks, one after the other, with nothing between.
 
-    {step}.{process}.pack        what changed since the save before, and all small chunks
-    {step}.{process}.still.pack  what did not, of SMALL bytes and more
+    {step}.{process}.pack        chunks that changed since the previous save, and all small chunks
+    {step}.{process}.still.pack  unchanged chunks of SMALL bytes and more
 
 Every byte of a pack is of one chunk, so every damaged byte has a name. A pack is never changed once
-it is written. One of chunks that stand still may be held by a later step too, by a hard link, and
-goes with the last step that holds it: whole or not at all, so that nothing is on the disk that no
-step needs.
+it is written. A later step may share a pack of unchanged chunks by a hard link; its space is freed
+with the last such step. A step shares a complete pack or none of it, so that all bytes on the disk
+are needed by some step.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from jaxtrain.files.regular import open_regular, write_all
 from jaxtrain.state_format.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
 
 PIECE = 2**18
-"""Read at a time: what was just read is in the processor's cache when its digest is taken."""
+"""Bytes of one read, which are still in the processor's cache when they are hashed."""
 
 Digest = Callable[[str, Box, np.ndarray], str]
 
 
 SMALL = 16 * 2**10
-"""A chunk of fewer bytes is always written: a link would save less than the file it is."""
+"""A smaller chunk is always written: a link would save less than it costs."""
 STILL = ".still.pack"
 
 
 class Earlier(NamedTuple):
-    """The chunks of an earlier step, and where its packs are. `sizes`: bytes of each pack."""
+    """The chunks of an earlier step, and the directory of its packs. sizes: bytes of each pack."""
 
     directory: Path
     chunks: Mapping[tuple[str, Box], Chunk]
     sizes: Mapping[str, int]
 
-    def has(self, piece: Part, found: str) -> bool:
-        """Whether it has the piece as it is now, of digest `found`."""
+    def has(self, piece: Part, piece_digest: str) -> bool:
+        """True if the step has the piece with this digest."""
         chunk = self.chunks.get((piece.leaf, piece.box))
-        return chunk is not None and chunk.digest == found
+        return chunk is not None and chunk.digest == piece_digest
 
 
 NOTHING = Earlier(Path(), {}, {})
 
 
 class Sharing(NamedTuple):
-    """source: the step whose packs may be held again. apart: one that is kept beside the new step,
-    and holds none of the packs that this takes from `source`: no damage to one file is in both."""
+    """source: the step whose packs may be linked. apart: a step that is kept together with the new
+    one, and shares none of the packs linked from `source`, so that no damage to one file affects
+    both."""
 
     source: Earlier
     apart: Earlier
@@ -70,27 +71,29 @@ def write_chunks(
     *,
     digest_of: Digest = digest,
 ) -> list[Chunk]:
-    """Write `parts` as chunks of the pack `name`, and of one beside it for those that stand still,
-    but for those in packs that are linked, and return all.
+    """Writes `parts` as chunks and returns all: changed ones into the pack `name`, unchanged ones
+    into one more pack. Chunks in linked packs are not written.
 
-    Digests are taken ahead of the writes, in a thread of their own. Everything is on the disk when
-    this returns. Raises OSError.
+    Digests are computed ahead of the writes, in another thread. Everything is on the disk when this
+    returns. Raises OSError.
     """
     pieces = [piece for part in parts for piece in cut(part)]
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         moved = stack.enter_context(_Pack(directory / name))
         still = stack.enter_context(_Pack(directory / (name.removesuffix(".pack") + STILL)))
 
-        def digests(some: list[Part]) -> Iterator[str]:
-            return pool.map(lambda p: digest_of(p.leaf, p.box, p.data), some)
+        def digests(hashed: list[Part]) -> Iterator[str]:
+            return pool.map(lambda p: digest_of(p.leaf, p.box, p.data), hashed)
 
         try:
             chunks = _link_chunks(directory, sharing, pieces, digests)
-            others = [piece for piece in pieces if (piece.leaf, piece.box) not in chunks]
-            for piece, found in zip(others, digests(others), strict=True):
-                known = sharing.source.has(piece, found) or sharing.apart.has(piece, found)
-                pack = still if known and piece.data.nbytes >= SMALL else moved
-                chunks[piece.leaf, piece.box] = pack.write(piece, found)
+            unlinked = [piece for piece in pieces if (piece.leaf, piece.box) not in chunks]
+            for piece, piece_digest in zip(unlinked, digests(unlinked), strict=True):
+                unchanged = sharing.source.has(piece, piece_digest) or sharing.apart.has(
+                    piece, piece_digest
+                )
+                pack = still if unchanged and piece.data.nbytes >= SMALL else moved
+                chunks[piece.leaf, piece.box] = pack.write(piece, piece_digest)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -98,7 +101,7 @@ def write_chunks(
 
 
 class _Pack:
-    """A pack that is being written; there is none where nothing is."""
+    """A pack being written; its file is created by the first chunk."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
@@ -113,13 +116,13 @@ class _Pack:
                 if kind is None:
                     os.fsync(self._file.fileno())
 
-    def write(self, piece: Part, found: str) -> Chunk:
+    def write(self, piece: Part, piece_digest: str) -> Chunk:
         if self._file is None:
             self._file = open_regular(self.path, "wb")
         size, offset = piece.data.nbytes, self.size
         write_all(self._file, as_bytes(piece.data))
         self.size += size
-        return Chunk(piece.leaf, piece.box, found, self.path.name, offset, size)
+        return Chunk(piece.leaf, piece.box, piece_digest, self.path.name, offset, size)
 
 
 def _link_chunks(
@@ -128,36 +131,35 @@ def _link_chunks(
     pieces: list[Part],
     digests: Callable[[list[Part]], Iterator[str]],
 ) -> dict[tuple[str, Box], Chunk]:
-    """The chunks in packs of the source that are here now too: those of which every chunk is as it
-    was."""
+    """Links the packs of the source of which every chunk is unchanged, and returns their chunks."""
     source = sharing.source
-    held: dict[str, set[tuple[str, Box]]] = {}
+    keys_of: dict[str, set[tuple[str, Box]]] = {}
     for key, chunk in source.chunks.items():
         if chunk.pack.endswith(STILL):
-            held.setdefault(chunk.pack, set()).add(key)
-    wanted = set().union(*held.values())
-    asked = [piece for piece in pieces if (piece.leaf, piece.box) in wanted]
+            keys_of.setdefault(chunk.pack, set()).add(key)
+    linkable = set().union(*keys_of.values())
+    candidates = [piece for piece in pieces if (piece.leaf, piece.box) in linkable]
     same = {
         (piece.leaf, piece.box)
-        for piece, found in zip(asked, digests(asked), strict=True)
-        if source.has(piece, found)
+        for piece, piece_digest in zip(candidates, digests(candidates), strict=True)
+        if source.has(piece, piece_digest)
     }
-    taken = {
-        pack for pack, keys in held.items() if keys <= same and _link(directory, sharing, pack)
+    linked = {
+        pack for pack, keys in keys_of.items() if keys <= same and _link(directory, sharing, pack)
     }
-    return {key: source.chunks[key] for pack in taken for key in held[pack]}
+    return {key: source.chunks[key] for pack in linked for key in keys_of[pack]}
 
 
 def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
-    """Whether the pack is here now; False where `apart` relies on it, it is not whole, or the file
+    """Links a pack and returns True; False where `apart` shares it, it is incomplete, or the file
     system cannot."""
     source, apart = sharing
     try:
-        found = (source.directory / pack).stat()
-        if found.st_size != source.sizes[pack]:
+        status = (source.directory / pack).stat()
+        if status.st_size != source.sizes[pack]:
             return False
         files = [(apart.directory / other).stat() for other in apart.sizes]
-        if any(os.path.samestat(found, other) for other in files):
+        if any(os.path.samestat(status, other) for other in files):
             return False
         os.link(source.directory / pack, directory / pack)
     except OSError:
@@ -166,26 +168,30 @@ def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
 
 
 def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-    """The elements of a chunk, verified. Raises ValueError that says what is wrong with it, and
-    LacksPackage where its digest cannot be taken here."""
+    """Returns the elements of a chunk, verified. Raises ValueError with the damage, and
+    LacksPackage where its digest cannot be computed here."""
     try:
         with open_regular(pack, "rb") as file:
-            # Before anything is allocated: the size is what a manifest says.
+            # Before anything is allocated: the manifest's size may be wrong.
             if (length := os.fstat(file.fileno()).st_size) < chunk.offset + chunk.size:
                 raise ValueError(f"{pack.name} ends at byte {length}, too early")
             data = np.empty(chunk.size, np.uint8)
-            got, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype, chunk.digest)
+            received, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype, chunk.digest)
             file.seek(chunk.offset)
-            while got < chunk.size and (count := file.readinto(data.data[got : got + PIECE])):
-                hasher.update(data.data[got : got + count])
-                got += count
+            while received < chunk.size and (
+                count := file.readinto(data.data[received : received + PIECE])
+            ):
+                hasher.update(data.data[received : received + count])
+                received += count
     except FileNotFoundError:
         raise ValueError(f"{pack.name} is missing") from None
     except OSError as error:
         raise ValueError(f"{pack.name} cannot be read: {error}") from error
-    if got < chunk.size:
-        raise ValueError(f"{pack.name} ends at byte {chunk.offset + got}, too early")
-    if (found := hasher.hexdigest()) != chunk.digest:
-        at = f"bytes {chunk.offset}..{chunk.offset + chunk.size} of {pack.name}"
-        raise ValueError(f"{at} have digest {found[:12]}, written with {chunk.digest[:12]}")
+    if received < chunk.size:
+        raise ValueError(f"{pack.name} ends at byte {chunk.offset + received}, too early")
+    if (read_digest := hasher.hexdigest()) != chunk.digest:
+        place = f"bytes {chunk.offset}..{chunk.offset + chunk.size} of {pack.name}"
+        raise ValueError(
+            f"{place} have digest {read_digest[:12]}, written with {chunk.digest[:12]}"
+        )
     return data.view(dtype).reshape(chunk.box.shape)

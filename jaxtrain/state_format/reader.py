@@ -1,5 +1,4 @@
-"""Arrays read back from chunks, onto any sharding and into slots; every chunk that is touched is
-verified."""
+"""Arrays from chunks, onto any sharding and into slots. Every chunk that is needed is verified."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Slots, part_of, 
 READERS = 4
 
 Read = Callable[[Chunk, np.dtype], np.ndarray]
-"""The verified elements of a chunk; raises ValueError that says what is wrong with it."""
+"""Returns the verified elements of a chunk. Raises ValueError with the damage."""
 
 
 class Damaged(ValueError):
-    """Chunks that are not what was written. `damages`: a line for each, naming leaf and place."""
+    """Chunks are damaged. damages: a line for each, with leaf and place."""
 
     def __init__(self, damages: list[str]) -> None:
         self.damages = damages
@@ -32,27 +31,27 @@ class Damaged(ValueError):
 
 
 def read_from(directory: Path) -> Read:
-    """From packs in one directory."""
+    """Returns a reader of the packs in one directory."""
     return lambda chunk, dtype: read_chunk(directory / chunk.pack, chunk, dtype)
 
 
 def read_arrays(
     manifest: Manifest,
-    wanted: dict[str, jax.ShapeDtypeStruct],
+    specs: dict[str, jax.ShapeDtypeStruct],
     read: Read | None = None,
     slots: AllSlots = AS_THEY_REST,
 ) -> dict[str, jax.Array]:
-    """The arrays of `wanted`, as its shardings place them on this process's devices; in `slots`
-    where these have them, their padding zero.
+    """Returns the arrays of `specs` on this process's devices, by their shardings; in `slots` where
+    these have them, with zero padding.
 
-    A leaf at a time, so that the host holds the chunks of one. All chunks of which a part is needed
-    here are read and verified, whole. Raises Damaged, when everything was looked at.
+    Reads a leaf at a time, so that the host holds the chunks of one. All chunks of which a part is
+    needed here are read and verified as a whole. Raises Damaged after all are read.
     """
     read = read or read_from(manifest.directory)
     damages: list[str] = []
     arrays = {}
     with ThreadPoolExecutor(READERS) as pool:
-        for leaf, spec in wanted.items():
+        for leaf, spec in specs.items():
             try:
                 arrays[leaf] = _read_array(manifest, leaf, spec, read, pool, slots.get(leaf))
             except Damaged as error:
@@ -63,7 +62,7 @@ def read_arrays(
 
 
 def verify_chunks(manifest: Manifest, read: Read | None = None) -> list[str]:
-    """What is damaged of all chunks, a line for each; [] when every byte is as it was written."""
+    """Returns a line for each damaged chunk, of all; [] when every byte is as it was written."""
     read = read or read_from(manifest.directory)
     damages = []
     with ThreadPoolExecutor(READERS) as pool:
@@ -85,17 +84,17 @@ def _read_array(
 ) -> jax.Array:
     shape, dtype = tuple(spec.shape), np.dtype(spec.dtype)
     assert spec.sharding is not None, "the manager refuses a template without shardings"
-    places = boxes_of(spec.sharding.addressable_devices_indices_map(shape), shape)
-    needed = [piece.box for box in places for piece in pieces_of(slots, box)]
-    touched = [c for c in manifest.chunks.get(leaf, []) if any(map(c.box.meet, needed))]
-    found = list(pool.map(partial(_attempt, read=read, dtype=dtype), touched))
-    if damages := [each for each in found if isinstance(each, str)]:
+    devices_of = boxes_of(spec.sharding.addressable_devices_indices_map(shape), shape)
+    needed = [piece.box for box in devices_of for piece in pieces_of(slots, box)]
+    overlapping = [c for c in manifest.chunks.get(leaf, []) if any(map(c.box.intersect, needed))]
+    results = list(pool.map(partial(_attempt, read=read, dtype=dtype), overlapping))
+    if damages := [result for result in results if isinstance(result, str)]:
         raise Damaged(damages)
-    pairs = zip(touched, found, strict=True)
-    held = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
+    pairs = zip(overlapping, results, strict=True)
+    loaded = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
     shards = []
-    for box, devices in places.items():
-        data = part_of(slots, box, dtype, partial(_assemble, dtype=dtype, held=held))
+    for box, devices in devices_of.items():
+        data = part_of(slots, box, dtype, partial(_assemble, dtype=dtype, chunks=loaded))
         shards += [jax.device_put(data, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, spec.sharding, shards)
 
@@ -103,7 +102,7 @@ def _read_array(
 def _attempt(
     chunk: Chunk, *, read: Read, dtype: np.dtype, keep: bool = True
 ) -> np.ndarray | str | None:
-    """The chunk's elements (None where they are not to be kept), or what is wrong with it."""
+    """Returns the chunk's elements (None if not `keep`), or its damage as text."""
     try:
         data = read(chunk, dtype)
     except ValueError as error:
@@ -111,20 +110,20 @@ def _attempt(
     return data if keep else None
 
 
-def _assemble(box: Box, dtype: np.dtype, held: list[tuple[Box, np.ndarray]]) -> np.ndarray:
-    """The elements of `box` out of chunks that cover it."""
-    for chunk, data in held:
+def _assemble(box: Box, dtype: np.dtype, chunks: list[tuple[Box, np.ndarray]]) -> np.ndarray:
+    """Returns the elements of `box` from chunks that cover it."""
+    for chunk, data in chunks:
         if chunk == box:
             return data
     out, filled = np.empty(box.shape, dtype), 0
-    for chunk, data in held:
-        if both := box.meet(chunk):
-            out[both.within(box)] = data[both.within(chunk)]
-            filled += math.prod(both.shape)
+    for chunk, data in chunks:
+        if overlap := box.intersect(chunk):
+            out[overlap.within(box)] = data[overlap.within(chunk)]
+            filled += math.prod(overlap.shape)
     assert filled == out.size, "a manifest with gaps is refused when it is read"
     return out
 
 
 def _span(box: Box) -> str:
-    """As one would write the index: [0:8, 16:32]."""
+    """Returns the box as an index, like [0:8, 16:32]."""
     return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(*box, strict=True))}]"

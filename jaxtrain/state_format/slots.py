@@ -1,9 +1,8 @@
-"""Leaves that rest in slots: which parts of the stored leaf a part of the array is.
+"""Leaves at rest in slots: the mapping from parts of an array to boxes of the stored leaf.
 
-On pipeline stages a leaf that is stacked over layers rests as [slots, ...] or [chunks, slots, ...],
-some of them padding; a checkpoint has it as [layers, ...]. No layer is moved for that: what a
-device holds is cut, by arithmetic on indices, into boxes of the stored leaf, and put together from
-them.
+On pipeline stages a leaf that is stacked over layers is at rest [slots, ...] or [chunks, slots,
+...], with padding; a checkpoint has it as [layers, ...]. The conversion moves no layer: index
+arithmetic cuts a device's part into boxes of the stored leaf, and joins it from them.
 """
 
 from __future__ import annotations
@@ -21,67 +20,67 @@ Index = tuple[Any, ...]
 
 
 class Piece(NamedTuple):
-    """`box` of the stored leaf, and where it lies in an array that holds the part it is of."""
+    """A box of the stored leaf, and its place in the part of the array."""
 
     box: Box
-    at: Index
+    place: Index
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """How an array holds a stored leaf whose dim `dim` counts layers. layer_of: [slots] or
-    [chunks, slots], those dims of the array: the layer in each, -1 where there is none."""
+    """Layout of a stored leaf in an array; its dim `dim` counts layers. layer_of: [slots] or
+    [chunks, slots], those dims of the array: the layer in each, -1 for padding."""
 
     dim: int
     layer_of: np.ndarray
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the stored leaf of an array."""
+        """Returns the shape of the stored leaf of an array of `shape`."""
         layers = int((self.layer_of >= 0).sum())
         return (*shape[: self.dim], layers, *shape[self.dim + self.layer_of.ndim :])
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """What part `box` of the array has of the stored leaf, each layer once: neighbours that lie
-        side by side are one piece. Nothing of padding."""
+        """Yields the pieces of the stored leaf in part `box` of the array, each layer once and no
+        padding. Consecutive layers in neighbouring slots are one piece."""
         dim, last = self.dim, self.dim + self.layer_of.ndim - 1
         first, count = box.start[last], box.shape[last]
         chunks = range(box.start[dim], box.start[dim] + box.shape[dim])
         for chunk in itertools.product(*[chunks] * (last - dim)):
-            here = tuple(c - box.start[dim] for c in chunk)
+            inside = tuple(c - box.start[dim] for c in chunk)
             for slot, layer, n in _runs(self.layer_of[chunk][first : first + count]):
                 yield Piece(
                     Box(
                         (*box.start[:dim], layer, *box.start[last + 1 :]),
                         (*box.shape[:dim], n, *box.shape[last + 1 :]),
                     ),
-                    (slice(None),) * dim + (*here, slice(slot, slot + n)),
+                    (slice(None),) * dim + (*inside, slice(slot, slot + n)),
                 )
 
 
 AllSlots = Mapping[str, Slots]
-"""By leaf; those that are not here are stored as they rest."""
+"""By leaf; other leaves are stored as they are at rest."""
 AS_THEY_REST: AllSlots = {}
 
 
 def pieces_of(slots: Slots | None, box: Box) -> list[Piece]:
-    """As `Slots.pieces`; all of it where the leaf is stored as it rests."""
+    """Returns `Slots.pieces`, or one piece with all of `box` where the leaf has no slots."""
     return [Piece(box, (...,))] if slots is None else list(slots.pieces(box))
 
 
 def part_of(
     slots: Slots | None, box: Box, dtype: np.dtype, read: Callable[[Box], np.ndarray]
 ) -> np.ndarray:
-    """Part `box` of an array, of which `read` gives boxes of the stored leaf; padding is zero."""
+    """Returns part `box` of an array. read: returns boxes of the stored leaf. Padding is zero."""
     if slots is None:
         return read(box)
     out = np.zeros(box.shape, dtype)
     for piece in slots.pieces(box):
-        out[piece.at] = read(piece.box)
+        out[piece.place] = read(piece.box)
     return out
 
 
 def _runs(layers: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(first slot, its layer, how many follow one another from there) of slots side by side."""
+    """Yields (first slot, its layer, number of consecutive layers from there); skips padding."""
     slot = 0
     while slot < len(layers):
         layer, n = int(layers[slot]), 1

@@ -60,8 +60,8 @@ from jaxtrain.validation.sequence import chosen_method
 
 KEEP_BARRIERS = "cse_barrier_expander"
 """XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
-time: with it nothing is rematerialised there, and gathers leave their places. Other platforms keep
-their barriers that long by themselves."""
+time: with it nothing is rematerialised, and gathers are moved. Other platforms keep their barriers
+that long anyway."""
 
 
 @dataclass(frozen=True)
@@ -82,37 +82,37 @@ class Assembly:
     splits: TrainState
     pipeline: OnStages | None
     fields: Mapping[str, tuple[tuple[int, ...], Any]]
-    """What a batch holds: name -> (shape of one row, dtype)."""
+    """Fields of a batch: name -> (shape of one row, dtype)."""
 
     @property
     def explicit(self) -> bool:
-        """Whether the step is a shard_map of ours: on one device there is nothing to map over."""
+        """True if the step is a shard_map of ours. One device needs none."""
         return self.mode == "explicit" and bool(self.sizes)
 
     @cached_property
     def description(self) -> ModelDescription | None:
-        """What the model says of itself; None of a user's own that does not."""
+        """The model's description of itself; None for a user's own model without one."""
         return description_of(self.experiment.model)
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at one time: as the model says, else as suits the chip."""
-        told = self.description
-        if told is not None and told.head.chunk_tokens is not None:
-            return told.head.chunk_tokens
-        if told is None or self.spec.simulated:
+        """Tokens whose logits exist at one time: the model's setting, else the chip's default."""
+        model = self.description
+        if model is not None and model.head.chunk_tokens is not None:
+            return model.head.chunk_tokens
+        if model is None or self.spec.simulated:
             return LEAST_CHUNK
-        return chunk_tokens_of(self.spec.chip, told.head.padded // ways(self.tensor, self.sizes))
+        return chunk_tokens_of(self.spec.chip, model.head.padded // ways(self.tensor, self.sizes))
 
     @property
     def described(self) -> ModelDescription:
-        """The description of a model that has one."""
+        """The model's description; the model must have one."""
         assert self.description is not None, "asked for of a model that does not describe itself"
         return self.description
 
     @property
     def tokens(self) -> str | None:
-        """The field of a batch that has an element for each token; None where none is known."""
+        """Name of the batch's field with an element for each token; None if unknown."""
         if self.description is not None:
             return self.description.tokens
         return "tokens" if "tokens" in self.fields else None
@@ -124,12 +124,12 @@ class Assembly:
 
     @cached_property
     def buffers(self) -> Buffers:
-        """Leaves that rest among the parameters and that no optimizer moves."""
+        """Leaves among the parameters that no optimizer updates."""
         return buffers_of_experiment(self.experiment)
 
     @property
     def first_derivative(self) -> float:
-        """That of the first step's loss, as it is differentiated, by the loss of a token."""
+        """Loss scale over the first step's number of tokens, which is rounded to a power of two."""
         scale = self.experiment.precision.loss_scale
         row, _ = self.fields[self.tokens or "rows"]
         tokens = batch_sizes(self.experiment.batch)[0] * math.prod(row)
@@ -137,7 +137,7 @@ class Assembly:
 
     @property
     def on_stages(self) -> OnStages:
-        """The pipeline of a mesh that has one."""
+        """The pipeline; the mesh must have stages."""
         assert self.pipeline is not None, "asked for on a mesh without stages"
         return self.pipeline
 
@@ -155,7 +155,7 @@ class Assembly:
 
     @property
     def context(self) -> Method | None:
-        """How attention sees whole rows; None where they are whole, or it is XLA's to see to."""
+        """Attention method for cut rows; None if rows are not cut, or if XLA does it."""
         if not self.sequence or not self.explicit:
             return None
         rows = self.abstract_batch()[self.described.tokens]
@@ -163,7 +163,7 @@ class Assembly:
 
     @property
     def row_orders(self) -> dict[str, np.ndarray]:
-        """Of the fields that are cut along their sequence: which place of a row lies where."""
+        """For fields that are cut along their sequence: the permutation of a row's positions."""
         if self.context is None:
             return {}
         order = self.context.order(ways(self.sequence, self.sizes))
@@ -177,7 +177,7 @@ class Assembly:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """The mesh's own. On CPU also KEEP_BARRIERS."""
+        """The mesh's compiler options. On CPU also KEEP_BARRIERS."""
         options: dict[str, Any] = dict(self.spec.compiler_options)
         if self.spec.platform == "cpu":
             off = (options.get("xla_disable_hlo_passes"), KEEP_BARRIERS)
@@ -195,21 +195,21 @@ class Assembly:
 
     @property
     def product_flops(self) -> float:
-        """Dense peak of one device in the products of layers, FLOP/s: of 8 bits where they are and
-        the chip has a rate for them."""
+        """Dense peak of one device in the products of layers, FLOP/s: the 8-bit rate if the
+        products are in 8 bits and the chip has one."""
         products = self.experiment.precision.products
-        known = None if products is None else getattr(self.spec.chip, f"{products.rate}_flops")
-        return self.peak_flops if known is None else known
+        rate = None if products is None else getattr(self.spec.chip, f"{products.rate}_flops")
+        return self.peak_flops if rate is None else rate
 
     @property
     def check_vma(self) -> bool:
         blocks = [] if self.description is None else self.description.blocks.values()
-        layers = (each for block in blocks for each in operations(block))
+        layers = (operation for block in blocks for operation in operations(block))
         return types_checked(self.experiment.execution, layers, self.sequences)
 
     @property
     def sequences(self) -> Sequences | None:
-        """What attention is of on a device; None where a batch has no tokens."""
+        """Sequences that attention gets on a device; None if a batch has no tokens."""
         shape, _ = self.fields.get(self.tokens or "", ((), None))
         if not shape:
             return None
@@ -219,14 +219,14 @@ class Assembly:
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
-        """Batches are [microbatches, rows, seq, ...]: rows over batch axes, seq over context, but
-        for documents, which may be longer; or as the model describes its fields."""
+        """Splits of a batch [microbatches, rows, seq, ...]: rows over batch axes, seq over context,
+        except for documents, which may be longer; or those of the model's description."""
         rules = self.experiment.sharding.activations
-        known = {} if self.description is None else self.description.fields
+        model_fields = {} if self.description is None else self.description.fields
 
         def names(field: str, dims: int) -> tuple[str | None, ...]:
             first = None if field == DOCUMENTS else "seq"
-            return (None, "batch", *known.get(field, (first, *[None] * dims)[:dims]))
+            return (None, "batch", *model_fields.get(field, (first, *[None] * dims)[:dims]))
 
         return {
             name: activation_dims(names(name, len(shape)), rules, sizes=self.sizes)
@@ -241,7 +241,7 @@ class Assembly:
         return {name: named_sharding(mesh, split) for name, split in self.batch_splits.items()}
 
     def placed(self, dataset: Rows, mesh: jax.sharding.Mesh, microbatches: int) -> PlacedRows:
-        """The rows of a dataset as steps and evaluations take them."""
+        """Returns the rows of a dataset as arrays for steps and evaluations."""
         return PlacedRows(dataset, self.batch_shardings(mesh), microbatches, self.row_orders)
 
     def abstract_batch(self, batch: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -254,11 +254,11 @@ class Assembly:
         }
 
     def tokens_power_of_two(self, batch: dict[str, Any]) -> float:
-        """About the tokens of a batch: dividing by a power of two changes no bit."""
+        """Power of two near a batch's number of tokens: dividing by it changes no bit."""
         return _power_of_two(batch[self.tokens or "rows"].size)
 
     def constrain(self, leaves: Any, mesh: jax.sharding.Mesh, to: str) -> Any:
-        """State that leaves named as parameters rest as table `to` says; nothing on one device."""
+        """Constrains leaves, named as parameters, to table `to`'s shardings; not on one device."""
         if not self.sizes:
             return leaves
         splits = {k: getattr(self.places[k], to) for k in leaves}
@@ -268,7 +268,7 @@ class Assembly:
         }
 
     def transform_on(self, mesh: jax.sharding.Mesh) -> optax.GradientTransformation:
-        """The optimizer with its own collectives where it has any, in explicit mode."""
+        """Returns the optimizer, in explicit mode with its own collectives if it has any."""
         e, leaves = self.experiment, without_buffers(self.split.axes, self.buffers)
         axes = _trained_axes(leaves, self.places)
         if not (isinstance(e.optimizer, SHARDED) and self.explicit):
@@ -282,12 +282,12 @@ class Assembly:
         return e.optimizer.build(axes, steps=e.steps, batch=self.largest_batch, shards=shards)
 
     def next_scale(self, state: Any, finite: jax.Array) -> Any:
-        """The loss scale's state after a step; () without one."""
+        """State of the loss scale after a step; () without a loss scale."""
         scale = self.experiment.precision.loss_scale
         return () if scale is None else scale.update(state, finite)
 
     def with_matmul_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` traced at the experiment's matmul precision, whatever the platform's."""
+        """Returns `function`, traced at the experiment's matmul precision on any platform."""
 
         def run(*args: Any) -> Any:
             with jax.default_matmul_precision(self.experiment.precision.matmul):
@@ -297,9 +297,9 @@ class Assembly:
 
 
 def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Assembly:
-    """The assembly. Raises ValueError with every violation of experiment and mesh together.
+    """Returns the assembly. Raises ValueError with every violation of experiment and mesh together.
 
-    `fields`: what a batch of the opened data holds; None takes `TextData`'s.
+    `fields`: those of a batch of the opened data; None takes `TextData`'s.
     """
     assembly, violations = try_assemble(experiment, spec, fields)
     if assembly is None or violations:
@@ -311,7 +311,7 @@ def assemble(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> Asse
 def try_assemble(
     experiment: Experiment, spec: MeshSpec, fields: Any = None
 ) -> tuple[Assembly | None, list[str]]:
-    """Every violation of experiment and mesh, and the assembly where they leave one to be made."""
+    """Returns the assembly, or None if violations prevent it, and all violations."""
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
     violations = field_violations(experiment)
     if describes(experiment.model):
@@ -325,8 +325,8 @@ def try_assemble(
     adapters, untuned = adapters_of(experiment)
     adapters, kernel = None if untuned else adapters, experiment.execution.attention
     buffers = buffers_of_experiment(experiment)
-    how: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
-    split = abstract_model(experiment.model, adapters=adapters, **how)
+    options: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
+    split = abstract_model(experiment.model, adapters=adapters, **options)
     violations += untuned + untrue(experiment.model, split)
     pipeline, unpiped = on_stages(experiment, sizes)
     violations += unpiped
@@ -342,30 +342,30 @@ def try_assemble(
     parts = compressed_parts(execution.reducer, execution.small_leaf, summed, sizes, layout)
     violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     try:
-        made = _build(
+        assembly = _build(
             fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
             places=places, parts=parts, pipeline=pipeline,
         )  # fmt: skip
-        return made, violations
-    except Exception:  # of what is wrong already, however it shows
+        return assembly, violations
+    except Exception:  # caused by one of the violations, which say more
         if not violations:
             raise
         return None, violations
 
 
-def _build(fields: Any, **found: Any) -> Assembly:
-    """The assembly of these fields."""
-    e, places, parts = found["experiment"], found["places"], found["parts"]
-    axes = without_buffers(found["split"].axes, buffers_of_experiment(e))
+def _build(fields: Any, **assembled: Any) -> Assembly:
+    """Returns the assembly with these fields, computing the others."""
+    e, places, parts = assembled["experiment"], assembled["places"], assembled["parts"]
+    axes = without_buffers(assembled["split"].axes, buffers_of_experiment(e))
     axes = _trained_axes(axes, places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
-    layout = None if found["pipeline"] is None else found["pipeline"].layout
+    layout = None if assembled["pipeline"] is None else assembled["pipeline"].layout
     abstract = jax.eval_shape(
         lambda: initial_state(e, transform, parts, layout, axes.keys(), derivative=1.0)
     )
     return Assembly(
-        **found,
-        loop=_loop(e.execution, found["spec"]),
+        **assembled,
+        loop=_loop(e.execution, assembled["spec"]),
         transform=transform,
         abstract=abstract,
         splits=state_splits(abstract, places, parts),
@@ -384,7 +384,7 @@ def _power_of_two(tokens: int) -> float:
 
 
 def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
-    """The platform's default: unrolled on CPU, where a scanned loop costs 1.3x."""
+    """The loop, by default unrolled on CPU, where a scanned loop costs 1.3x."""
     if execution.loop is not None:
         return execution.loop
     on_cpu = spec.platform == "cpu"
@@ -392,8 +392,8 @@ def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
 
 
 def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
-    """The mesh without its axes of size 1: an operation over those is the identity, and on one
-    device the program is plain code."""
+    """The mesh without its axes of size 1: an operation over those is the identity. On one device
+    the program is plain code."""
     names = tuple(sizes) or ("data",)
     shape = tuple(sizes.values()) or (1,)
     devices = np.asarray(mesh.devices).reshape(shape)

@@ -1,4 +1,4 @@
-"""From rows of a dataset to global arrays on a mesh; each process reads just its rows."""
+"""Global arrays on a mesh from rows of a dataset. Each process reads only its own rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxtrain.data.loader import Rows
 
 Batch = dict[str, np.ndarray]
 DOCUMENTS = "segments"
-"""The field that says which document each token is of."""
+"""Field with the number of each token's document."""
 
 
 def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """What a batch holds: name -> (shape of one row, dtype), from one row read.
+    """Fields of a batch: name -> (shape of one row, dtype), from one row that is read.
 
-    Without isolated documents segment ids and positions are dropped: they would say nothing, and
-    attention without segment ids is cheaper.
+    Without isolated documents segment ids and positions are dropped: attention does not need them,
+    and is cheaper without.
     """
     row = dataset.rows(np.arange(1))
     if not getattr(data, "isolate_documents", True):
@@ -30,7 +30,7 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
 
 
 def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """`fields_of` packed text, unopened; segments and positions where documents are isolated."""
+    """`fields_of` packed text, unopened; segments and positions if documents are isolated."""
     names = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     if data.isolate_documents:
         names |= {"segments": np.int32, "positions": np.int32}
@@ -45,9 +45,9 @@ class PlacedRows:
     """A dataset whose rows arrive as global arrays [microbatches, rows, ...] on the mesh.
 
     Microbatch m is a run of consecutive rows, the same on every mesh. `rows` holds each row's
-    number within its batch: with it dropout masks do not depend on the mesh. orders: of fields of
-    which a device's part of a row is no run of it, which place of a row lies where
-    (`Assembly.row_orders`).
+    number within its batch: with it dropout masks do not depend on the mesh. orders: permutations
+    of a row's positions (`Assembly.row_orders`), for fields of which a device's part of a row is
+    not contiguous.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class PlacedRows:
         self._orders = orders
 
     def rows(self, numbers: np.ndarray) -> dict[str, jax.Array]:
-        """The batch of these global row numbers; only this process's rows are read."""
+        """Returns the batch of these global row numbers; reads only this process's rows."""
         shape = (self._micro, len(numbers) // self._micro)
-        mine = np.zeros(shape, bool)
-        where = self._shardings["rows"].addressable_devices_indices_map(shape)
-        for index in where.values():
-            mine[index] = True
-        chosen = np.flatnonzero(mine)
+        local = np.zeros(shape, bool)
+        indices = self._shardings["rows"].addressable_devices_indices_map(shape)
+        for index in indices.values():
+            local[index] = True
+        chosen = np.flatnonzero(local)
         read = {**self._dataset.rows(numbers[chosen]), "rows": chosen.astype(np.int32)}
-        at = (np.cumsum(mine) - 1).reshape(shape)
+        positions = (np.cumsum(local) - 1).reshape(shape)
 
         def array(name: str, sharding: Any) -> jax.Array:
             values = read[name]
@@ -78,7 +78,7 @@ class PlacedRows:
                 places = index[2:]
                 if name in self._orders:
                     places = (self._orders[name][index[2]], *index[3:])
-                return values[at[index[:2]]][(slice(None), slice(None), *places)]
+                return values[positions[index[:2]]][(slice(None), slice(None), *places)]
 
             return jax.make_array_from_callback((*shape, *values.shape[1:]), sharding, part)
 
@@ -86,9 +86,9 @@ class PlacedRows:
 
 
 def row_numbers(
-    batch: int | BatchRamp, taken: Callable[[int], int] = lambda step: step
+    batch: int | BatchRamp, batch_of_step: Callable[[int], int] = lambda step: step
 ) -> Callable[[int], np.ndarray]:
-    """step -> the global numbers of its rows: the first of the batch that it has `taken`, which is
-    itself where none was skipped. While a batch grows the later one is larger; its last rows are
-    passed over too."""
-    return lambda step: rows_of_step(batch, taken(step))[: batch_of(batch, step)]
+    """step -> the global numbers of its rows: the first of batch `batch_of_step(step)`, which is
+    the step itself if none was skipped. While the batch size grows, a later batch is larger, and
+    its last rows are skipped."""
+    return lambda step: rows_of_step(batch, batch_of_step(step))[: batch_of(batch, step)]

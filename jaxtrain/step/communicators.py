@@ -1,4 +1,4 @@
-"""Who answers what the layers of a step ask of the machine."""
+"""Communicators of a step, which answer its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class _SummedByLayer(Explicit):
-    """A layer's gradients are summed where the backward pass hands them back."""
+    """Sums a layer's gradients where the backward pass returns them."""
 
     reduction: Reduction = field(kw_only=True)
 
@@ -28,7 +28,7 @@ class _SummedByLayer(Explicit):
 
 
 def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None) -> Explicit:
-    """`reduction`: of a backward pass; it may want to sum layer by layer."""
+    """The explicit communicator. reduction: of a backward pass; it may sum layer by layer."""
     fields: dict[str, Any] = _local_fields(assembly) | dict(
         sizes=assembly.sizes,
         places=assembly.places,
@@ -46,7 +46,7 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
 
 
 def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communicator:
-    """`Local` on one device: no constraints, plain code."""
+    """Returns the gspmd communicator, or `Local` on one device: no constraints, plain code."""
     e, fields = assembly.experiment, _local_fields(assembly)
     if not assembly.sizes:
         return Local(**fields)
@@ -60,7 +60,7 @@ def gspmd_communicator(assembly: Assembly, mesh: jax.sharding.Mesh) -> Communica
 
 
 def _local_fields(assembly: Assembly) -> dict[str, Any]:
-    """What all communicators have."""
+    """Fields that all communicators share."""
     e, model = assembly.experiment, assembly.description
     return dict(
         compute_dtype=e.precision.compute,
@@ -75,7 +75,7 @@ def _local_fields(assembly: Assembly) -> dict[str, Any]:
 
 
 def _flops_per_byte_of_weights(assembly: Assembly) -> float:
-    """As of `Explicit`, over the mesh axes by which weights are split at rest and not in use."""
+    """`Explicit.flops_per_byte`, for the mesh axes that split weights only at rest."""
     places = assembly.places.values()
     between = {
         axis

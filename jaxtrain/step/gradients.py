@@ -1,8 +1,8 @@
 """Loss and gradients of a step on a mesh: sum, count, and stated reductions.
 
 `Explicit`: one shard_map over the whole mesh, every axis manual. The local share of the loss sum is
-differentiated, and no reduction stands inside the differentiated function but the adjoint pairs of
-the communicator; gradients, loss and count are reduced after. `Gspmd`: the same function under
+differentiated. The differentiated function has no reductions except the adjoint pairs of the
+communicator; gradients, loss and count are reduced after it. `Gspmd`: the same function under
 sharding constraints. Both accumulate microbatches of raw sums in fp32 and divide once.
 """
 
@@ -33,18 +33,18 @@ from jaxtrain.nn.loss import LossSums
 Arrays = dict[str, Any]
 
 LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[LossSums, Arrays]]
-"""(params, rest, microbatch, key) -> (shares of loss, count and what is beside, rest after)."""
+"""(params, model state, microbatch, key) -> (shares of the sums, updated model state)."""
 
 
 class Gradients(NamedTuple):
-    """Sums over the batch: nothing is divided yet. `grads` rest as the optimizer's state does.
+    """Sums over the batch, not divided yet. `grads` are sharded as the optimizer's state is.
 
-    residuals: of compressed sums. exact: the sums that a measured step of those made beside them.
+    residuals: of compressed sums. exact: exact sums of the same gradients, in a measured step.
     """
 
     sums: LossSums
     grads: Arrays
-    rest: Arrays
+    model_state: Arrays
     residuals: Residuals = {}  # noqa: RUF012 (never changed)
     exact: Arrays = {}  # noqa: RUF012
 
@@ -52,7 +52,7 @@ class Gradients(NamedTuple):
 def accumulate(
     loss: LossFunction,
     params: Arrays,
-    rest: Arrays,
+    model_state: Arrays,
     batch: Arrays,
     *,
     key: jax.Array,
@@ -61,46 +61,46 @@ def accumulate(
     types: Callable[[Any], Any],
     frozen: Set[str] = frozenset(),
 ) -> Gradients:
-    """Sums over microbatches (dim 0 of every leaf of `batch`), gradients of scale * loss in fp32 by
-    the parameters that are not `frozen`.
+    """Sums over microbatches (dim 0 of every leaf of `batch`): gradients of scale * loss in fp32,
+    by the parameters that are not `frozen`.
 
-    `reduce_microbatch` reduces one microbatch's gradients to what is accumulated; `types` gives the
-    scan's starting values the types its body returns.
+    `reduce_microbatch` reduces one microbatch's gradients before they are accumulated. `types`
+    gives the scan's starting values the types that its body returns.
     """
 
     moved = {k: p for k, p in params.items() if k not in frozen}
 
-    def one(rest: Arrays, at: Any) -> tuple[LossSums, Arrays, Arrays]:
-        number, micro = at
+    def one(model_state: Arrays, indexed: Any) -> tuple[LossSums, Arrays, Arrays]:
+        number, micro = indexed
 
         def scaled(moved: Arrays) -> tuple[jax.Array, tuple[LossSums, Arrays]]:
             used = {**params, **moved}
-            sums, after = loss(used, rest, micro, jax.random.fold_in(key, number))
-            return sums.loss * scale, (sums, after)
+            sums, updated = loss(used, model_state, micro, jax.random.fold_in(key, number))
+            return sums.loss * scale, (sums, updated)
 
-        grads, (sums, after) = jax.grad(scaled, has_aux=True)(moved)
-        return sums, reduce_microbatch(grads), after
+        grads, (sums, updated) = jax.grad(scaled, has_aux=True)(moved)
+        return sums, reduce_microbatch(grads), updated
 
     microbatches = len(jax.tree.leaves(batch)[0])
     first = jax.tree.map(lambda x: x[0], batch)
     if microbatches == 1:
-        return Gradients(*one(rest, (0, first)))
+        return Gradients(*one(model_state, (0, first)))
 
-    def step(carry: Gradients, at: Any) -> tuple[Gradients, None]:
-        *found, rest = one(carry.rest, at)
-        sums, grads = jax.tree.map(jnp.add, (carry.sums, carry.grads), tuple(found))
-        return carry._replace(sums=sums, grads=grads, rest=rest), None
+    def step(carry: Gradients, indexed: Any) -> tuple[Gradients, None]:
+        *added, model_state = one(carry.model_state, indexed)
+        sums, grads = jax.tree.map(jnp.add, (carry.sums, carry.grads), tuple(added))
+        return carry._replace(sums=sums, grads=grads, model_state=model_state), None
 
-    shapes = jax.eval_shape(lambda: one(rest, (0, first)))
+    shapes = jax.eval_shape(lambda: one(model_state, (0, first)))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
     sums, grads = types(zeros)
-    start = Gradients(sums, grads, rest)
+    start = Gradients(sums, grads, model_state)
     return lax.scan(step, start, (jnp.arange(microbatches), batch))[0]
 
 
 class Reduction(NamedTuple):
-    """How the gradients of all leaves get from where the backward pass leaves them to the
-    optimizer's split, on mesh axes `sizes`."""
+    """Reductions of all gradients from the backward pass's split to the optimizer's, on mesh axes
+    `sizes`."""
 
     places: Mapping[str, Leaf]
     sizes: Mapping[str, int]
@@ -108,28 +108,28 @@ class Reduction(NamedTuple):
     """Scatter each microbatch (ZeRO-2, FSDP) or once a step (ZeRO-1)."""
     scatter_by: Algorithm = Lax()
     reducer: AllReduce = Lax()
-    """What sums over the axes a leaf is whole on."""
+    """Sums over the axes on which a leaf is replicated."""
     small_leaf: int = SMALL_LEAF
-    """Leaves of which a device's part has up to so many elements travel together."""
+    """Leaves whose part on a device has up to this many elements travel together."""
     layers: bool = False
-    """Sum the gradients of each layer in the backward pass: `by_layer`."""
+    """True: the backward pass sums the gradients of each layer (`by_layer`)."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Leaves that have no gradient."""
+        """Names of the leaves that have no gradient."""
         return frozenset(name for name, place in self.places.items() if not place.trained)
 
     def reduce_microbatch(self, grads: Arrays) -> Arrays:
-        """One microbatch: fp32, scattered to the optimizer's split when that is per microbatch."""
+        """Casts one microbatch's gradients to fp32; scatters them if that is per microbatch."""
         grads = {k: g.astype(jnp.float32) for k, g in grads.items()}
         return self._scatter(grads) if self.sharded else grads
 
     def reduce_step(self, grads: Arrays) -> Arrays:
-        """Once a step: what is left to scatter, and sums over the axes a leaf is whole on."""
-        return self.all_reduce(self.scatter_rest(grads))
+        """Once a step: remaining scatters, then sums over axes on which leaves are replicated."""
+        return self.all_reduce(self.scatter_remaining(grads))
 
-    def scatter_rest(self, grads: Arrays) -> Arrays:
-        """Once a step: what is left to scatter."""
+    def scatter_remaining(self, grads: Arrays) -> Arrays:
+        """ZeRO-1: reduce-scatters the accumulated gradients; otherwise the identity."""
         return grads if self.sharded else self._scatter(grads)
 
     def gradient_split(self, place: Leaf) -> Dims:
@@ -140,55 +140,56 @@ class Reduction(NamedTuple):
         places = {name: self.places[name] for name in grads}
         for split in rounds({k: (self.gradient_split(p), p.optimizer) for k, p in places.items()}):
             parts = {k: grads[k].size // ways(axes, self.sizes) for k, (_, axes) in split.items()}
-            for each in bundles(split, parts, self.small_leaf):
-                grads = scatter_bundle(grads, each, self.scatter_by, "optimizer gradients")
+            for bundle in bundles(split, parts, self.small_leaf):
+                grads = scatter_bundle(grads, bundle, self.scatter_by, "optimizer gradients")
         return grads
 
     def gather_updated_params(self, shards: Arrays) -> Arrays:
-        """Parameters that each device has updated in its part, gathered to be as they rest (ZeRO-1
-        and 2); small ones together."""
+        """Gathers parameters that each device has updated in part (ZeRO-1 and 2) to their split at
+        rest, small ones together."""
         places = {name: self.places[name] for name in shards}
-        whole = {name: vary(x, tuple(self.sizes)) for name, x in shards.items()}
+        params = {name: vary(x, tuple(self.sizes)) for name, x in shards.items()}
         for split in rounds({k: (p.params, p.optimizer) for k, p in places.items()}):
-            parts = {name: whole[name].size for name in split}
-            for each in bundles(split, parts, self.small_leaf):
-                whole = gather_bundle(whole, each, self.scatter_by)
+            parts = {name: params[name].size for name in split}
+            for bundle in bundles(split, parts, self.small_leaf):
+                params = gather_bundle(params, bundle, self.scatter_by)
         split_over = {k: {a for d in p.params for a in d} for k, p in places.items()}
         return {
             k: same(x, tuple(a for a in self.sizes if a not in split_over[k]))
-            for k, x in whole.items()
+            for k, x in params.items()
         }
 
-    def whole_on(self, name: str) -> tuple[str, ...]:
-        """The mesh axes on which the optimizer's part of a leaf is whole, in mesh order."""
+    def replicated_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes on which the optimizer's part of a leaf is replicated, in mesh order."""
         split = {a for d in self.places[name].optimizer for a in d}
         return tuple(a for a in self.sizes if a not in split)
 
     def by_layer(self, name: str) -> bool:
-        """Whether the backward pass sums the leaf's gradient, a layer at a time: one that is
-        stacked over layers, and that nothing is to scatter first."""
+        """True if the backward pass sums the leaf's gradient layer by layer: a leaf that is stacked
+        over layers and needs no scatter first."""
         place = self.places[name]
         return (
             self.layers and "layers" in place.axes and self.gradient_split(place) == place.optimizer
         )
 
     def all_reduce_layer(self, grads: Arrays, prefix: str) -> Arrays:
-        """One layer's gradients, named without `prefix`, summed in fp32 where that is `by_layer`;
-        typed as varying, as all values of the backward pass are."""
-        axes = {k: self.whole_on(prefix + k) for k in grads if self.by_layer(prefix + k)}
-        mine = {k: grads[k].astype(jnp.float32) for k in axes}
-        summed = self._all_reduce(mine, axes, "layer gradients", "layer gradients")
+        """Sums one layer's `by_layer` gradients in fp32; names are without `prefix`. Results are
+        typed as varying, as all values of the backward pass."""
+        axes = {k: self.replicated_axes(prefix + k) for k in grads if self.by_layer(prefix + k)}
+        unsummed = {k: grads[k].astype(jnp.float32) for k in axes}
+        summed = self._all_reduce(unsummed, axes, "layer gradients", "layer gradients")
         return {**grads, **{k: vary(g, tuple(self.sizes)) for k, g in summed.items()}}
 
     def all_reduce(self, grads: Arrays) -> Arrays:
-        """Sums over the axes on which a leaf is whole, of those the backward pass has not made."""
-        axes = {name: self.whole_on(name) for name in grads}
+        """Sums the gradients that the backward pass has not summed, over the axes on which a leaf
+        is replicated."""
+        axes = {name: self.replicated_axes(name) for name in grads}
         done = {k: same(g, axes[k]) for k, g in grads.items() if self.by_layer(k)}
-        rest = {k: g for k, g in grads.items() if k not in done}
-        return done | self._all_reduce(rest, axes, "gradients", "small gradients")
+        remaining = {k: g for k, g in grads.items() if k not in done}
+        return done | self._all_reduce(remaining, axes, "gradients", "small gradients")
 
     def _all_reduce(self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str) -> Arrays:
-        """`grads` summed by the reductions of those names; small leaves in buckets."""
+        """Sums `grads` by the reductions named `large` and `small`, small leaves in buckets."""
         together = buckets(grads, axes, self.small_leaf)
         bucketed = {name for bucket in together for name in bucket.names}
         out = {
@@ -203,49 +204,49 @@ class Reduction(NamedTuple):
 
 
 LocalSums = Callable[[Arrays, Arrays, Any, jax.Array], Gradients]
-"""(params, batch, key, scale) -> a device's shares, gradients as `Reduction.reduce_step` takes
-them; all of them typed as varying over all mesh axes."""
+"""(params, batch, key, scale) -> a device's shares, with gradients for `Reduction.reduce_step`; all
+are typed as varying over all mesh axes."""
 
 
 def microbatch_sums(
     loss: LossFunction, reduction: Reduction, fetch: Callable[[Arrays], Arrays]
 ) -> LocalSums:
-    """One microbatch after another. `fetch` gathers all parameters for use; needed when gradients
-    are scattered once a step."""
+    """Runs one microbatch after another. `fetch` gathers all parameters for use; needed when
+    gradients are scattered once a step."""
     axes = tuple(reduction.sizes)
 
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
         if not reduction.sharded:
             params = fetch(params)
         typed = partial(jax.tree.map, lambda x: vary(x, axes))
-        how: Any = dict(
+        options: Any = dict(
             reduce_microbatch=reduction.reduce_microbatch, types=typed, frozen=reduction.frozen
         )
-        found = accumulate(loss, params, {}, batch, key=key, scale=scale, **how)
-        # Some are made before the loop over layers goes back: not summed beside it.
-        return after(found, found)
+        gradients = accumulate(loss, params, {}, batch, key=key, scale=scale, **options)
+        # Some gradients are ready before the backward loop over layers; their sums wait for it.
+        return after(gradients, gradients)
 
     return sums
 
 
 class StepSums(Protocol):
-    """What is left of summing gradients once a step, as a transform of them that has a state."""
+    """Sums of gradients that are made once a step, as a transform with a state."""
 
     @property
     def state_specs(self) -> Any:
-        """Where the state lies, a PartitionSpec for each of its leaves."""
+        """PartitionSpecs of the leaves of the state."""
         ...
 
     @property
     def measured(self) -> Collection[str]:
-        """The leaves whose exact sums are made too."""
+        """Names of the leaves whose exact sums are computed too."""
         ...
 
     def __call__(
         self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
     ) -> tuple[Arrays, Residuals, Arrays]:
-        """Inside shard_map: (sums, state after, exact sums of `measured`). grads: of scale * loss,
-        as `LocalSums` leaves them; count: what the loss is divided by."""
+        """Inside shard_map: returns (sums, new state, exact sums of `measured`). grads: of scale *
+        loss, from `LocalSums`. count: the loss's divisor."""
         ...
 
 
@@ -258,41 +259,41 @@ def explicit_gradients(
     batch_specs: Arrays,
     check_vma: bool = True,
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale, state of `step_sums`) -> Gradients, by one shard_map, every
-    axis manual."""
+    """(params, model state, batch, key, scale, state of `step_sums`) -> Gradients, by one
+    shard_map, every axis manual."""
     places, axes = reduction.places, tuple(reduction.sizes)
 
     def typed(tree: Any) -> Any:
         return jax.tree.map(lambda x: vary(x, axes), tree)
 
     def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
-        whole_scale, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
-        found = local(params, batch, key, scale)
-        sums = all_reduce_sums(found.sums, axes)
-        return sums, *step_sums(found.grads, residuals, whole_scale, sums.count, key)
+        unvarying_scale, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
+        shares = local(params, batch, key, scale)
+        sums = all_reduce_sums(shares.sums, axes)
+        return sums, *step_sums(shares.grads, residuals, unvarying_scale, sums.count, key)
 
-    whole = partition_spec(())
+    scalar = partition_spec(())
     specs = {k: partition_spec(p.optimizer) for k, p in places.items() if p.trained}
     run = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(
             {k: partition_spec(p.params) for k, p in places.items()},
-            *(batch_specs, whole, whole, step_sums.state_specs),
+            *(batch_specs, scalar, scalar, step_sums.state_specs),
         ),
-        out_specs=(whole, specs, step_sums.state_specs, {k: specs[k] for k in step_sums.measured}),
+        out_specs=(scalar, specs, step_sums.state_specs, {k: specs[k] for k in step_sums.measured}),
         check_vma=check_vma,
     )
 
-    def sums(params: Arrays, rest: Arrays, *others: Any) -> Gradients:
-        found, grads, residuals, exact = run(params, *others)
-        return Gradients(found, grads, rest, residuals, exact)
+    def sums(params: Arrays, model_state: Arrays, *inputs: Any) -> Gradients:
+        summed, grads, residuals, exact = run(params, *inputs)
+        return Gradients(summed, grads, model_state, residuals, exact)
 
     return sums
 
 
 def all_reduce_sums(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
-    """The devices' shares added up, by one all-reduce."""
+    """Sum of the devices' shares, by one all-reduce."""
     leaves, tree = jax.tree.flatten(sums)
     return jax.tree.unflatten(tree, list(sum_over("loss", jnp.stack(leaves), axes)))
 
@@ -300,8 +301,8 @@ def all_reduce_sums(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
 def gather_updated_params(
     params: Arrays, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
 ) -> Arrays:
-    """`Reduction.gather_updated_params` of whole arrays: those that the optimizer has split more
-    ways than they rest; the others pass."""
+    """`Reduction.gather_updated_params` of global arrays that the optimizer splits more ways than
+    they are split at rest; others pass."""
     places = {k: reduction.places[k] for k in params}
     places = {k: p for k, p in places.items() if p.optimizer != p.params}
     if not places:
@@ -322,22 +323,21 @@ def gspmd_gradients(
     constrain: Callable[[Arrays], Arrays],
     frozen: Set[str] = frozenset(),
 ) -> Callable[..., Gradients]:
-    """As `explicit_gradients`, under sharding constraints: `constrain` states the optimizer's split
-    of gradients, and XLA chooses the collectives, whose dtype is that of the operations they
-    complete (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are paid
-    back."""
+    """`explicit_gradients` under sharding constraints: `constrain` states the optimizer's split of
+    gradients. XLA chooses the collectives, whose dtype is that of the operations that they complete
+    (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are added back."""
 
     def run(
-        params: Arrays, rest: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
+        params: Arrays, model_state: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
     ) -> Gradients:
         def reduce_microbatch(grads: Arrays) -> Arrays:
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
-        how: Any = dict(reduce_microbatch=reduce_microbatch, types=lambda x: x, frozen=frozen)
-        found = accumulate(loss, params, rest, batch, key=key, scale=scale, **how)
-        unit = scale * jnp.where(found.sums.count > 0, found.sums.count, 1.0)
-        grads, residuals = pay_back(found.grads, residuals, unit)
-        return found._replace(grads=grads, residuals=residuals)
+        options: Any = dict(reduce_microbatch=reduce_microbatch, types=lambda x: x, frozen=frozen)
+        summed = accumulate(loss, params, model_state, batch, key=key, scale=scale, **options)
+        unit = scale * jnp.where(summed.sums.count > 0, summed.sums.count, 1.0)
+        grads, residuals = pay_back(summed.grads, residuals, unit)
+        return summed._replace(grads=grads, residuals=residuals)
 
     return run
 
@@ -347,7 +347,7 @@ def squared_norm(
 ) -> jax.Array:
     """[len(trees)] squared 2-norms; on a mesh each device sums its part and one psum adds them.
 
-    A leaf that is whole on some axes is counted once: its local sum is divided by its copies.
+    A leaf that is replicated on some axes is counted once: its local sum is divided by its copies.
     """
 
     def local(trees: tuple[Arrays, ...], copies: Mapping[str, int]) -> jax.Array:

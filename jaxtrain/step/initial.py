@@ -1,4 +1,4 @@
-"""The state before the first step."""
+"""The state before the first step, and the initial model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def initial_state(
     parts: Mapping[str, CompressedLeaf],
     layout: StageLayout | None,
     trained: Set[str],
-    given: Mapping[str, jax.Array] | None = None,
+    loaded: Mapping[str, jax.Array] | None = None,
     *,
     derivative: float,
 ) -> TrainState:
-    """The state before the first step; but for residuals, the slots of a pipeline and parameters
-    that are `given`, as they rest, a function of the seed only. derivative: that of the first
-    step's loss, as it is differentiated, by the loss of a token."""
+    """Returns the state before the first step. It is a function of the seed only, except for
+    residuals, a pipeline's slots and `loaded` parameters, which are laid out as in the state.
+    derivative: of the first step's loss, as it is differentiated, by a token's loss."""
     split = take_apart(make_model(experiment))
     params = dict(split.params)
     if layout is not None:
@@ -42,9 +42,9 @@ def initial_state(
             k: layout.to_slots(v) if "layers" in split.axes[k] else v for k, v in params.items()
         }
     dtype, buffers = experiment.precision.params, buffers_of_experiment(experiment)
-    whole = {**params, **(given or {})}
-    params = first_scales(whole, buffers.scales, experiment.precision.products, derivative)
-    # Those count steps and tokens: 16 bits lose count beyond 256.
+    all_params = {**params, **(loaded or {})}
+    params = first_scales(all_params, buffers.scales, experiment.precision.products, derivative)
+    # Buffers count steps and tokens: 16 bits lose count beyond 256.
     params = {k: v if k in buffers.names else v.astype(dtype) for k, v in params.items()}
     moved = {k: v for k, v in without_buffers(params, buffers).items() if k in trained}
     scale = experiment.precision.loss_scale
@@ -52,7 +52,7 @@ def initial_state(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=transform.init(moved),
-        rest=split.rest,
+        rest=split.model_state,
         ema=moved if experiment.ema_decay is not None else {},
         loss_scale=() if scale is None else scale.init(),
         skipped=jnp.zeros((), jnp.int32),
@@ -61,9 +61,9 @@ def initial_state(
 
 
 def make_model(experiment: Experiment) -> nnx.Module:
-    """The module with its initial parameters, those of adapters too."""
+    """Returns the module with its initial parameters, including adapters."""
     key = named_key(jax.random.key(experiment.seed), "model")
     kernel, adapters = experiment.execution.attention, adapters_of(experiment)[0]
     scales = bool(buffers_of_experiment(experiment).scales)
-    how: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=True)
-    return build_model(experiment.model, key, **how)
+    options: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=True)
+    return build_model(experiment.model, key, **options)

@@ -1,9 +1,9 @@
-"""A state in natural layer order, as checkpoints hold it: nothing of a pipeline is in it.
+"""A state in natural layer order, as checkpoints hold it, independent of any pipeline.
 
 On stages the leaves that are stacked over layers rest in slots (`pipeline.layout`): those of
-parameters, of their average, of whatever an optimizer keeps for them, and of the errors of
-compressed sums. A save takes each layer from the slot it rests in, and a restore puts it there
-(`state_format.slots`): no device moves a layer for it, or holds one twice.
+parameters, of their average, of the optimizer's state, and of the errors of compressed sums. A save
+takes each layer from its slot, and a restore puts it back (`state_format.slots`): no device moves a
+layer or holds one twice for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxtrain.step.state import TrainState, shardings, state_axes_of
 
 
 def slots_of(assembly: Assembly) -> dict[str, Slots]:
-    """How leaves of the state rest that are stored in another order, by their paths. Needs no
+    """Returns by path the slots of the leaves that are stored in another layer order. Needs no
     device."""
     if assembly.pipeline is None or assembly.pipeline.layout.natural:
         return {}
@@ -38,12 +38,13 @@ def slots_of(assembly: Assembly) -> dict[str, Slots]:
 
 
 def _first_dim(layout: StageLayout, axes: LogicalAxes) -> int:
-    """That of slots in a leaf in slots; that of chunks, if there is one, stands before it."""
+    """Number of the first dim of a leaf in slots: that of chunks if there is one, else that of
+    slots."""
     return axes.index("layers") - (layout.chunks > 1)
 
 
 def natural_shapes(assembly: Assembly) -> TrainState:
-    """The state as it is saved. Needs no device."""
+    """Shapes of the state as it is saved. Needs no device."""
     leaves, structure = jax.tree.flatten(assembly.abstract)
     slots, paths = slots_of(assembly), named_leaves(assembly.abstract)
     shapes = [
@@ -54,14 +55,14 @@ def natural_shapes(assembly: Assembly) -> TrainState:
 
 
 def params_in_natural_order(assembly: Assembly, params: dict[str, Any]) -> dict[str, Any]:
-    """Leaves by the names of parameters, in natural layer order."""
+    """Returns leaves with the names of parameters in natural layer order."""
     return {
         k: to_natural_order(assembly, leaf, assembly.places[k].axes) for k, leaf in params.items()
     }
 
 
 def to_natural_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
-    """A leaf of the state in natural layer order; `axes` are its logical axes as it rests."""
+    """Returns a leaf of the state in natural layer order; `axes` are its logical axes at rest."""
     if assembly.pipeline is None or "layers" not in axes:
         return leaf
     layout = assembly.pipeline.layout
@@ -70,7 +71,7 @@ def to_natural_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """How a state of `assembly` rests on `mesh`, and how that is stored."""
+    """Sharding and storage order of a state of `assembly` on `mesh`."""
 
     assembly: Assembly
     mesh: jax.sharding.Mesh
@@ -85,7 +86,7 @@ class AtRest:
 
     @cached_property
     def template(self) -> TrainState:
-        """Shape, dtype and place of every leaf."""
+        """Shape, dtype and sharding of every leaf."""
         return jax.tree.map(placed, self.assembly.abstract, self.shardings)
 
 

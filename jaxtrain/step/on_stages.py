@@ -1,4 +1,4 @@
-"""The pipeline of a mesh with stages: its tables, and parameters in the slots that they name."""
+"""The pipeline of a mesh with stages: its tables, and parameters in its slots."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxtrain.validation.experiment import late_gradients
 
 
 class OnStages(NamedTuple):
-    """A pipeline: who works when, which layer lies where, and what follows the tables (benchmarks
-    have another executor)."""
+    """A pipeline: its schedule, the layout of layers, and the executor of its tables (benchmarks
+    use another)."""
 
     schedule: Schedule
     layout: StageLayout
@@ -29,7 +29,8 @@ class OnStages(NamedTuple):
 def on_stages(
     experiment: Experiment, sizes: Mapping[str, int]
 ) -> tuple[OnStages | None, list[str]]:
-    """The pipeline of a mesh with stages, and why there is none of a kind that was asked for."""
+    """Returns the pipeline of a mesh with stages, and the reasons why a configured one is
+    impossible."""
     stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
     if stages == 1 or model is None or "pipeline" not in model.can:
         return None, []
@@ -40,15 +41,15 @@ def on_stages(
     except ValueError as error:
         return None, [f"execution.pipeline: {error}"]
     except OSError as error:
-        where = experiment.execution.pipeline.schedule
-        return None, [f"execution.pipeline: {where} cannot be read: {error.strerror}"]
+        path = experiment.execution.pipeline.schedule
+        return None, [f"execution.pipeline: {path} cannot be read: {error.strerror}"]
     if violations := late_gradients(experiment, splits=schedule.weight is not None):
         return None, violations
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 
 def split_in_slots(split: ModuleSplit, layout: StageLayout) -> ModuleSplit:
-    """The stacked parameters and their axes as they rest on stages."""
+    """Returns the stacked parameters and their axes in slots, as they rest on stages."""
     stacked = {k for k, axes in split.axes.items() if "layers" in axes}
     params = {
         k: jax.eval_shape(layout.to_slots, leaf) if k in stacked else leaf

@@ -1,6 +1,5 @@
-"""What is padding in a leaf: rows of a table beyond the vocabulary, slots of a pipeline without a
-layer. Zeros whose gradients are zero, and so they stay; but a codec may make something of a zero.
-"""
+"""Padding in a leaf: rows of a table beyond the vocabulary, and a pipeline's slots without a layer.
+They are zeros with zero gradients, and so stay zero; but a codec may change a zero."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ Arrays = dict[str, Any]
 
 
 def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
-    """Compressed sums with zeros in every leaf's padding; in the errors too, or the next sums would
-    pay back what was never sent."""
+    """Returns compressed sums with zeros in every leaf's padding, and in that of the errors: else
+    the next sums would add values that were never sent."""
     residuals = sums.residuals
     if "errors" in residuals:
         residuals = {**residuals, "errors": _zero_padding(assembly, residuals["errors"])}
@@ -26,7 +25,7 @@ def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
 
 
 def _zero_padding(assembly: Assembly, leaves: Arrays) -> Arrays:
-    """`leaves`: named and shaped as parameters, those of residuals with a dim of devices before."""
+    """leaves: named and shaped as parameters; residuals have a leading dim of devices."""
     out = dict(leaves)
     for name, leaf in leaves.items():
         axes = assembly.places[name].axes

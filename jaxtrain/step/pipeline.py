@@ -26,23 +26,23 @@ Arrays = dict[str, Any]
 
 
 def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> LocalSums:
-    """The shares of a step's sums that a device makes, all microbatches on their way at once."""
+    """A device's shares of a step's sums, with all microbatches in the pipeline at once."""
     keep = assembly.experiment.execution.pipeline.keeps_residuals
     rows, buffers = training(assembly.on_stages.schedule, keep_residuals=keep)
     run = executor_of(assembly, rows, buffers)
     wide = _wide(assembly, comm)
 
     def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
-        found = run(on_device(assembly, comm, params, batch, key, scale, reduction))
+        summed = run(on_device(assembly, comm, params, batch, key, scale, reduction))
         layout = assembly.on_stages.layout
-        grads = {STACK + k: layout.from_chunks(g) for k, g in found.blocks.items()}
-        rest = found.outside
+        grads = {STACK + k: layout.from_chunks(g) for k, g in summed.blocks.items()}
+        outside = summed.outside
         if reduction.sharded:
-            scattered = wide.scatter(rest, "")
-            rest = reduction.reduce_microbatch(
+            scattered = wide.scatter(outside, "")
+            outside = reduction.reduce_microbatch(
                 {k: g.astype(params[k].dtype) for k, g in scattered.items()}
             )
-        return Gradients(found.sums, {**grads, **rest}, {})
+        return Gradients(summed.sums, {**grads, **outside}, {})
 
     return sums
 
@@ -56,17 +56,17 @@ def on_device(
     scale: jax.Array,
     reduction: Reduction | None,
 ) -> OnDevice:
-    """This device's part of a step. Names of its blocks are without `period.`. reduction: of
-    training; None where the tables have no B."""
+    """A device's part of a step. Names of its blocks are without `period.`. reduction: of training;
+    None if the tables have no B."""
     blocks, outside = _stack_and_outside(params)
     wide, inner, loop = _wide(assembly, comm), comm, assembly.loop
     if reduction is not None:
         if assembly.experiment.execution.pipeline.keeps_residuals:
             loop = replace(loop, reshard_after_forward=True)
         if not reduction.sharded:
-            inner, blocks = comm.whole(), comm.fetch_once(blocks)
+            inner, blocks = comm.pregathered(), comm.fetch_once(blocks)
     reduce_microbatch = (lambda g: g) if reduction is None else reduction.reduce_microbatch
-    # Of the rows that are here: a batch ramp has more than one number of them.
+    # From this batch's rows: their number changes in a batch ramp.
     shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
     layout = assembly.on_stages.layout
     stage = ModelStage(
@@ -75,7 +75,7 @@ def on_device(
         layout,
         assembly.on_stages.schedule.weight is not None,
         inner,
-        wide.whole(),
+        wide.pregathered(),
         *(params, batch, key, loop, reduce_microbatch),
     )
     return OnDevice(
@@ -88,8 +88,8 @@ def on_device(
 
 
 def evaluated_at_once(assembly: Assembly) -> int:
-    """Batches that a call of the evaluation step takes: of a pipeline as many as it has stages, so
-    that each of them works for more than half of the time."""
+    """Batches of one call of the evaluation step. A pipeline takes as many as it has stages, so
+    that each stage works for more than half of the time."""
     return 1 if assembly.pipeline is None else assembly.on_stages.layout.stages
 
 
@@ -110,7 +110,7 @@ def pipeline_loss(
 
 
 def executor_of(assembly: Assembly, rows: Rows, buffers: Buffers) -> Executor:
-    """The executor of these tables."""
+    """Returns the executor of these tables."""
     described = assembly.described
     outside = [k for k in assembly.places if not k.startswith(STACK)]
     entering = tuple(k for k in outside if described.enters(k))
@@ -124,24 +124,24 @@ def executor_of(assembly: Assembly, rows: Rows, buffers: Buffers) -> Executor:
         entering=entering,
         leaving=(*leaving, *described.tied),
         frozen=assembly.frozen,
-        beside=described.sums,
+        sum_names=described.sums,
     )
 
 
 def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
-    """The communicator of what all stages share. Over (tensor, stage) by the compiler's own
-    collectives: no ring of links joins the devices of both."""
+    """The communicator for operations that all stages share. Over (tensor, stage) it uses the
+    compiler's collectives: no ring of links joins the devices of both."""
     collectives = replace(comm.collectives, tensor=Lax())
     return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
 
 
 def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
-    """Those of the pipeline, and those outside it."""
+    """Divides parameters into those of the pipeline and those outside it."""
     blocks = {k: p for k, p in params.items() if k.startswith(STACK)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}
 
 
 def activation_share(assembly: Assembly, rows: int, seq: int) -> tuple[int, int]:
-    """Shape of the residual stream on a device of a stage whose part of a microbatch is [rows, seq]
+    """Shape of a device's share of the residual stream. Its part of a microbatch is [rows, seq]
     tokens."""
     return rows * seq // ways(assembly.tensor, assembly.sizes), assembly.described.embed

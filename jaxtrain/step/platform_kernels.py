@@ -1,4 +1,4 @@
-"""The kernels of a step where the experiment leaves them to the platform, and what they refuse."""
+"""The kernels that a platform chooses for a step, and their violations."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from jaxtrain.moe.megablox import Megablox
 def with_kernels(
     experiment: Experiment, platform: str, capability: int | None
 ) -> tuple[Experiment, list[str]]:
-    """The platform's choice where the experiment has none of its own, and which of its own are
-    another platform's."""
+    """Fills in the platform's kernels where the experiment has none. Also returns violations:
+    kernels of another platform."""
     execution = experiment.execution
-    found = _of_others(execution, platform)
+    violations = _of_others(execution, platform)
     if execution.attention is None:
         execution = replace(execution, attention=PlatformKernel(platform, capability))
     if execution.grouped_matmul is None:
         execution = replace(execution, grouped_matmul=PlatformGroupedMatmul(platform))
-    return replace(experiment, execution=execution), found
+    return replace(experiment, execution=execution), violations
 
 
 def _of_others(execution: Execution, platform: str) -> list[str]:
-    found, collectives = [], execution.collectives
+    violations, collectives = [], execution.collectives
     if platform == "cpu" and collectives is not None and isinstance(collectives.experts, Ragged):
-        found.append(
+        violations.append(
             "execution.collectives.experts=Ragged() is XLA's ragged all-to-all, which XLA:CPU has "
             "not; use experts=Padded()"
         )
     for name in ("attention", "grouped_matmul"):
         kernel = getattr(execution, name)
-        meant = getattr(kernel, "runs_on", platform)
-        if meant != platform and not getattr(kernel, "interpret", False):
-            found.append(
-                f"execution.{name}={kernel!r} is for {meant.upper()}s, and the mesh is of "
+        target = getattr(kernel, "runs_on", platform)
+        if target != platform and not getattr(kernel, "interpret", False):
+            violations.append(
+                f"execution.{name}={kernel!r} is for {target.upper()}s, and the mesh is of "
                 f"{platform.upper()}s; use {name}=None, the platform's own"
             )
-    return found
+    return violations
 
 
 class Sequences(NamedTuple):
-    """What attention is of on a device. seq: tokens of a row; documents: whether rows are packed;
+    """Sequences of attention on a device. seq: tokens of a row. documents: True if rows are packed.
     dtype: of queries, keys and values."""
 
     seq: int
@@ -62,8 +62,7 @@ class Sequences(NamedTuple):
 def attention_of(
     kernel: PlatformKernel, call: AttentionCall, sequences: Sequences, *, checked: bool
 ) -> AttentionKernel:
-    """What the platform's choice is for a layer. checked: whether in a shard_map with
-    `check_vma=True`."""
+    """The platform's kernel for a layer. checked: True inside a shard_map with `check_vma=True`."""
     return choose(
         kernel.platform,
         **sequences._asdict(),
@@ -78,13 +77,13 @@ def attention_of(
 def types_checked(
     execution: Execution, layers: Iterable[Operation], sequences: Sequences | None
 ) -> bool:
-    """`check_vma` of the step: off, unless asked for, where a Pallas kernel refuses it: megablox,
-    and what attention is given where types are not checked. layers: what they do. sequences: None
-    where a batch has no tokens."""
-    kernel, grouped, each = execution.attention, execution.grouped_matmul, list(layers)
+    """`check_vma` of the step: the configured value, else False if a Pallas kernel refuses it:
+    megablox, or an attention kernel that is chosen only without checks. layers: their operations.
+    sequences: None if a batch has no tokens."""
+    kernel, grouped, calls = execution.attention, execution.grouped_matmul, list(layers)
     if execution.check_vma is not None:
         return execution.check_vma
-    experts = any(isinstance(call, ExpertCall) for call in each)
+    experts = any(isinstance(call, ExpertCall) for call in calls)
     platforms = isinstance(grouped, PlatformGroupedMatmul) and grouped.platform == "tpu" and experts
     if isinstance(grouped, Megablox) or platforms:
         return False
@@ -95,6 +94,6 @@ def types_checked(
     return all(
         attention_of(kernel, call, sequences, checked=True)
         == attention_of(kernel, call, sequences, checked=False)
-        for call in each
+        for call in calls
         if isinstance(call, AttentionCall)
     )

@@ -1,4 +1,4 @@
-"""Which kernels an assembly's layers run, as the traced program chooses them."""
+"""Kernels that an assembly's layers run, as the traced program chooses them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from jaxtrain.step.platform_kernels import attention_of
 def kernels_of(
     assembly: Assembly, kind: type[AttentionCall | ExpertCall]
 ) -> tuple[str, ...] | None:
-    """The distinct kernels of the model's layers, of attention or of experts; None where it says
-    nothing of them."""
+    """The distinct kernels of the model's layers, of attention or of experts; None if its
+    description does not name them."""
     if assembly.description is None or assembly.description.tokens is None:
         return None
-    found = (kernel_of(assembly, call) for call in calls(assembly) if isinstance(call, kind))
-    return tuple(dict.fromkeys(map(str, found)))
+    kernels = (kernel_of(assembly, call) for call in calls(assembly) if isinstance(call, kind))
+    return tuple(dict.fromkeys(map(str, kernels)))
 
 
 def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) -> Any:
-    """The kernel that runs an attention or a mixture, the platform's own settled; None of another
-    operation. tokens: of attention between so many queries and as many keys, not those that a
-    device has of a row."""
+    """The kernel of an attention or a mixture, after the platform's choice; None for another
+    operation. tokens: numbers of queries and of keys, instead of a device's tokens of a row."""
     execution = assembly.experiment.execution
     if isinstance(call, ExpertCall):
-        grouped, asked = execution.grouped_matmul, asked_of(assembly, call)
+        grouped, problem = execution.grouped_matmul, asked_of(assembly, call)
         is_platforms = isinstance(grouped, PlatformGroupedMatmul)
-        return choose_grouped(grouped.platform, asked) if is_platforms else grouped
+        return choose_grouped(grouped.platform, problem) if is_platforms else grouped
     if not isinstance(call, AttentionCall):
         return None
     kernel = execution.attention
@@ -53,8 +52,8 @@ def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) ->
 
 
 def documents_room(assembly: Assembly) -> int | None:
-    """Of the layers that run cuDNN's attention on packed rows the least room for documents, in the
-    mean of a row; None where there are none."""
+    """Smallest room for documents, in the mean of a row, among the layers that run cuDNN's
+    attention on packed rows; None if there are none."""
     if assembly.description is None or "segments" not in assembly.fields:
         return None
     kernels = [kernel_of(assembly, call) for call in calls(assembly)]
@@ -62,14 +61,14 @@ def documents_room(assembly: Assembly) -> int | None:
 
 
 def asked_of(assembly: Assembly, call: ExpertCall) -> Asked:
-    """What a mixture asks of its kernel on a device. In gspmd's shard_map types are checked."""
+    """The problem that a mixture gives its kernel on a device. gspmd's shard_map checks types."""
     first, tensor = call.weights[0], ways(assembly.tensor, assembly.sizes)
     devices = assembly.sizes.get(EXPERT, 1)
     rows, seq = local_rows(assembly)
     tokens = rows * seq // expert_chunks(assembly, call)
-    given = (call.per_token, call.experts, devices, call.routing_group, call.rows_of_group)
+    routing = (call.per_token, call.experts, devices, call.routing_group, call.rows_of_group)
     return Asked(
-        devices * sent_rows(tokens, *given),
+        devices * sent_rows(tokens, *routing),
         call.experts // devices,
         first.rows,
         first.columns // tensor,
@@ -79,14 +78,14 @@ def asked_of(assembly: Assembly, call: ExpertCall) -> Asked:
 
 
 def expert_chunks(assembly: Assembly, call: ExpertCall) -> int:
-    """Into how many parts a device's tokens are cut that go to their experts one after another."""
+    """Number of parts of a device's tokens that are sent to their experts one after another."""
     rows, seq = local_rows(assembly)
     return chunk_count(rows * seq, assembly.experiment.execution.expert_chunk, call.routing_group)
 
 
 def calls(assembly: Assembly) -> Iterator[Operation]:
     """Operations of all layers, in order."""
-    return (each for block in assembly.described.layers for each in operations(block))
+    return (call for block in assembly.described.layers for call in operations(block))
 
 
 def local_rows(assembly: Assembly) -> tuple[int, int]:

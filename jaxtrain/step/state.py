@@ -21,9 +21,9 @@ Arrays = dict[str, Any]
 @dataclass(frozen=True)
 class TrainState:
     """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
-    finite. optimizer: of the parameters that are trained. rest: a user model's BatchStat, RngState
-    and the like. ema: averaged weights of what is trained, or {}. residuals: what compressed sums
-    carry (`residuals.py`), or {}."""
+    finite. optimizer: state for the trained parameters. rest: a user model's BatchStat, RngState
+    and the like. ema: averaged weights of the trained parameters, or {}. residuals: state of
+    compressed sums (`residuals.py`), or {}."""
 
     step: jax.Array
     params: Arrays
@@ -36,12 +36,12 @@ class TrainState:
 
 
 def averaged_params(state: TrainState) -> Arrays:
-    """The parameters, averaged where an average is kept."""
+    """Returns the parameters, replaced by their average if one is kept."""
     return {**state.params, **state.ema}
 
 
 def updated_averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
-    """The average after a step to `params`, {} where none is kept."""
+    """Returns the average after a step to `params`; {} if none is kept."""
     if decay is None:
         return {}
     return ema_update(state.ema, params, decay, state.step, warmup=True)
@@ -52,9 +52,9 @@ def state_splits(
     places: Mapping[str, Leaf],
     parts: Mapping[str, CompressedLeaf],
 ) -> TrainState:
-    """How every leaf is split: parameters and their average by the `params` table, optimizer state
-    by `optimizer` (factored moments as their parameter is along the dims they keep), residuals of
-    the compressed `parts` each on its device, the rest whole."""
+    """Splits of all leaves. Parameters and their average: by the `params` table. Optimizer state:
+    by `optimizer` (factored moments along the dims that they keep). Residuals of the compressed
+    `parts`: on their devices. Others: replicated."""
     params = {k: place.params for k, place in places.items()}
     optimizer = {k: place.optimizer for k, place in places.items()}
     residuals = residual_splits(abstract.residuals, parts)
@@ -62,7 +62,7 @@ def state_splits(
 
 
 def state_axes_of(abstract: TrainState, places: Mapping[str, Leaf]) -> TrainState:
-    """The logical axes of every leaf that follows a parameter, () of the others."""
+    """Logical axes of every leaf that follows a parameter; () for the others."""
     axes = {k: place.axes for k, place in places.items()}
     residuals = residual_axes(abstract.residuals, axes)
     return _for_each_leaf(abstract, places, axes, axes, residuals)
@@ -75,18 +75,18 @@ def _for_each_leaf(
     optimizer: Arrays,
     residuals: Any,
 ) -> TrainState:
-    """A tuple for every leaf of the state: those given by parameter for it, its average and its
-    optimizer state, and of residuals; () for each dim of the others."""
-    whole: Any = ()
+    """Returns a tuple for every leaf of the state: the tuples of `params`, `optimizer` and
+    `residuals` for theirs, and () for each dim of the others."""
+    replicated: Any = ()
     axes = {k: place.axes for k, place in places.items()}
     return TrainState(
-        step=whole,
+        step=replicated,
         params=params,
         optimizer=state_axes(abstract.optimizer, axes, optimizer),
         rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
         ema={k: params[k] for k in abstract.ema},
         loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
-        skipped=whole,
+        skipped=replicated,
         residuals=residuals,
     )
 
@@ -97,7 +97,7 @@ def shardings(abstract: TrainState, splits: TrainState, mesh: jax.sharding.Mesh)
 
 
 def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
-    """Bytes of the leaves of `tree` that one device holds."""
+    """Per-device bytes of the leaves of `tree`."""
 
     def size(leaf: Any, split: Dims) -> int:
         parts = math.prod(ways(d, sizes) for d in split)

@@ -1,4 +1,4 @@
-"""The sums of gradients that a step makes once: exact ones, or some of them compressed."""
+"""Sums of gradients once a step: exact ones, or some of them compressed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arrays = dict[str, Any]
 
 
 class ExactSums(NamedTuple):
-    """`Reduction.reduce_step`, which needs no state."""
+    """`Reduction.reduce_step`, without a state."""
 
     reduction: Reduction
     state_specs: Any = {}  # noqa: RUF012 (never changed)
@@ -29,7 +29,7 @@ class ExactSums(NamedTuple):
 
 
 class WithCompression(NamedTuple):
-    """The same, but for the leaves that a compressed reducer sums."""
+    """`ExactSums`, except for the leaves that a compressed reducer sums."""
 
     reduction: Reduction
     compressed: CompressedSums
@@ -43,8 +43,8 @@ class WithCompression(NamedTuple):
         self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
     ) -> tuple[Arrays, Residuals, Arrays]:
         unit = scale * jnp.where(count > 0, count, 1.0)
-        split = self.reduction.scatter_rest(grads)
-        mine = {k: g for k, g in split.items() if k in self.compressed.parts}
-        rest = {k: g for k, g in split.items() if k not in self.compressed.parts}
-        made, state, exact = self.compressed.sum(mine, state, unit, key)
-        return made | self.reduction.all_reduce(rest), state, exact
+        split = self.reduction.scatter_remaining(grads)
+        compressible = {k: g for k, g in split.items() if k in self.compressed.parts}
+        exactly = {k: g for k, g in split.items() if k not in self.compressed.parts}
+        sums, state, exact = self.compressed.sum(compressible, state, unit, key)
+        return sums | self.reduction.all_reduce(exactly), state, exact

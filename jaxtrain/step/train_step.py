@@ -1,4 +1,4 @@
-"""The train step, and the evaluation step beside it."""
+"""The train step and the evaluation step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from jaxtrain.step.gradients import (
     microbatch_sums,
     squared_norm,
 )
-from jaxtrain.step.guard import make_watch
+from jaxtrain.step.guard import make_compare
 from jaxtrain.step.own_module import own_loss
 from jaxtrain.step.padding import without_padding
 from jaxtrain.step.pipeline import pipeline_loss, pipeline_sums
@@ -62,14 +62,15 @@ def make_train_step(
 ) -> StepFunction:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    choice: how a compressed reducer sums. metrics: loss (nats a weighted token), what the model
-    sums beside it over the same weight, weight (tokens that counted), grad_norm, param_norm,
-    update_norm, learning_rate (where it is known), loss_scale, skipped (so far), all fp32; those of
-    `make_watch` and `routing_metrics`; `keep_gradients`: those before clipping, and of buffers.
+    choice: how a compressed reducer sums. metrics: loss (nats a weighted token), the model's other
+    sums over the same weight, weight (number of weighted tokens), grad_norm, param_norm,
+    update_norm, learning_rate (if known), loss_scale, skipped (so far), all fp32; those of
+    `make_compare` and `routing_metrics`; with `keep_gradients` those before clipping, and of
+    buffers.
     """
     e, buffers = assembly.experiment, assembly.buffers
     sums = make_gradients(assembly, mesh, choice)
-    watch = make_watch(assembly, mesh, choice)
+    compare = make_compare(assembly, mesh, choice)
     update = make_update(assembly, mesh)
     norm = partial(global_norms, assembly=assembly, mesh=mesh)
     rate, counted = make_rate(assembly), partial(routing_metrics, assembly, mesh)
@@ -77,17 +78,17 @@ def make_train_step(
 
     def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
-        # The loss is a sum over tokens; a loss scale is meant for their mean.
-        seed = scale / assembly.tokens_power_of_two(batch)
+        # The loss is a sum over tokens; a loss scale is for their mean.
+        grad_scale = scale / assembly.tokens_power_of_two(batch)
         key = jax.random.fold_in(step_key, state.step)
-        seeded = with_seed(state.params, buffers.tallies, seed)
-        g = sums(seeded, state.rest, batch, key, seed, usable_codec_state(state.residuals))
+        seeded = with_seed(state.params, buffers.tallies, grad_scale)
+        g = sums(seeded, state.rest, batch, key, grad_scale, usable_codec_state(state.residuals))
         count = jnp.where(g.sums.count > 0, g.sums.count, 1.0)
         summed = without_buffers(g.grads, buffers), g.exact
-        grads, exact = jax.tree.map(lambda x: x / (count * seed), summed)
+        grads, exact = jax.tree.map(lambda x: x / (count * grad_scale), summed)
         (grad_norm,) = norm((grads,), "optimizer")
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(g.sums.loss)
-        verdict, compared = watch(grads, exact, state)
+        guard_state, reducer_metrics = compare(grads, exact, state)
         clipped = grads
         if e.clip_norm is not None:
             clipped = clip_by_global_norm(grads, grad_norm, e.clip_norm)
@@ -96,8 +97,8 @@ def make_train_step(
         (param_norm,) = norm((without_buffers({**state.params, **params}, buffers),), "params")
         ema = updated_averages(state, params, e.ema_decay)
         params |= next_buffers(assembly, state.params, g.grads)
-        found = (params, optimizer, g.rest, ema, g.residuals)
-        after = next_state(state, found, finite, verdict, assembly)
+        results = (params, optimizer, g.model_state, ema, g.residuals)
+        updated = next_state(state, results, finite, guard_state, assembly)
         metrics = {
             **{name: total / count for name, total in g.sums.beside.items()},
             "loss": g.sums.loss / count,
@@ -106,10 +107,10 @@ def make_train_step(
             "param_norm": param_norm,
             "update_norm": update_norm,
             "loss_scale": scale,
-            "skipped": after.skipped.astype(jnp.float32),
+            "skipped": updated.skipped.astype(jnp.float32),
         }
-        metrics |= rate(state, optimizer) | compared | counted(g.grads, count)
-        return after, metrics | ({"gradients": g.grads | grads} if keep_gradients else {})
+        metrics |= rate(state, optimizer) | reducer_metrics | counted(g.grads, count)
+        return updated, metrics | ({"gradients": g.grads | grads} if keep_gradients else {})
 
     return assembly.with_matmul_precision(step)
 
@@ -117,14 +118,14 @@ def make_train_step(
 def make_update(
     assembly: Assembly, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Arrays], tuple[Arrays, Any, Any]]:
-    """(state, gradients) -> (the trained parameters after the optimizer, as they rest; its state;
-    what was added)."""
+    """(state, gradients) -> (the updated trained parameters, sharded as at rest; the optimizer's
+    new state; the updates)."""
     transform = assembly.transform_on(mesh)
 
     def update(state: TrainState, grads: Arrays) -> tuple[Arrays, Any, Any]:
         shards = assembly.constrain({k: state.params[k] for k in grads}, mesh, "optimizer")
-        updates, taken = transform.update(grads, state.optimizer, shards)
-        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), taken, state.optimizer)
+        updates, updated = transform.update(grads, state.optimizer, shards)
+        optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, state.optimizer)
         return (
             to_rest_sharding(optax.apply_updates(shards, updates), assembly, mesh),
             optimizer,
@@ -135,73 +136,74 @@ def make_update(
 
 
 def next_state(
-    state: TrainState, found: tuple[Any, ...], finite: jax.Array, verdict: Any, assembly: Assembly
+    state: TrainState, new: tuple[Any, ...], finite: jax.Array, guard: Any, assembly: Assembly
 ) -> TrainState:
-    """The state one step later: with what was `found` (trained parameters and scales, optimizer
-    state, rest, averages, residuals) where the gradients are finite, else as it was. verdict: on
-    compressed sums; it stands after a skipped step too, for its sums may be why it is one."""
-    trained = {k: state.params[k] for k in found[0]}
-    kept = (trained, state.optimizer, state.rest, state.ema, codec_state(state.residuals))
-    params, optimizer, rest, ema, residuals = select_if_finite(finite, found, kept)
+    """Returns the next state: with the values of `new` (trained parameters and scales, optimizer
+    state, model state, averages, residuals) if the gradients are finite, else with the old ones.
+    guard: state of the guard of compressed sums. It is kept after a skipped step too, since its
+    sums may be the cause."""
+    trained = {k: state.params[k] for k in new[0]}
+    previous = (trained, state.optimizer, state.rest, state.ema, codec_state(state.residuals))
+    params, optimizer, model_state, ema, residuals = select_if_finite(finite, new, previous)
     return TrainState(
         step=state.step + 1,
         params={**state.params, **params},
         optimizer=optimizer,
-        rest=rest,
+        rest=model_state,
         ema=ema,
         loss_scale=assembly.next_scale(state.loss_scale, finite),
         skipped=state.skipped + ~finite,
-        residuals=residuals | verdict,
+        residuals=residuals | guard,
     )
 
 
 def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
-    """(state, optimizer state after the step) -> the step's learning_rate: of our optimizers by
-    their schedule; of a user's own where its state says one, as `optax.inject_hyperparams` does."""
+    """(state, new optimizer state) -> the step's learning_rate. Our optimizers have a schedule; a
+    user's own may have one in its state, as `optax.inject_hyperparams` does."""
     e = assembly.experiment
     if type(e.optimizer) in (*ELEMENTWISE, *SHARDED):
         rate = rate_fn(e.optimizer.learning_rate, steps=e.steps, batch=assembly.largest_batch)
         return lambda state, _: {"learning_rate": rate(state.step - state.skipped)}
 
-    def said(_: TrainState, taken: Any) -> Metrics:
-        found = injected_rate(taken)
-        return {} if found is None else {"learning_rate": found.astype(jnp.float32)}
+    def said(_: TrainState, optimizer: Any) -> Metrics:
+        rate = injected_rate(optimizer)
+        return {} if rate is None else {"learning_rate": rate.astype(jnp.float32)}
 
     return said
 
 
 def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
-    """(params, rest, microbatch, key or None) -> (loss, count and what is beside, rest after)."""
+    """(params, model state, microbatch, key or None) -> (LossSums, updated model state)."""
     static = assembly.split.static
     if assembly.description is None:
         return own_loss(static, compute=assembly.experiment.precision.compute)
 
-    def loss(params: Arrays, rest: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
-        model = put_together(static, {**params, **rest})
+    def loss(params: Arrays, state: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
+        model = put_together(static, {**params, **state})
         sums = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
         refuse_other_sums(assembly.described.sums, sums)
-        return sums, rest
+        return sums, state
 
     return loss
 
 
 def trace_loss(assembly: Assembly) -> None:
-    """A user's own loss, traced on one microbatch as a step and an evaluation call it. Raises
-    ValueError for fields that it reads and the batch does not have, and for its answer."""
+    """Traces a user's own loss on one microbatch, as a step and an evaluation call it. Raises
+    ValueError for fields that it reads and the batch does not have, and for an invalid result."""
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         for name, leaf in assembly.abstract_batch().items()
     }
-    params, rest = assembly.abstract.params, assembly.abstract.rest
+    params, model_state = assembly.abstract.params, assembly.abstract.rest
     loss = assembly.with_matmul_precision(make_loss(assembly, None))
-    jax.eval_shape(loss, params, rest, batch, jax.eval_shape(lambda: jax.random.key(0)))
-    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, rest, batch)
+    jax.eval_shape(loss, params, model_state, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(lambda *arrays: loss(*arrays, None), params, model_state, batch)
 
 
 def make_gradients(
     assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice
 ) -> Callable[..., Gradients]:
-    """(params, rest, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
+    """(params, model state, batch, key, scale, residuals) -> Gradients, in the assembly's mode."""
     if assembly.explicit:
         reduction = make_reduction(assembly)
         sums = explicit_gradients(
@@ -224,8 +226,7 @@ def make_gradients(
 
 
 def make_step_sums(assembly: Assembly, reduction: Reduction, choice: Choice) -> StepSums:
-    """How gradients are summed once a step: exactly, or as `choice` has it of a compressed
-    reducer."""
+    """Sums of gradients once a step: exact, or those of a compressed reducer with `choice`."""
     reducer = assembly.experiment.execution.reducer
     if not isinstance(reducer, Compressed):
         return ExactSums(reduction)
@@ -236,16 +237,16 @@ def make_step_sums(assembly: Assembly, reduction: Reduction, choice: Choice) -> 
 
 
 def local_sums(assembly: Assembly, reduction: Reduction) -> LocalSums:
-    """What a device makes of its rows: one microbatch after another, or in a pipeline."""
+    """A device's sums over its rows: one microbatch after another, or in a pipeline."""
     comm = explicit_communicator(assembly, reduction)
     if assembly.pipeline is not None:
         return pipeline_sums(assembly, comm, reduction)
-    loss = make_loss(assembly, comm if reduction.sharded else comm.whole())
+    loss = make_loss(assembly, comm if reduction.sharded else comm.pregathered())
     return microbatch_sums(loss, reduction, comm.fetch_once)
 
 
 def make_reduction(assembly: Assembly) -> Reduction:
-    """How the explicit step's gradients reach the optimizer's split."""
+    """The reduction from the explicit step's gradients to the optimizer's split."""
     execution = assembly.experiment.execution
     reducer = execution.reducer
     return Reduction(
@@ -260,7 +261,7 @@ def make_reduction(assembly: Assembly) -> Reduction:
 
 
 def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
-    """Parameters that the optimizer's split was updated in, as they rest."""
+    """Reshards parameters from the optimizer's split to their sharding at rest."""
     if assembly.explicit:
         reduction, check_vma = make_reduction(assembly), assembly.check_vma
         params = gather_updated_params(params, mesh=mesh, reduction=reduction, check_vma=check_vma)
@@ -270,21 +271,20 @@ def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -
 def global_norms(
     trees: tuple[Any, ...], table: str, *, assembly: Assembly, mesh: jax.sharding.Mesh
 ) -> jax.Array:
-    """2-norms of trees that rest as `table` says."""
+    """2-norms of trees that are sharded by `table`."""
     splits = {k: getattr(place, table) for k, place in assembly.places.items()}
     return jnp.sqrt(squared_norm(trees, splits=splits, mesh=mesh if assembly.explicit else None))
 
 
 def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """(params, rest, batch) -> loss, count and what is summed beside them, no dropout; batch:
-    [`evaluated_at_once`, rows, ...], which is one batch, or several on their way through a
-    pipeline."""
+    """(params, model state, batch) -> LossSums, without dropout. batch: [`evaluated_at_once`, rows,
+    ...]: one batch, or several in a pipeline at once."""
 
     def one_by(comm: Communicator) -> Callable[..., LossSums]:
         loss = make_loss(assembly, comm)
 
-        def of_batch(params: Arrays, rest: Arrays, batch: Arrays) -> LossSums:
-            return loss(params, rest, jax.tree.map(lambda x: x[0], batch), None)[0]
+        def of_batch(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
+            return loss(params, model_state, jax.tree.map(lambda x: x[0], batch), None)[0]
 
         return of_batch
 
@@ -293,10 +293,10 @@ def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callabl
     comm = explicit_communicator(assembly)
     on_device = one_by(comm) if assembly.pipeline is None else pipeline_loss(assembly, comm)
 
-    def summed(params: Arrays, rest: Arrays, batch: Arrays) -> LossSums:
+    def summed(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
         axes = tuple(assembly.sizes)
         params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
-        return all_reduce_sums(on_device(params, rest, batch), axes)
+        return all_reduce_sums(on_device(params, model_state, batch), axes)
 
     run = jax.shard_map(
         summed,
@@ -319,8 +319,8 @@ def compile_step(
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Any:
-    """The compiled `make_train_step` for the shapes of `batch` (arrays or ShapeDtypeStructs), state
-    donated."""
+    """Compiles `make_train_step` for the shapes of `batch` (arrays or ShapeDtypeStructs), with the
+    state donated."""
     traced = trace_step(assembly, mesh, shardings, batch, choice)
     return traced.lower().compile(compiler_options=assembly.compiler_options or None)
 
@@ -332,11 +332,11 @@ def trace_step(
     batch: Any = None,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Any:
-    """What `compile_step` compiles, with its jaxpr."""
+    """Traces the program that `compile_step` compiles, with its jaxpr."""
     return jax.jit(
         make_train_step(assembly, mesh, choice=choice),
         donate_argnums=0,
         in_shardings=(shardings, assembly.batch_shardings(mesh)),
         out_shardings=(shardings, named_sharding(mesh, ())),
-        keep_unused=True,  # the arguments are the state and the batch, whatever is read of them
+        keep_unused=True,  # the arguments are the state and the complete batch
     ).trace(assembly.abstract, batch or assembly.abstract_batch())

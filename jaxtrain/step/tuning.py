@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, the leaves that patterns name, or adapters beside them."""
+"""Trained parameters of a model: all, the leaves that patterns name, or adapters besides them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxtrain.models.layered import description_of
 
 
 def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
-    """The adapters that an experiment asks for, and what is wrong with them."""
+    """Returns the adapters that an experiment configures, and violations."""
     tuning = experiment.fine_tuning
     lora = None if tuning is None else tuning.lora
     if lora is None:
         return None, []
-    where, described = "fine_tuning.lora", description_of(experiment.model)
+    path, described = "fine_tuning.lora", description_of(experiment.model)
     if described is None or "adapters" not in described.can:
         kind = "says that it has none" if described else "does not describe itself"
         return None, [
-            f"{where} puts adapters beside matrices that a model names by describe(), and this one "
+            f"{path} puts adapters beside matrices that a model names by describe(), and this one "
             f"{kind}; use lora=None"
         ]
     sides = adapter_places(described)
     chosen, problems = match_patterns(
-        lora.targets, sides, f"{where}.targets", among="matrices that can have adapters"
+        lora.targets, sides, f"{path}.targets", among="matrices that can have adapters"
     )
     problems += [
-        f"{where}.rank={lora.rank} is not below the smaller side of {name}, {sides[name]}; use "
+        f"{path}.rank={lora.rank} is not below the smaller side of {name}, {sides[name]}; use "
         f"rank={max(sides[name] // 2, 1)} or less"
         for name in chosen
         if lora.rank >= sides[name]
@@ -41,7 +41,7 @@ def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
 
 
 def buffers_of_experiment(experiment: Experiment) -> Buffers:
-    """The leaves that no optimizer moves."""
+    """Leaves that no optimizer updates."""
     products = experiment.precision.products
     scaled = products is not None and products.scaling is not None
     return buffers_of(description_of(experiment.model), scaled=scaled)
@@ -50,36 +50,36 @@ def buffers_of_experiment(experiment: Experiment) -> Buffers:
 def trained_leaves(
     experiment: Experiment, names: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[frozenset[str], list[str]]:
-    """Of all leaves those that have a gradient, and what is wrong with that on these mesh axes. A
-    leaf that no optimizer moves has one where its operation's output has: no other gradient is made
-    for it."""
+    """Returns the leaves that have a gradient, and violations on these mesh axes. A leaf that no
+    optimizer updates has one only if its operation's output has one."""
     tuning, everything = experiment.fine_tuning, frozenset(names)
     if tuning is None or (tuning.trainable is None and tuning.lora is None):
         return everything, []
     problems: list[str] = []
     buffers = buffers_of_experiment(experiment)
-    found = frozenset(filter(is_adapter, everything))
+    trained = frozenset(filter(is_adapter, everything))
     if tuning.trainable is not None:
-        others = sorted(everything - found - buffers.names)
-        chosen, problems = match_patterns(tuning.trainable, others, "fine_tuning.trainable")
-        found |= set(chosen)
+        candidates = sorted(everything - trained - buffers.names)
+        chosen, problems = match_patterns(tuning.trainable, candidates, "fine_tuning.trainable")
+        trained |= set(chosen)
     described = description_of(experiment.model)
     in_pipeline = described is None or any(
-        name.startswith(STACK) or described.enters(name) for name in found
+        name.startswith(STACK) or described.enters(name) for name in trained
     )
-    if found and sizes.get(STAGE, 1) > 1 and not in_pipeline and not problems:
+    if trained and sizes.get(STAGE, 1) > 1 and not in_pipeline and not problems:
         problems.append(
-            f"fine_tuning trains only {', '.join(sorted(found))}, behind the pipeline of stage="
+            f"fine_tuning trains only {', '.join(sorted(trained))}, behind the pipeline of stage="
             f"{sizes[STAGE]}, whose backward passes would make nothing; set stage=1"
         )
-    moved = moved_buffers(described, buffers, found) if described else frozenset()
-    return found | moved, problems
+    moved = moved_buffers(described, buffers, trained) if described else frozenset()
+    return trained | moved, problems
 
 
 def match_patterns(
     patterns: tuple[str, ...], names: Iterable[str], field: str, *, among: str = "leaves"
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The names that any pattern fits, in their order, and each pattern that fits none."""
+    """Returns the names that match any pattern, in their order, and a violation for each pattern
+    without a match."""
     names = list(names)
     problems = []
     for pattern in patterns:
@@ -93,5 +93,5 @@ def match_patterns(
 
 
 def with_trained(places: Mapping[str, Leaf], trained: frozenset[str]) -> dict[str, Leaf]:
-    """The places of leaves, each knowing whether it is trained."""
+    """Returns the places of leaves with `trained` set."""
     return {k: place._replace(trained=k in trained) for k, place in places.items()}

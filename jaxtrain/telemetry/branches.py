@@ -1,8 +1,8 @@
-"""No collective in a branch whose predicate differs between the devices that it joins.
+"""Checks that no collective stands in a branch whose predicate differs between its devices.
 
 Devices that take different branches wait for each other for ever or, with permutes, compute wrong
-gradients without an error. The types of a traced program know over which mesh axes a value may
-differ, so the law is checked before anything is compiled.
+gradients without an error. The types of a traced program state over which mesh axes a value may
+vary, so this is checked before anything is compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def branch_violations(jaxpr: ClosedJaxpr | Jaxpr) -> list[str]:
     """Each collective of a traced step (`jax.make_jaxpr`) that stands in a `cond` or a `while`
     whose predicate varies over one of its own mesh axes.
 
-    The types are those of `check_vma=True`; a shard_map without them tells nothing.
+    Needs the types of `check_vma=True`; a shard_map without them reports nothing.
     """
     # ClosedJaxpr is Jaxpr itself from jax 0.11 on.
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
@@ -38,15 +38,15 @@ def _in(jaxpr: Jaxpr) -> Iterator[str]:
         elif name == "while":
             condition = eqn.params["cond_jaxpr"].jaxpr
             yield from _crossing("while", _varying(condition.outvars[0]), inner)
-        for each in inner:
-            yield from _in(each)
+        for child in inner:
+            yield from _in(child)
 
 
-def _crossing(what: str, varying: frozenset[str], inner: list[Jaxpr]) -> Iterator[str]:
-    for name, axes in (found for each in inner for found in _collectives(each)):
+def _crossing(kind: str, varying: frozenset[str], inner: list[Jaxpr]) -> Iterator[str]:
+    for name, axes in (pair for child in inner for pair in _collectives(child)):
         if shared := sorted(varying & set(axes)):
             yield (
-                f"{name} over {', '.join(axes)} stands in a {what} whose predicate varies over "
+                f"{name} over {', '.join(axes)} stands in a {kind} whose predicate varies over "
                 f"{', '.join(shared)}: devices would wait for those that went the other way. Take "
                 f"it out of the branch and mask its result with jnp.where, or make the predicate "
                 f"equal on all of them"
@@ -54,14 +54,14 @@ def _crossing(what: str, varying: frozenset[str], inner: list[Jaxpr]) -> Iterato
 
 
 def _collectives(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, mesh axes) of every collective, at whatever depth. `axis_index` moves nothing."""
+    """Yields (name, mesh axes) of every collective at any depth. `axis_index` sends nothing."""
     for eqn in jaxpr.eqns:
         named = next((eqn.params[key] for key in _AXES if eqn.params.get(key) is not None), None)
         axes = tuple(a for a in _tuple(named) if isinstance(a, str))
         if axes and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
             yield eqn.primitive.name, axes
-        for each in jaxprs_in_params(eqn.params):
-            yield from _collectives(each)
+        for child in jaxprs_in_params(eqn.params):
+            yield from _collectives(child)
 
 
 def _varying(variable: Var | Literal) -> frozenset[str]:

@@ -28,7 +28,7 @@ _FILE = "metrics.jsonl"
 _MARK = "_nonfinite"
 
 HELD = 4 * 2**20
-"""Bytes of lines that wait for room on a disk."""
+"""Most bytes of lines that wait for space on a full disk."""
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -49,10 +49,10 @@ def _plain(name: str, value: Any) -> Any:
     """A scalar, or a list of finite ones."""
     if not isinstance(value, list):
         return scalar(name, value)
-    found = [scalar(name, each) for each in value]
-    if not all(isinstance(each, int | float) and math.isfinite(each) for each in found):
-        raise ValueError(f"metric {name!r} is a list of {found}; a list has finite numbers alone")
-    return found
+    items = [scalar(name, item) for item in value]
+    if not all(isinstance(item, int | float) and math.isfinite(item) for item in items):
+        raise ValueError(f"metric {name!r} is a list of {items}; a list has finite numbers alone")
+    return items
 
 
 def _encode(step: int, values: Mapping[str, Any]) -> str:
@@ -70,12 +70,12 @@ def _encode(step: int, values: Mapping[str, Any]) -> str:
 
 def _decode(values: Values) -> Values:
     marked = {name for name in values if name.endswith(_MARK)}
-    found = {name.removesuffix(_MARK): float(values[name]) for name in marked}
-    return {name: found.get(name, value) for name, value in values.items() if name not in marked}
+    numbers = {name.removesuffix(_MARK): float(values[name]) for name in marked}
+    return {name: numbers.get(name, value) for name, value in values.items() if name not in marked}
 
 
 def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Values]:
-    """Objects of a metrics file. A broken last line (its writer was killed) is left out; a broken
+    """Objects of a metrics file. A broken last line (its writer was killed) is skipped; a broken
     line before it is an error."""
     broken: int | None = None
     for number, line in enumerate(lines, start=1):
@@ -94,7 +94,7 @@ def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Values]:
 
 
 def read_metrics(run_dir: str | Path) -> list[Values]:
-    """All logged steps of a run, oldest first; [] when there are none. Works while it is written.
+    """Returns all logged steps, oldest first; [] if there are none. The file may still grow.
 
     Raises `ValueError` naming the line when one that is not the last is damaged.
     """
@@ -106,14 +106,14 @@ def read_metrics(run_dir: str | Path) -> list[Values]:
 
 
 def refuse_unusable(run_dir: str | Path, *, tensorboard: bool | None, process: int = 0) -> None:
-    """Raise the `ValueError` that a `MetricsWriter` would, and write nothing: for before a run."""
+    """Checks before a run: raises what a `MetricsWriter` would raise, and writes nothing."""
     read_metrics(run_dir)
     if tensorboard and process == 0:
         _refuse_without_tensorboard()
 
 
 def has_tensorboard() -> bool:
-    """Whether events can be written here."""
+    """True if tensorboardX is installed."""
     return importlib.util.find_spec("tensorboardX") is not None
 
 
@@ -126,23 +126,23 @@ def _refuse_without_tensorboard() -> None:
 
 
 def _truncate(path: Path, start: int) -> int:
-    """Keep the steps before `start`, drop half a last line; returns the last step kept, or -1.
+    """Drops steps from `start` on and an incomplete last line; returns the last step kept, or -1.
 
-    The file is replaced in one rename: a kill leaves the old one or the new one.
+    The file is replaced by a rename: a kill leaves the old or the new one.
     """
     if not path.exists():
         return -1
     with open_regular(path, "rb") as file:
         old = file.read()
-    kept = [values for values in _whole_lines(path, old.splitlines()) if values["step"] < start]
-    new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in kept).encode()
+    lines = [values for values in _whole_lines(path, old.splitlines()) if values["step"] < start]
+    new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in lines).encode()
     if new != old:
-        beside = path.with_suffix(".tmp")
-        with open_regular(beside, "wb") as file:
+        unfinished = path.with_suffix(".tmp")
+        with open_regular(unfinished, "wb") as file:
             write_all(file, new)
             os.fsync(file.fileno())
-        os.replace(beside, path)
-    return kept[-1]["step"] if kept else -1
+        os.replace(unfinished, path)
+    return lines[-1]["step"] if lines else -1
 
 
 class _Events:
@@ -160,7 +160,7 @@ class _Events:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="events")
         self._pending.append(self._thread.submit(self._add, step, values))
         while self._pending and self._pending[0].done():
-            self._pending.popleft().result()  # raises here what failed there, such as a full disk
+            self._pending.popleft().result()  # raises an error of that thread, such as a full disk
 
     def _add(self, step: int, values: Values) -> None:
         if self._writer is None:
@@ -190,11 +190,11 @@ class _Events:
 class MetricsWriter:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/events`; only process 0 writes anything.
 
-    `start` is the first step this run will log. Lines from `start` on, left by a continuation that
-    was abandoned, are dropped when it opens, and half a line left by a kill: no step is there
-    twice. A line is on its way to the disk when `write` returns. Raises `ValueError` for a damaged
-    file and for steps that do not increase, `OSError` for a disk that is full: the line is then
-    written with the next one for which there is room.
+    `start` is the first step this run will log. When it opens, lines from `start` on (of an
+    abandoned continuation) and an incomplete last line are dropped, so no step appears twice.
+    `write` hands a line to the operating system before it returns. Raises `ValueError` for a
+    damaged file and for steps that do not increase, `OSError` for a full disk: the line is then
+    written with the next one that fits.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class MetricsWriter:
         self._file = open_regular(self._path, "ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log `values` of `step`, one call a step: what was evaluated at it belongs in it too."""
+        """Logs `values` of `step`, one call per step: its evaluation belongs in it too."""
         if self._file is None:
             return
         if step <= self._last:
@@ -243,7 +243,7 @@ class MetricsWriter:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        """Finish both files. May be called twice."""
+        """Finishes both files. May be called twice."""
         if self._file is not None:
             file, self._file = self._file, None
             with file:
@@ -268,30 +268,30 @@ class DelayedMetrics:
     """
 
     def __init__(self) -> None:
-        self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._waiting: tuple[int, Mapping[str, Any]] | None = None
 
     def push(self, step: int, metrics: Mapping[str, Any]) -> tuple[int, Values] | None:
-        """Hold `metrics` of `step`; returns (step, values) of the one held, None at first."""
+        """Keeps `metrics` of `step`; returns (step, values) of the previous push, None at first."""
         for value in metrics.values():
             if hasattr(value, "copy_to_host_async"):
                 value.copy_to_host_async()
-        before, self._held = self._held, (step, metrics)
-        return _values(before)
+        previous, self._waiting = self._waiting, (step, metrics)
+        return _values(previous)
 
     def flush(self) -> tuple[int, Values] | None:
-        """The step still held, waited for; None when there is none. For the end of a run."""
-        before, self._held = self._held, None
-        return _values(before)
+        """Returns the last pushed step, waited for, at the end of a run; None if none is left."""
+        previous, self._waiting = self._waiting, None
+        return _values(previous)
 
 
-def _values(held: tuple[int, Mapping[str, Any]] | None) -> tuple[int, Values] | None:
-    if held is None:
+def _values(waiting: tuple[int, Mapping[str, Any]] | None) -> tuple[int, Values] | None:
+    if waiting is None:
         return None
-    step, metrics = held
+    step, metrics = waiting
     return step, {name: _read(name, value) for name, value in metrics.items()}
 
 
 def _read(name: str, value: Any) -> Any:
-    """A scalar, or of an array with one dim a list."""
+    """A scalar, or a list from an array with one dim."""
     many = getattr(value, "ndim", 0) == 1
     return _plain(name, np.asarray(value).tolist()) if many else scalar(name, value)

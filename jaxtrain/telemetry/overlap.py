@@ -1,8 +1,8 @@
-"""What a compiled program computes while its collectives are on their way.
+"""Computation of a compiled program that overlaps with its collectives.
 
-Read from the schedule itself (`compiled.as_text()`): between the start of a collective and its done
-stands what the device does meanwhile. Evidence of the compiler's intent, for one device; how long
-each takes is not in it.
+Read from the schedule (`compiled.as_text()`): the instructions between a collective's start and its
+done are what the device does meanwhile. This shows the compiler's intent for one device, not
+durations.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jaxtrain.telemetry.hlo.totals import fold
 _Key = TypeVar("_Key")
 
 Place = tuple[str, int]
-"""Of an instruction: its computation, and its number there in the order of the schedule."""
+"""Place of an instruction: its computation, and its index there in schedule order."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Matmuls (dots, convolutions, library gemms) and kernels of which FLOPs are known, loops
-    multiplied, and their FLOPs."""
+    """Number and FLOPs of matmuls (dots, convolutions, library gemms) and of kernels with known
+    FLOPs, loops multiplied."""
 
     matmuls: int = 0
     flops: float = 0.0
@@ -48,9 +48,9 @@ class Work:
 class Overlap:
     """A collective, and the matmuls between its start and its done, each time it runs.
 
-    `parts` are its bytes by dtype. `asynchronous`: it has a start and a done, and they are not one
-    behind the other by the compiler's own word. between: the work of each instruction between, by
-    its place (computation, number); what two collectives share is in both.
+    `parts` are its bytes by dtype. `asynchronous`: it has a start and a done, and the compiler does
+    not mark it as synchronous. between: the work of each instruction between, by its place
+    (computation, index); an instruction between two collectives' starts and dones is in both.
     """
 
     parts: tuple[Collective, ...]
@@ -59,7 +59,7 @@ class Overlap:
 
     @property
     def work(self) -> Work:
-        """Of all between."""
+        """Total work between start and done."""
         return sum((work for _, work in self.between), Work())
 
     @property
@@ -68,7 +68,7 @@ class Overlap:
 
     @property
     def count(self) -> int:
-        """Runs in one run of the program."""
+        """Number of runs in one run of the program."""
         return self.parts[0].count
 
     @property
@@ -78,14 +78,14 @@ class Overlap:
 
     @property
     def hidden(self) -> bool:
-        """Whether a matmul runs while it is on its way."""
+        """True if a matmul runs during the collective."""
         return self.work.matmuls > 0
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How many collectives run in one run of the program, and the bytes one device sends in them;
-    of all, of those that are asynchronous, of those hidden behind matmuls."""
+    """Number of collectives in one run of the program, and bytes that one device sends in them:
+    all, the asynchronous ones, and those hidden behind matmuls."""
 
     count: int
     asynchronous: int
@@ -96,15 +96,15 @@ class Tally:
 
     @property
     def exposed_bytes(self) -> float:
-        """What is sent and not hidden."""
+        """Bytes sent while no matmul runs."""
         return self.wire_bytes - self.hidden_bytes
 
 
 def overlaps(text: str, kernel_flops: float = 0.0) -> list[Overlap]:
     """Every collective of a scheduled program, in printed order.
 
-    kernel_flops: what each kernel that XLA cannot see into (Pallas, cuDNN) has at the least; of 0
-    FLOPs it hides nothing. Raises ValueError for a program without a schedule, and as
+    kernel_flops: least FLOPs of each kernel that XLA cannot see into (Pallas, cuDNN); with 0, such
+    a kernel hides nothing. Raises ValueError for a program without a schedule, and as
     `hlo.collectives` does.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
@@ -114,11 +114,11 @@ def overlaps(text: str, kernel_flops: float = 0.0) -> list[Overlap]:
         )
     windows = _windows(parse(text), kernel_flops)
     named: dict[str, dict[str, Collective]] = defaultdict(dict)
-    for each in collectives(text):
-        # Called from two places it is still one instruction, and runs as often as both say.
-        same = named[each.name].get(each.dtype)
-        again = replace(each, count=each.count + same.count) if same else each
-        named[each.name][each.dtype] = again
+    for collective in collectives(text):
+        # An instruction called from two places runs as often as both together.
+        same = named[collective.name].get(collective.dtype)
+        again = replace(collective, count=collective.count + same.count) if same else collective
+        named[collective.name][collective.dtype] = again
     return [
         Overlap(tuple(parts.values()), name in windows, windows.get(name, ()))
         for name, parts in named.items()
@@ -126,119 +126,123 @@ def overlaps(text: str, kernel_flops: float = 0.0) -> list[Overlap]:
 
 
 def tally(
-    found: Iterable[Overlap],
-    key: Callable[[Overlap], _Key] = lambda each: each.kind,
-    bytes_per_flop: Callable[[Overlap], float] = lambda each: math.inf,
+    windows: Iterable[Overlap],
+    key: Callable[[Overlap], _Key] = lambda overlap: overlap.kind,
+    bytes_per_flop: Callable[[Overlap], float] = lambda overlap: math.inf,
 ) -> dict[_Key, Tally]:
-    """Totals by kind, or by another key: `lambda each: (each.kind, each.groups)` tells mesh axes
-    apart.
+    """Totals by kind, or by another key: `lambda overlap: (overlap.kind, overlap.groups)` separates
+    mesh axes.
 
-    bytes_per_flop: what its link sends in the time of one FLOP. Of a collective that is on its way
-    while matmuls run as many bytes are hidden as the link sends in their time; without it all. A
-    matmul hides one collective at a time: of several first the one that is awaited first.
+    bytes_per_flop: bytes that the collective's link sends in the time of one FLOP. The hidden bytes
+    of a collective are those that its link sends while matmuls run; by default all of them if
+    any matmul does. A matmul hides one collective at a time: first the one that is awaited first.
     """
     rows: dict[_Key, list[Overlap]] = defaultdict(list)
-    every = list(found)
-    for each in every:
-        rows[key(each)].append(each)
-    sent = _sent_behind(every, bytes_per_flop)
+    all_windows = list(windows)
+    for overlap in all_windows:
+        rows[key(overlap)].append(overlap)
+    sent = _sent_behind(all_windows, bytes_per_flop)
 
     def total(row: list[Overlap]) -> tuple[int, float]:
-        return sum(each.count for each in row), sum(each.wire_bytes for each in row)
+        return sum(o.count for o in row), sum(o.wire_bytes for o in row)
 
     tallies = {}
     for name, row in rows.items():
         count, wire = total(row)
-        deferred, deferred_bytes = total([each for each in row if each.asynchronous])
-        hidden, _ = total([each for each in row if each.hidden])
-        hidden_bytes = math.fsum(each.count * sent[id(each)] for each in row)
+        deferred, deferred_bytes = total([o for o in row if o.asynchronous])
+        hidden, _ = total([o for o in row if o.hidden])
+        hidden_bytes = math.fsum(o.count * sent[id(o)] for o in row)
         tallies[name] = Tally(count, deferred, hidden, wire, deferred_bytes, hidden_bytes)
     return tallies
 
 
 def _sent_behind(
-    found: list[Overlap], bytes_per_flop: Callable[[Overlap], float]
+    windows: list[Overlap], bytes_per_flop: Callable[[Overlap], float]
 ) -> dict[int, float]:
-    """By identity, of each collective the bytes of one run that its link sends while matmuls do:
-    the FLOPs of each matmul dealt to those on their way, the one that is awaited first first."""
-    left = {id(each): each.wire_bytes / max(each.count, 1) for each in found}
-    whole = dict(left)
+    """Bytes of one run that each collective's link sends during matmuls, by identity. The FLOPs of
+    a matmul go to the collectives under way, first to the one that is awaited first."""
+    left = {id(overlap): overlap.wire_bytes / max(overlap.count, 1) for overlap in windows}
+    run_bytes = dict(left)
     under_way: dict[Place, list[Overlap]] = defaultdict(list)
     work: dict[Place, Work] = {}
-    for each in found:
-        for place, of in each.between:
-            if of:
-                under_way[place].append(each)
-                work[place] = of
+    for overlap in windows:
+        for place, matmuls in overlap.between:
+            if matmuls:
+                under_way[place].append(overlap)
+                work[place] = matmuls
     for place in sorted(work):
         flops = work[place].flops
-        for each in sorted(under_way[place], key=lambda each: each.between[-1][0]):
-            pace = bytes_per_flop(each)
-            sent = min(left[id(each)], flops * pace)
-            left[id(each)] -= sent
+        for overlap in sorted(under_way[place], key=lambda overlap: overlap.between[-1][0]):
+            pace = bytes_per_flop(overlap)
+            sent = min(left[id(overlap)], flops * pace)
+            left[id(overlap)] -= sent
             flops -= sent / pace if pace else 0.0
-    return {key: whole[key] - left[key] for key in whole}
+    return {key: run_bytes[key] - left[key] for key in run_bytes}
 
 
 def _windows(module: Module, kernel_flops: float) -> dict[str, tuple[tuple[Place, Work], ...]]:
-    """Name of every collective that is started and awaited -> the instructions between, both
-    included, with their work.
+    """Name of every asynchronous collective -> the instructions from start to done, both included,
+    with their work.
 
-    Where a program awaits it elsewhere (in the next turn of a loop), the window ends with the body.
+    If it is awaited elsewhere (in the next turn of a loop), the window ends with the body.
     """
     work = _work_of(module, kernel_flops)
-    found = {}
+    windows = {}
     for body in module.computations.values():
         started: dict[str, tuple[str, int]] = {}
         ended: dict[str, int] = {}
-        for at, each in enumerate(body.instructions.values()):
-            started |= {key: (name, at) for key, name in _starts(module, each)}
-            ended |= {key: at for key in _ends(module, each) if key in started}
+        for index, instruction in enumerate(body.instructions.values()):
+            started |= {key: (name, index) for key, name in _starts(module, instruction)}
+            ended |= {key: index for key in _ends(module, instruction) if key in started}
         if not started:
             continue
-        done = [work(body, each) for each in body.instructions.values()]
-        for key, (name, at) in started.items():
-            window = range(at, ended.get(key, len(done) - 1) + 1)
-            found[name] = tuple(((body.name, i), done[i]) for i in window)
-    return found
+        done = [work(body, instruction) for instruction in body.instructions.values()]
+        for key, (name, index) in started.items():
+            window = range(index, ended.get(key, len(done) - 1) + 1)
+            windows[name] = tuple(((body.name, i), done[i]) for i in window)
+    return windows
 
 
-def _starts(module: Module, each: Instruction) -> list[tuple[str, str]]:
-    """(what its end will name, the collective) for each collective that `each` starts."""
-    if each.opcode == "fusion":
-        return _chained(module, each, "AsyncCollectiveStart")
-    if '"is_sync":true' in each.attributes.get("backend_config", ""):
+def _starts(module: Module, instruction: Instruction) -> list[tuple[str, str]]:
+    """(key that its end will name, the collective's name) for each collective that it starts."""
+    if instruction.opcode == "fusion":
+        return _chained(module, instruction, "AsyncCollectiveStart")
+    if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
         return []
-    if each.opcode == "async-start":
-        inner = module.computations[each.names("calls")[0]]
-        return [(each.name, name) for name in inner.instructions]
-    return [(each.name, each.name)] if each.opcode.endswith(("-start", "send")) else []
+    if instruction.opcode == "async-start":
+        inner = module.computations[instruction.names("calls")[0]]
+        return [(instruction.name, name) for name in inner.instructions]
+    return (
+        [(instruction.name, instruction.name)]
+        if instruction.opcode.endswith(("-start", "send"))
+        else []
+    )
 
 
-def _ends(module: Module, each: Instruction) -> list[str]:
-    if each.opcode == "fusion":
-        return [key for key, _ in _chained(module, each, "AsyncCollectiveDone")]
-    return [each.operands[0]] if each.opcode.endswith("-done") else []
+def _ends(module: Module, instruction: Instruction) -> list[str]:
+    if instruction.opcode == "fusion":
+        return [key for key, _ in _chained(module, instruction, "AsyncCollectiveDone")]
+    return [instruction.operands[0]] if instruction.opcode.endswith("-done") else []
 
 
 def _chained(module: Module, fusion: Instruction, target: str) -> list[tuple[str, str]]:
     """(chain, collective) of TPU's calls to `target` in a fusion. A collective that passes through
-    many fusions is written in each, always with its chain's number."""
+    many fusions is repeated in each, with its chain's number."""
     inner = module.computations[fusion.names("calls")[0]].instructions
     return [
         (inner[name].attributes["frontend_attributes"], name)
-        for each in inner.values()
-        if target in each.attributes.get("custom_call_target", "")
-        for name in each.operands
+        for call in inner.values()
+        if target in call.attributes.get("custom_call_target", "")
+        for name in call.operands
         if "chain_id" in inner[name].attributes.get("frontend_attributes", "")
     ]
 
 
 def _work_of(module: Module, kernel_flops: float) -> Callable[[Computation, Instruction], Work]:
-    """The matmuls of an instruction and of all it calls; of branches, those of the least."""
+    """Returns a function: work of an instruction and all it calls; of branches, the least one."""
 
-    def own(body: Computation, each: Instruction) -> Work:
-        flops = kernel_flops if is_opaque(each) else matmul_flops(body, each)
+    def own(body: Computation, instruction: Instruction) -> Work:
+        flops = kernel_flops if is_opaque(instruction) else matmul_flops(body, instruction)
         return Work(1, flops) if flops else Work()
 
     def add(parts: list[Work]) -> Work:
@@ -251,14 +255,14 @@ def _work_of(module: Module, kernel_flops: float) -> Callable[[Computation, Inst
     def inside(name: str) -> Work:
         return fold(replace(module, entry=name), own, add, Work.__mul__, least)
 
-    def work(body: Computation, each: Instruction) -> Work:
-        total = own(body, each)
-        for group in calls(each):
+    def work(body: Computation, instruction: Instruction) -> Work:
+        total = own(body, instruction)
+        for group in calls(instruction):
             inner = [inside(name) for name in group]
-            total += least(inner) if each.opcode == "conditional" else add(inner)
-        if each.opcode == "while":
-            turn = add([inside(each.names(key)[0]) for key in ("condition", "body")])
-            total += turn * trip_count(module, body, each) if turn else turn
+            total += least(inner) if instruction.opcode == "conditional" else add(inner)
+        if instruction.opcode == "while":
+            turn = add([inside(instruction.names(key)[0]) for key in ("condition", "body")])
+            total += turn * trip_count(module, body, instruction) if turn else turn
         return total
 
     return work

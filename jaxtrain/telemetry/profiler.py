@@ -31,12 +31,12 @@ class Steps:
 
 
 class Profiler:
-    """Starts and stops one trace around the steps asked for, into `run_dir/profile`.
+    """Starts and stops one trace around the requested steps, into `run_dir/profile`.
 
     Call `before(step, arrays)` and `after(step, arrays)` around the dispatch of every step, with
-    arrays that the device has been asked for (the metrics will do): they are waited for at both
-    ends of the trace, and only there, so that it holds those steps whole and no others. A run that
-    resumes inside the range traces the rest of it. Cost outside the range: two comparisons.
+    arrays that the device was asked for (such as metrics). They are waited for only at both ends of
+    the trace, so that it has exactly those steps. A run that resumes inside the range traces the
+    remaining steps. Cost outside the range: two comparisons.
     """
 
     def __init__(self, steps: Steps | None, run_dir: str | Path) -> None:

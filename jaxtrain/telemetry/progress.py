@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines everywhere else (files, CI, notebooks)."""
+"""Progress of a run: a bar on a terminal, plain lines everywhere else (files, CI, notebooks)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TextIO, cast
 
 def duration(seconds: float) -> str:
     """Two units at most: `45s`, `1m20s`, `2h05m`, `3d04h`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    minutes = whole // 60
+    rounded = max(0, round(seconds))
+    if rounded < 60:
+        return f"{rounded}s"
+    minutes = rounded // 60
     if minutes < 60:
-        return f"{minutes}m{whole % 60:02d}s"
+        return f"{minutes}m{rounded % 60:02d}s"
     hours = minutes // 60
     return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
 
@@ -40,8 +40,8 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 class _Lasting:
-    """A stream that may go away, such as a terminal that is closed or a pipe's reader that ends:
-    what can no longer be written is dropped, for a run is worth more than what it says."""
+    """A stream that may go away, such as a closed terminal or a pipe whose reader ended. Output
+    that cannot be written is dropped: the run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,7 +1,8 @@
-"""What is wrong with an experiment, alone and on a mesh, and with the model that it names.
+"""Checks an experiment, alone and on a mesh, and the model that it names.
 
-Every function gives a list of violations, each with its remedy: whoever asks raises all at once.
+Every function returns a list of violations, each with its remedy; the caller raises all of them at
+once.
 
-Does not belong here: what one value can tell of its own fields (its `__post_init__`), and what only
-a disk or a device knows (run/check.py).
+Not here: checks that one value can make of its own fields (its `__post_init__`), and checks that
+need a disk or a device (run/check.py).
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a batch: its microbatches, and how a mesh splits their rows."""
+"""Checks a batch: its microbatches, and how a mesh splits their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtrain.remedies import Clash, Near, multiples_near, options
 
 
 def whole_violations(experiment: Experiment) -> list[str]:
-    """What keeps a batch from being whole microbatches."""
+    """Returns violations if a batch size is not a multiple of `microbatches`."""
     e, violations = experiment, []
     for batch in batch_sizes(e.batch):
         if batch < 1:
@@ -34,7 +34,7 @@ def whole_violations(experiment: Experiment) -> list[str]:
 def rows_violations(
     experiment: Experiment, rows: tuple[str, ...], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Microbatches whose rows do not split over the mesh axes `rows`."""
+    """Returns violations for microbatches whose rows do not split over the mesh axes `rows`."""
     micro, parts, violations = experiment.microbatches, ways(rows, sizes), []
     number = Near("microbatches", micro)
     for batch in divisible_batches(experiment):
@@ -59,7 +59,8 @@ def rows_violations(
 
 
 def divisible_batches(experiment: Experiment) -> list[int]:
-    """The batch sizes that are whole microbatches; what is wrong with others is told elsewhere."""
+    """Returns the batch sizes that are multiples of `microbatches`; `whole_violations` reports
+    others."""
     micro = experiment.microbatches
     if micro < 1:
         return []
@@ -67,12 +68,12 @@ def divisible_batches(experiment: Experiment) -> list[int]:
 
 
 def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
-    """Every size the batch takes, in order."""
+    """Returns every size of the batch, in order."""
     return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
 
 
 def _fitting_microbatches(experiment: Experiment) -> int:
-    """The number nearest to the experiment's that divides every size of its batch."""
-    whole = math.gcd(*batch_sizes(experiment.batch))
-    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
+    """Returns the number closest to `microbatches` that divides every size of the batch."""
+    common_divisor = math.gcd(*batch_sizes(experiment.batch))
+    divisors = (n for n in range(1, common_divisor + 1) if common_divisor % n == 0)
     return min(divisors, key=lambda n: abs(n - experiment.microbatches))

@@ -1,4 +1,4 @@
-"""What is wrong with an experiment, by itself and on a mesh: each with its remedy, all at once."""
+"""Checks an experiment, by itself and on a mesh. Each violation has a remedy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from jaxtrain.validation.sequence import cut_violations, tokens_violations
 
 MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")
-"""What an evaluation finds; the second where tokens stand for bytes."""
+"""Metrics of an evaluation. bits_per_byte needs tokens that stand for bytes."""
 UNSUPPORTED_AXES = ("replica",)
 
 
 def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
-    """The mode that runs it; what is wrong with the one asked for joins `violations`."""
+    """Returns the mode that runs the experiment. Adds what is wrong with the requested one to
+    `violations`."""
     described = described_where_sound(experiment)
     can = describes(experiment.model) if described is None else "explicit" in described.can
     mode = experiment.execution.mode or ("explicit" if can else "gspmd")
@@ -74,20 +75,20 @@ def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
 
 
 def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf: int) -> list[str]:
-    """A compressed reducer that would compress nothing; `parts` are the leaves that are large
-    enough. On one device there is nothing to sum, and the reducer may stand."""
+    """Returns a violation if a compressed reducer would compress no leaf. parts: the leaves that
+    are large enough. On one device there is no sum, and any reducer is accepted."""
     if not isinstance(reducer, Compressed):
         return []
-    given = f"execution.reducer={reducer!r} compresses no leaf"
+    rule = f"execution.reducer={reducer!r} compresses no leaf"
     if not parts:
         return [
-            f"{given}: none its codec takes has more than execution.small_leaf={small_leaf} "
+            f"{rule}: none its codec takes has more than execution.small_leaf={small_leaf} "
             f"elements; use a lower small_leaf, or reducer=Lax()"
         ]
     sizes = next(iter(parts.values())).sizes
     if not sizes or any(part.takes(reducer.codec) for part in parts.values()):
         return []
-    summed = [part.matrices for part in parts.values() if part.whole]
+    summed = [part.matrices for part in parts.values() if part.summed]
     if not summed:
         axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
         fixes = ["reducer=Lax()"]
@@ -96,18 +97,18 @@ def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf
         if "data" not in sizes:
             fixes.insert(0, "a mesh axis data > 1")
         return [
-            f"{given}: the optimizer state of every large one is split over all of {axes}, so its "
+            f"{rule}: the optimizer state of every large one is split over all of {axes}, so its "
             f"gradients are scattered and no sum of whole ones is left; use {', or '.join(fixes)}"
         ]
     most = max(min(part.rows, part.cols) for part in summed)
     return [
-        f"{given}: a device's matrices have at most {most} rows and columns, and the rank must not "
+        f"{rule}: a device's matrices have at most {most} rows and columns, and the rank must not "
         f"be higher; use rank={most} or lower, or reducer=Lax()"
     ]
 
 
 def _warmup_violations(experiment: Experiment) -> list[str]:
-    """A compressed reducer whose exact steps fill the run."""
+    """Returns a violation if a compressed reducer's exact steps fill the run."""
     reducer, steps = experiment.execution.reducer, experiment.steps
     if not isinstance(reducer, Compressed) or not 1 <= steps <= reducer.warmup_steps:
         return []
@@ -118,25 +119,25 @@ def _warmup_violations(experiment: Experiment) -> list[str]:
 
 
 def field_violations(experiment: Experiment) -> list[str]:
-    """What is wrong whatever the mesh and the model's fields."""
+    """Returns violations that depend neither on the mesh nor on the model's fields."""
     e = experiment
-    found = []
+    violations = []
     for name in ("steps", "microbatches"):
         if getattr(e, name) < 1:
-            found.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
+            violations.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
     if e.clip_norm is not None and not 0.0 < e.clip_norm < math.inf:
-        found.append(f"clip_norm={e.clip_norm!r}; use a positive bound, or None for none")
+        violations.append(f"clip_norm={e.clip_norm!r}; use a positive bound, or None for none")
     if e.ema_decay is not None and not 0.0 < e.ema_decay < 1.0:
-        found.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
+        violations.append(f"ema_decay={e.ema_decay!r}; use a decay in (0, 1), or None for none")
     loop = e.execution.loop
     if loop is not None:
-        found += remat_violations(loop.remat, loop.offload)
-    found += whole_violations(e)
+        violations += remat_violations(loop.remat, loop.offload)
+    violations += whole_violations(e)
     if hasattr(e.optimizer, "violations"):
-        found += e.optimizer.violations(e.steps)
+        violations += e.optimizer.violations(e.steps)
     positions, seq = positions_of(e), getattr(e.data, "seq", None)
     if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
-        found.append(
+        violations.append(
             Clash(
                 f"data.seq={seq} is longer than learned_positions={positions}",
                 f"use seq={positions} or more positions",
@@ -146,51 +147,51 @@ def field_violations(experiment: Experiment) -> list[str]:
         )
     kernel = e.execution.attention
     if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
-        found.append(
+        violations.append(
             f"execution.attention={kernel!r} is no kernel; use a value of "
             f"jaxtrain.attention such as {_kernel_like(kernel)}, or None for the platform's own"
         )
     grouped = e.execution.grouped_matmul
     kinds = PlatformGroupedMatmul | GroupedMatmul | None
     if isinstance(grouped, type) or not isinstance(grouped, kinds):
-        found.append(
+        violations.append(
             f"execution.grouped_matmul={grouped!r} is no kernel; use a value of jaxtrain.moe such "
             f"as BlockLoop(), or None for the platform's own"
         )
     profile = e.logging.profile
     if profile is not None and profile.first >= e.steps:
-        found.append(
+        violations.append(
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
-    found += _product_violations(e)
-    found += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
-    return found + _best_violations(e)
+    violations += _product_violations(e)
+    violations += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
+    return violations + _best_violations(e)
 
 
 def _product_violations(experiment: Experiment) -> list[str]:
-    """Products in 8 bits where an adapter adds to them, or where the model does not say which of
-    its matrices they are."""
+    """Returns a violation for products in 8 bits if an adapter adds to them, or if the model does
+    not name their matrices."""
     precision, tuning = experiment.precision, experiment.fine_tuning
     if precision.products is None:
         return []
-    given = f"precision.products={precision.products!r}"
+    setting = f"precision.products={precision.products!r}"
     if not describes(experiment.model):
         return [
-            f"{given} multiplies by the matrices that a model names in describe(), and this one "
+            f"{setting} multiplies by the matrices that a model names in describe(), and this one "
             f"does not describe itself; use products=None"
         ]
     if tuning is not None and tuning.lora is not None:
         return [
-            f"{given} and fine_tuning.lora={tuning.lora!r}: an adapter's products are of the "
+            f"{setting} and fine_tuning.lora={tuning.lora!r}: an adapter's products are of the "
             f"compute dtype, from the same tokens; use products=None, or lora=None"
         ]
     return []
 
 
 def late_gradients(experiment: Experiment, *, splits: bool) -> list[str]:
-    """What keeps weights' gradients from being made in a pass of their own, where a schedule
-    `splits` the backward pass."""
+    """Returns a violation if the schedule `splits` the backward pass and products are in 8 bits: W
+    cannot compute weights' gradients from 8-bit numbers."""
     products = experiment.precision.products
     if products is None or not splits:
         return []
@@ -201,11 +202,11 @@ def late_gradients(experiment: Experiment, *, splits: bool) -> list[str]:
     ]
 
 
-def _kernel_like(given: Any) -> str:
-    """What was probably meant by the name of a kernel, or by its class."""
-    name = str(getattr(given, "__name__", given)).lower()
-    known = ("Reference()", "Blockwise()", "Cudnn()", "Triton()", "Splash()")
-    return next((each for each in known if each[:-2].lower() in name), known[1])
+def _kernel_like(kernel: Any) -> str:
+    """Returns the kernel that was probably meant by a kernel's name or class."""
+    name = str(getattr(kernel, "__name__", kernel)).lower()
+    kernels = ("Reference()", "Blockwise()", "Cudnn()", "Triton()", "Splash()")
+    return next((call for call in kernels if call[:-2].lower() in name), kernels[1])
 
 
 def _best_violations(experiment: Experiment) -> list[str]:
@@ -216,8 +217,8 @@ def _best_violations(experiment: Experiment) -> list[str]:
     if experiment.evaluation is None:
         return [f"checkpoints.keep.best={best!r} goes by an evaluation; give one, or best=None"]
     if best.metric not in METRICS:
-        known = " or ".join(METRICS)
-        return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {known}"]
+        metrics = " or ".join(METRICS)
+        return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {metrics}"]
     if best.metric == "bits_per_byte" and isinstance(experiment.data, BigramChain):
         return [
             f"checkpoints.keep.best.metric={best.metric!r}: tokens of a BigramChain stand for no "
@@ -227,8 +228,8 @@ def _best_violations(experiment: Experiment) -> list[str]:
 
 
 def _vocabulary_violations(experiment: Experiment) -> list[str]:
-    """Token ids the model has no row for, where the data says without being opened how many it
-    has; a trained tokenizer may come out smaller than it was asked to be."""
+    """Returns a violation for token ids that have no row in the model, if the unopened data says
+    how many ids it has. A trained tokenizer may come out smaller than requested."""
     data, vocab = experiment.data, vocab_of(experiment)
     tokenizer = getattr(data, "tokenizer", None)
     ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
@@ -240,8 +241,8 @@ def _vocabulary_violations(experiment: Experiment) -> list[str]:
 
 
 def _sample_violations(experiment: Experiment) -> list[str]:
-    """A sample longer than any, or than the learned positions; a prompt whose tokens are not known
-    before the tokenizer is built counts as one."""
+    """Returns a violation for a sample longer than the limit, or than the learned positions. A
+    prompt whose tokens are unknown until the tokenizer is built counts as one token."""
     e, positions = experiment, positions_of(experiment)
     if e.sample is None:
         return []
@@ -264,8 +265,8 @@ def _sample_violations(experiment: Experiment) -> list[str]:
 def mesh_violations(
     experiment: Experiment, spec: MeshSpec, sizes: Mapping[str, int], mode: str
 ) -> list[str]:
-    """What of the batch, the mesh axes and the model's fields does not fit together."""
-    found = [
+    """Returns violations of batch, mesh axes and the model's fields that do not fit together."""
+    violations = [
         f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
         f"data, fsdp, stage, expert, context and tensor"
         for axis in UNSUPPORTED_AXES
@@ -273,34 +274,39 @@ def mesh_violations(
     ]
     rules = experiment.sharding.activations
     (rows,) = activation_dims(("batch",), rules, sizes=sizes)
-    found += cut_violations(experiment, sizes, mode)
-    found += own_attention_violations(experiment, sizes)
+    violations += cut_violations(experiment, sizes, mode)
+    violations += own_attention_violations(experiment, sizes)
     parts = ways(rows, sizes)
-    found += rows_violations(experiment, rows, sizes)
+    violations += rows_violations(experiment, rows, sizes)
     unused = [a for a in sizes if a not in BATCH_AXES and a not in _mesh_axes(rules)]
-    found += [
+    violations += [
         f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
         f"{axis}() preset or set {axis}=1 in {spec.where}"
         for axis in unused
         if axis not in (*UNSUPPORTED_AXES, STAGE)
     ]
-    found += _pipeline_violations(experiment, sizes, mode)
+    violations += _pipeline_violations(experiment, sizes, mode)
     described = described_where_sound(experiment)
     if described is not None:
         explicit = mode == "explicit"
-        found += narrow_violations(described, experiment, sizes)
-        found += unsplit(described, experiment.sharding, sizes, explicit=explicit)
+        violations += narrow_violations(described, experiment, sizes)
+        violations += unsplit(described, experiment.sharding, sizes, explicit=explicit)
         seq = getattr(experiment.data, "seq", None)
-        if seq is not None and not found:
-            per = [b // experiment.microbatches // parts for b in divisible_batches(experiment)]
-            found += group_violations(experiment, described, sizes, per, explicit=explicit)
-        if explicit and seq is not None and not found:
-            found += tokens_violations(experiment, seq, parts, sizes)
-    return found
+        if seq is not None and not violations:
+            device_rows = [
+                b // experiment.microbatches // parts for b in divisible_batches(experiment)
+            ]
+            violations += group_violations(
+                experiment, described, sizes, device_rows, explicit=explicit
+            )
+        if explicit and seq is not None and not violations:
+            violations += tokens_violations(experiment, seq, parts, sizes)
+    return violations
 
 
 def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
-    """What no pipeline can do; a schedule's own are told where its table is made."""
+    """Returns violations that hold for every pipeline. A schedule's own violations are reported
+    when its table is built."""
     stages = sizes.get(STAGE, 1)
     if stages == 1:
         return []
@@ -310,33 +316,33 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
             f"mesh axis stage={stages} cuts models that describe themselves, and say that they can "
             f"be: it must know what a layer is; set stage=1"
         ]
-    found = []
+    violations = []
     if mode != "explicit":
-        found.append(
+        violations.append(
             f"mesh axis stage={stages} and execution.mode={mode!r}: a pipeline's collectives are "
             f"stated, never XLA's choice; use mode='explicit' (or None), or stage=1"
         )
     loop = experiment.execution.loop
     if loop is not None and loop.offload:
-        found.append(
+        violations.append(
             f"execution.loop.offload={loop.offload}: a pipeline of stage={stages} holds what its "
             f"layers save in buffers on the device; use offload=(), or stage=1"
         )
     if experiment.execution.reduce_layers:
-        found.append(
+        violations.append(
             f"execution.reduce_layers=True sums in every tick of a pipeline of stage={stages}, "
             f"idle ones too; use reduce_layers=False, which sums once a step"
         )
-    return found
+    return violations
 
 
 def _mesh_axes(table: Any) -> set[str]:
-    """The mesh axes a table uses."""
+    """Returns the mesh axes that a table uses."""
     return {axis for _, mesh_axes in table for axis in mesh_axes}
 
 
 def format_violations(violations: list[str], spec: MeshSpec) -> str:
-    """The message of the one error that tells them all."""
+    """Returns the message of the one error that lists all violations."""
     count = len(violations)
     head = f"{count} thing{'s' if count > 1 else ''} to mend before this can run on {spec.where}:"
-    return "\n".join([head, *(f"  - {v}" for v in violations)])
+    return "\n".join([head, *(f"  - {violation}" for violation in violations)])

@@ -1,4 +1,4 @@
-"""What is wrong with a model, or asked of one that its kind does not do."""
+"""Checks a model, and requests that its kind does not support."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from jaxtrain.violations import did_you_mean
 
 
 def model_violations(experiment: Experiment) -> list[str]:
-    """What keeps the model from being built, or asks of it what its kind does not do."""
+    """Returns violations that keep the model from being built, or request what its kind does not
+    support."""
     e = experiment
-    if found := untried_violations(e.model):
-        return under("model: ", found)
+    if violations := untried_violations(e.model):
+        return under("model: ", violations)
     if not callable(getattr(e.model, "build", e.model)):
         return ["model: give a config with build(rngs) or a module-level function of rngs"]
     described = description_of(e.model)
@@ -40,13 +41,15 @@ def model_violations(experiment: Experiment) -> list[str]:
     if described is not None:
         if wrong := _no_description(described):
             return [f"model.describe(): {wrong}"]
-        found = [f"model.describe(): {v}" for v in taken_names(described.sums)]
+        violations = [f"model.describe(): {v}" for v in taken_names(described.sums)]
         if unknown := described.can - ABILITIES:
-            known = ", ".join(sorted(ABILITIES))
-            found.append(f"model.describe(): can={sorted(unknown)}; the abilities are {known}")
+            abilities = ", ".join(sorted(ABILITIES))
+            violations.append(
+                f"model.describe(): can={sorted(unknown)}; the abilities are {abilities}"
+            )
         if e.sample is not None and "generation" not in described.can:
-            found.append("evaluation.sample: this model does not generate; use sample=None")
-        return found
+            violations.append("evaluation.sample: this model does not generate; use sample=None")
+        return violations
     described_only = {
         "execution.loop": e.execution.loop,
         "execution.attention": e.execution.attention,
@@ -61,13 +64,14 @@ def model_violations(experiment: Experiment) -> list[str]:
 
 
 def untried_violations(model: Any) -> list[str]:
-    """What is wrong with a model's fields; remedies that a mesh may change are not tried yet."""
+    """Returns violations of a model's fields. Remedies that a mesh may change have not been
+    tried."""
     violations = getattr(model, "untried_violations", getattr(model, "violations", list))
     return violations()
 
 
 def _parameters(model: Any) -> list[str]:
-    """Of its `build`, where that says."""
+    """First parameter name of the model's `build`; [] if it has no signature."""
     try:
         return list(inspect.signature(model.build).parameters)[:1]
     except (AttributeError, TypeError, ValueError):
@@ -75,7 +79,7 @@ def _parameters(model: Any) -> list[str]:
 
 
 def _no_description(described: Any) -> str:
-    """Why a value describes no model; "" where it does."""
+    """Returns the reason why a value is not a valid description; "" if it is."""
     if not isinstance(described, ModelDescription):
         return f"it returns {described!r}; return a jaxtrain.models.ModelDescription"
     blocks = described.blocks.items()
@@ -92,49 +96,53 @@ def _no_description(described: Any) -> str:
 
 
 def untrue(model: Any, split: ModuleSplit) -> list[str]:
-    """What a model says of its parameters that is not so."""
+    """Returns violations if a model's description of its parameters is not true."""
     described = description_of(model)
     if described is None:
         return []
-    where, params = "model.describe():", split.params
-    said = {
+    prefix, params = "model.describe():", split.params
+    described_shapes = {
         path + weight.leaf: (weight.rows, weight.columns)
         for path, block in described.blocks.items()
-        for each in operations(block)
-        for weight in matrices(each)
+        for operation in operations(block)
+        for weight in matrices(operation)
     }
     head, embed = described.head, described.embed
-    said |= {name: (None, embed) for name in described.lookups}
-    said[head.leaf] = (head.padded, embed)
-    found = []
-    for name, size in said.items():
+    described_shapes |= {name: (None, embed) for name in described.lookups}
+    described_shapes[head.leaf] = (head.padded, embed)
+    violations = []
+    for name, size in described_shapes.items():
         if name not in params:
             near = did_you_mean(name, params)
-            found.append(f"{where} {name} is no parameter of the module{near}")
+            violations.append(f"{prefix} {name} is no parameter of the module{near}")
             continue
-        real = params[name].shape[-2:]
-        if any(a not in (None, b) for a, b in zip(size, real, strict=True)):
-            wanted = [b if a is None else a for a, b in zip(size, real, strict=True)]
-            found.append(f"{where} {name} is {wanted}, and the module has {list(real)}: say that")
+        shape = params[name].shape[-2:]
+        if any(a not in (None, b) for a, b in zip(size, shape, strict=True)):
+            described_shape = [b if a is None else a for a, b in zip(size, shape, strict=True)]
+            violations.append(
+                f"{prefix} {name} is {described_shape}, and the module has {list(shape)}: say that"
+            )
     names = [*described.tables, *described.entering]
     for path, block in described.blocks.items():
-        for each in operations(block):
-            if isinstance(each, Elementwise | NormAcrossHeads | Bias):
-                names += [path + leaf for leaf in each.leaves]
-    names += [leaf for each in described.entry for leaf in getattr(each, "leaves", ())]
-    found += [
-        f"{where} {name} names no parameter of the module{did_you_mean(name, params)}"
+        for operation in operations(block):
+            if isinstance(operation, Elementwise | NormAcrossHeads | Bias):
+                names += [path + leaf for leaf in operation.leaves]
+    names += [leaf for step in described.entry for leaf in getattr(step, "leaves", ())]
+    violations += [
+        f"{prefix} {name} names no parameter of the module{did_you_mean(name, params)}"
         for name in dict.fromkeys(names)
         if not any(named_by(leaf, (name,)) for leaf in params)
     ]
     if not head.vocab <= head.padded:
-        found.append(f"{where} head.vocab={head.vocab} of a table of padded={head.padded} rows")
+        violations.append(
+            f"{prefix} head.vocab={head.vocab} of a table of padded={head.padded} rows"
+        )
     depths = {len(p) for k, p in params.items() if k.startswith(STACK)} - {described.periods}
-    found += [
-        f"{where} periods={described.periods}, and the module's stack has {n}; say periods={n}"
+    violations += [
+        f"{prefix} periods={described.periods}, and the module's stack has {n}; say periods={n}"
         for n in sorted(depths)
     ]
-    return found
+    return violations
 
 
 METRICS_OF_A_STEP = frozenset(
@@ -149,7 +157,7 @@ METRICS_OF_A_STEP = frozenset(
 
 
 def taken_names(sums: Iterable[str]) -> list[str]:
-    """Names of sums beside the loss that would hide a metric of every step."""
+    """Returns violations for names of extra sums that would hide a metric of every step."""
     return [
         f"a sum named {name!r} would hide the metric of that name; call it otherwise"
         for name in sums
@@ -158,12 +166,12 @@ def taken_names(sums: Iterable[str]) -> list[str]:
 
 
 def describes(model: Any) -> bool:
-    """Whether it is a model that describes itself, sound or not."""
+    """Returns True if the model has a description, valid or not."""
     return isinstance(model, ModelConfig)
 
 
 def described_where_sound(experiment: Experiment) -> ModelDescription | None:
-    """What the model says of itself, where its fields let it."""
+    """Returns the model's description; None if it has none or its fields are invalid."""
     model = experiment.model
     if untried_violations(model):
         return None
@@ -172,12 +180,13 @@ def described_where_sound(experiment: Experiment) -> ModelDescription | None:
 
 
 def positions_of(experiment: Experiment) -> int | None:
-    """The longest sequence that the model has positions for."""
+    """Returns the longest sequence that the model has positions for."""
     described = described_where_sound(experiment)
     return None if described is None else described.positions
 
 
 def vocab_of(experiment: Experiment) -> int | None:
-    """Rows of the model's vocabulary; of a user's own model, of its field of that name."""
+    """Returns the rows of the model's vocabulary; for a user's own model, its field of that
+    name."""
     described = described_where_sound(experiment)
     return getattr(experiment.model, "vocab", None) if described is None else described.head.vocab

@@ -1,9 +1,9 @@
-"""An attention kernel of a user's own: where nothing says what it computes, it is not put into a
-place in which that matters.
+"""Checks a user's own attention kernel. It is refused where the result depends on an undeclared
+property.
 
-Two attributes of a kernel say so. `standard = True`: it computes the softmax attention of
-`jaxtrain.attention.attention`, as a faster kernel does. `heads_alike = True`: it does the same to
-every head, as ALiBi does not. All kernels of `jaxtrain.attention` are standard.
+Two attributes declare a kernel's properties. `standard = True`: it computes the softmax attention
+of `jaxtrain.attention.attention`, as a faster kernel does. `heads_alike = True`: it treats every
+head the same, which ALiBi does not. All kernels of `jaxtrain.attention` are standard.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ SAMPLES = "continues text by jaxtrain's own attention"
 
 
 def is_standard(kernel: Any) -> bool:
-    """Whether a kernel computes softmax attention: jaxtrain's, and those that say so."""
+    """Returns True for jaxtrain's kernels, and for those with `standard = True`."""
     return bool(getattr(kernel, "standard", False)) or not is_own(kernel)
 
 
 def is_own(kernel: Any) -> bool:
-    """Whether a kernel is a user's own; None is the platform's."""
+    """Returns True if a kernel is a user's own; None is the platform's."""
     return kernel is not None and kernel_kind(kernel).__module__.split(".")[0] != "jaxtrain"
 
 
 def kernel_kind(kernel: Any) -> Any:
-    """The function, or the class of the value, that a kernel is; config.json has its name."""
+    """Returns the function that a kernel is, or the class of its value; config.json has its
+    name."""
     return kernel if hasattr(kernel, "__qualname__") else type(kernel)
 
 
 def kernel_name(kernel: Any) -> str:
-    """What a user calls a kernel: the name of a function, or a value as it is written."""
+    """Returns the name of a kernel's function, or a kernel's value as it is written."""
     return getattr(kernel, "__qualname__", None) or repr(kernel)
 
 
 def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -> list[str]:
-    """What of the mesh and of the experiment does not go with its own attention kernel: devices
-    that have a part of the heads or of a row, and a sample of text."""
+    """Returns violations of a user's own attention kernel on this mesh: devices with some of the
+    heads or a part of a row, and a sample of text."""
     kernel = experiment.execution.attention
     if is_standard(kernel):
         return []
     name = kernel_name(kernel)
-    where = f"execution.attention={name} is a kernel of your own"
+    prefix = f"execution.attention={name} is a kernel of your own"
     standard = f"say that it computes softmax attention as jaxtrain.attention has it ({name}"
     standard += ".standard = True)"
     rules = experiment.sharding.activations
@@ -56,28 +57,29 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     if heads and not getattr(kernel, "heads_alike", False):
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in heads)
         violations.append(
-            f"{where}, and {cut} gives each device some of the heads, of which it is not told "
+            f"{prefix}, and {cut} gives each device some of the heads, of which it is not told "
             f"which; use {' and '.join(f'{axis}=1' for axis in heads)}, say that it does the same "
             f"to every head ({name}.heads_alike = True), or {standard}"
         )
     if rows:
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in rows)
         violations.append(
-            f"{where}, and {cut} gives each device a part of a row, of which it is not told where "
+            f"{prefix}, and {cut} gives each device a part of a row, of which it is not told where "
             f"it begins; use {' and '.join(f'{axis}=1' for axis in rows)}, or {standard}"
         )
     if experiment.sample is not None:
         violations.append(
-            f"{where}, and evaluation.sample {SAMPLES}, which is another model; use "
+            f"{prefix}, and evaluation.sample {SAMPLES}, which is another model; use "
             f"evaluation.sample=None, or {standard}"
         )
     return violations
 
 
 def _attends_outside_the_stack(experiment: Experiment) -> bool:
-    """Whether a layer before or after the stack does: on a pipeline all stages share its heads."""
+    """Returns True if a layer before or after the stack has attention. In a pipeline its heads are
+    split over all stages."""
     model = described_where_sound(experiment)
     if model is None:
         return False
     outside = (*model.before.values(), *model.after.values())
-    return any(isinstance(each, AttentionCall) for block in outside for each in operations(block))
+    return any(isinstance(step, AttentionCall) for block in outside for step in operations(block))

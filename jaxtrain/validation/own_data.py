@@ -1,4 +1,4 @@
-"""What an opened split must have, of data of a user's own too: told before anything is compiled."""
+"""Checks an opened split, of a user's own data too, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtrain.data.dataset import Batch, Dataset
 
 TARGETS = "targets"
 TRIED = 32
-"""Rows that are read of a split when it is opened, at most."""
+"""Rows read of a split when it is opened, at most."""
 
 
 def dataset_violations(dataset: Any, *, saved: bool, sampled: bool) -> list[str]:
-    """What a dataset lacks: a length, `rows` that gives arrays of as many rows as it is asked for,
-    a `digest` where it is `saved`, `encode` and `decode` where text is `sampled`."""
+    """Returns violations if a dataset lacks a length; `rows` that returns arrays of the requested
+    number of rows; a `digest`, if it is `saved`; `encode` and `decode`, if text is `sampled`."""
     violations = _shape_violations(dataset)
     digest = getattr(dataset, "digest", None)
     if saved and not (isinstance(digest, str | int) and digest):
@@ -59,13 +59,13 @@ def _callable(owner: Any, name: str) -> bool:
 
 
 class Wrapped:
-    """A dataset whose rows a subclass gives otherwise; all else is the dataset's own."""
+    """A dataset whose subclass overrides `rows`; other attributes are the wrapped dataset's."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset: Any = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that is not made yet
+        if name.startswith("_"):  # a copy under construction has no attributes
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -74,10 +74,10 @@ class Wrapped:
 
 
 class WithinVocabulary(Wrapped):
-    """A dataset whose token ids are those of a model: others would train on what is not there.
+    """A dataset that refuses token ids outside a model's vocabulary.
 
-    names: of the fields that hold ids. vocab: of the model. weights: of the field that says which
-    targets count; what those are that do not is not looked at.
+    names: fields that hold ids. vocab: the model's. weights: field that says which targets count;
+      targets with weight 0 are not checked.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class WithinVocabulary(Wrapped):
         self.rows(np.arange(min(TRIED, len(dataset))))
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """The rows. Raises ValueError naming the first that has an id beyond the vocabulary."""
+        """Returns the rows. Raises ValueError naming the first row with an id outside the
+        vocabulary."""
         rows = self._dataset.rows(indices)
         for name in self._names:
             ids = np.asarray(rows[name])
@@ -98,10 +99,12 @@ class WithinVocabulary(Wrapped):
                 if weights is not None:
                     beyond &= np.asarray(weights) != 0
                 if beyond.any():
-                    raise ValueError(self._told(name, indices, ids, beyond))
+                    raise ValueError(self._outside_message(name, indices, ids, beyond))
         return rows
 
-    def _told(self, name: str, indices: np.ndarray, ids: np.ndarray, beyond: np.ndarray) -> str:
+    def _outside_message(
+        self, name: str, indices: np.ndarray, ids: np.ndarray, beyond: np.ndarray
+    ) -> str:
         row = int(np.argmax(beyond.reshape(len(ids), -1).any(axis=1)))
         first, most = ids[row][beyond[row]][0], int(ids[beyond].max())
         use = f"use vocab={most + 1} or more, or" if most >= self._vocab else "ids count from 0:"

@@ -1,4 +1,5 @@
-"""Remedies of an experiment's sizes: each is tried on the mesh, with the model, before it is named.
+"""Remedies for an experiment's sizes. Each is tried on the mesh, with the model, before it is
+suggested.
 
 Nothing is compiled: the model's module is traced for its shapes.
 """
@@ -20,7 +21,7 @@ from jaxtrain.remedies import Change, Clash, Near, resized, settled, under
 from jaxtrain.validation.experiment import chosen_mode, field_violations, mesh_violations
 from jaxtrain.validation.model import untried_violations
 
-Made = TypeVar("Made")
+Fitted = TypeVar("Fitted")
 FIELDS = {
     "embed": ("embed",),
     "mlp": ("hidden",),
@@ -30,7 +31,7 @@ FIELDS = {
     "experts": ("experts",),
     "vocab": ("vocab",),
 }
-"""What fields are called that are the size of a logical axis."""
+"""Names of the fields that hold the size of a logical axis."""
 
 
 class OnMesh(NamedTuple):
@@ -41,20 +42,23 @@ class OnMesh(NamedTuple):
 
 
 def with_tried_remedies(
-    attempt: Callable[[Experiment, MeshSpec, Any], tuple[Made, list[str]]],
-) -> Callable[..., tuple[Made, list[str]]]:
-    """The same attempt to fit an experiment to a mesh; the remedies of its violations are tried."""
+    attempt: Callable[[Experiment, MeshSpec, Any], tuple[Fitted, list[str]]],
+) -> Callable[..., tuple[Fitted, list[str]]]:
+    """Decorates an attempt to fit an experiment to a mesh: the remedies of its violations are
+    tried."""
 
     @wraps(attempt)
-    def tried(experiment: Experiment, spec: MeshSpec, fields: Any = None) -> tuple[Made, list[str]]:
-        made, violations = attempt(experiment, spec, fields)
-        return made, try_remedies(violations, experiment, spec)
+    def tried(
+        experiment: Experiment, spec: MeshSpec, fields: Any = None
+    ) -> tuple[Fitted, list[str]]:
+        fitted, violations = attempt(experiment, spec, fields)
+        return fitted, try_remedies(violations, experiment, spec)
 
     return tried
 
 
 def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) -> list[str]:
-    """The violations, one of each cause, with remedies that were tried."""
+    """Returns the violations, one for each cause, with remedies that were tried."""
     if not any(isinstance(violation, Clash) for violation in violations):
         return violations
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
@@ -64,12 +68,12 @@ def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) 
         change=_changed,
         violations_of=partial(_violations, spec),
         parts=_parts(experiment, sizes),
-        whole=partial(_all_devices, spec),
+        complete=partial(_all_devices, spec),
     )
 
 
 def _violations(spec: MeshSpec, subject: OnMesh) -> Iterator[str]:
-    """Those that sizes have a part in, the cheap ones first."""
+    """Yields violations that sizes may cause, the cheap ones first."""
     experiment, sizes = subject
     unbuildable = under("model: ", untried_violations(experiment.model))
     yield from unbuildable
@@ -85,15 +89,15 @@ def _violations(spec: MeshSpec, subject: OnMesh) -> Iterator[str]:
 
 
 def without_heads(unplaced: list[str], violations: list[str]) -> list[str]:
-    """Violations of leaves, but for the sizes of matrices of heads where a number of heads that
-    does not split is among the others."""
+    """Returns `unplaced` without the sizes of heads' matrices if `violations` has a number of heads
+    that does not split."""
     if not any("heads=" in violation for violation in violations):
         return unplaced
     return [violation for violation in unplaced if "heads=" not in violation]
 
 
 def _changed(subject: OnMesh, clash: Clash, new: Change) -> OnMesh | None:
-    """With new values of sizes; None where there is one that the experiment does not have."""
+    """Returns the subject with new sizes; None if the experiment does not have one of them."""
     experiment, sizes = subject
     of_mesh = {axis: n for axis, n in new.items() if axis in MESH_AXES}
     sizes = {axis: n for axis, n in ({**sizes, **of_mesh}).items() if n > 1}
@@ -116,7 +120,8 @@ def _changed(subject: OnMesh, clash: Clash, new: Change) -> OnMesh | None:
 
 
 def _all_devices(spec: MeshSpec, new: Change) -> Change:
-    """The change, with another mesh axis that takes the devices it leaves: a file has as many."""
+    """Returns the change with another mesh axis that takes the remaining devices: a mesh file has a
+    fixed number of devices."""
     axis, size = next(iter(new.items()))
     if not spec.path or axis not in MESH_AXES:
         return new
@@ -125,7 +130,7 @@ def _all_devices(spec: MeshSpec, new: Change) -> Change:
 
 
 def _of_fields(violations: list[str], model: Any) -> list[str]:
-    """Clashes of logical axes in terms of the fields that have these sizes."""
+    """Returns clashes of logical axes in terms of the fields that hold these sizes."""
     return [_of_field(v, model) if isinstance(v, Clash) else v for v in violations]
 
 
@@ -151,7 +156,7 @@ def _of_field(clash: Clash, model: Any) -> Clash:
 
 
 def _of_written(violations: list[str], model: Any) -> list[str]:
-    """Without those of kv_heads where these are as many as heads because nobody says otherwise."""
+    """Returns the violations without those of kv_heads if kv_heads defaults to heads."""
     rules = {v.rule: v for v in violations if isinstance(v, Clash)}
 
     def implied(violation: str) -> bool:
@@ -168,7 +173,8 @@ def _of_written(violations: list[str], model: Any) -> list[str]:
 
 
 def _parts(experiment: Experiment, sizes: Mapping[str, int]) -> dict[str, int]:
-    """What sizes are multiples of wherever the sharding rules split them."""
+    """Returns, for each size, the number that must divide it wherever the sharding rules split
+    it."""
     rules = experiment.sharding
     tables = [dict(table) for table in (rules.params, rules.optimizer_table, rules.activations)]
 

@@ -1,4 +1,4 @@
-"""What is wrong with rows that a mesh cuts, and which method sees them whole."""
+"""Checks rows that a mesh splits, and chooses the method of attention over them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CUTS_ROWS = "context"
 
 
 def cut_ways(rules: ShardingRules, sizes: Mapping[str, int]) -> int:
-    """Over how many devices a row is cut."""
+    """Returns the number of devices over which a row is split."""
     return ways(activation_dims(("seq",), rules.activations, sizes=sizes)[0], sizes)
 
 
 def chosen_method(
     experiment: Experiment, model: ModelDescription, sizes: Mapping[str, int], seq: int | None
 ) -> Method:
-    """The experiment's, or the one that suits mesh and heads."""
+    """Returns the experiment's method, or the one that suits mesh and heads."""
     if experiment.execution.context is not None:
         return experiment.execution.context
     heads = _heads(model, experiment.sharding, sizes)
@@ -33,12 +33,12 @@ def chosen_method(
 
 
 def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
-    """What keeps rows from being cut as the mesh and the sharding rules say."""
-    rules, found = experiment.sharding, []
+    """Returns violations that keep rows from being split as mesh and sharding rules say."""
+    rules, violations = experiment.sharding, []
     (axes,) = activation_dims(("seq",), rules.activations, sizes=sizes)
     if not axes:
         return []
-    n, seq = ways(axes, sizes), getattr(experiment.data, "seq", None)
+    row_ways, seq = ways(axes, sizes), getattr(experiment.data, "seq", None)
     cut = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
     if set(axes) != {CUTS_ROWS}:
         return [
@@ -47,18 +47,23 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
         ]
     if mode != "explicit":
         if experiment.execution.context is not None:
-            found.append(
+            violations.append(
                 f"execution.context={experiment.execution.context!r} is for mode='explicit'; under "
                 f"gspmd XLA gathers what attention needs: use context=None"
             )
-        if seq is not None and seq % n:
-            rule, use = f"data.seq={seq} is not cut evenly over {cut}", multiples_near(seq, n)
-            change = [(Near("seq", seq, n),), *((Near(a, sizes[a], 0),) for a in axes)]
-            found.append(Clash(rule, f"use seq={options(use)}", sizes={"seq": seq}, ways=change))
-        return found
+        if seq is not None and seq % row_ways:
+            rule, near = (
+                f"data.seq={seq} is not cut evenly over {cut}",
+                multiples_near(seq, row_ways),
+            )
+            remedies = [(Near("seq", seq, row_ways),), *((Near(a, sizes[a], 0),) for a in axes)]
+            violations.append(
+                Clash(rule, f"use seq={options(near)}", sizes={"seq": seq}, ways=remedies)
+            )
+        return violations
     model = described_where_sound(experiment)
     if model is None:
-        return found
+        return violations
     if describes(experiment.model) and "context" not in model.can:
         return [
             f"mesh axis {cut} cuts rows, and the model does not say that it can be given parts of "
@@ -67,16 +72,17 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
     method = chosen_method(experiment, model, sizes, seq)
     for part, call in _heads(model, rules, sizes).items():
         heads: dict[str, int] = dict(heads=part.heads, kv_heads=part.kv_heads)
-        found += [_of_model(v, call) for v in method.violations(n, seq=seq, **heads)]
-    where = "execution.context" if experiment.execution.context is not None else f"mesh axis {cut}"
-    return under(f"{where}: ", dict.fromkeys(found))
+        violations += [_of_model(v, call) for v in method.violations(row_ways, seq=seq, **heads)]
+    prefix = "execution.context" if experiment.execution.context is not None else f"mesh axis {cut}"
+    return under(f"{prefix}: ", dict.fromkeys(violations))
 
 
 def _heads(
     model: ModelDescription, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> dict[Heads, AttentionCall]:
-    """What attention a device has of each kind of block, and the whole of it; outside a pipeline
-    its heads are split over the stages, too. Heads that do not split are found elsewhere."""
+    """Returns, for each kind of block, a device's share of the attention heads and the full
+    attention. Outside a pipeline its heads are split over the stages too. Heads that do not split
+    are reported elsewhere."""
     split = activation_dims(("heads", "kv_heads"), rules.activations, sizes=sizes)
     stages = sizes.get(STAGE, 1)
     parts: dict[Heads, AttentionCall] = {}
@@ -84,16 +90,16 @@ def _heads(
         (model.period, 1),
         ((*model.before.values(), *model.after.values()), stages),
     ):
-        for each in (each for block in blocks for each in operations(block)):
-            if isinstance(each, AttentionCall):
+        for call in (call for block in blocks for call in operations(block)):
+            if isinstance(call, AttentionCall):
                 of_q, of_k = (ways(axes, sizes) * more for axes in split)
-                heads = max(each.heads // of_q, 1), max(each.kv_heads // of_k, 1)
-                parts.setdefault(Heads(*heads, each.causal), each)
+                heads = max(call.heads // of_q, 1), max(call.kv_heads // of_k, 1)
+                parts.setdefault(Heads(*heads, call.causal), call)
     return parts
 
 
 def _of_model(violation: str, call: AttentionCall) -> str:
-    """A violation of a device's heads, with how many the model has."""
+    """Returns a violation of a device's heads, with the model's number of heads."""
     if not isinstance(violation, Clash) or "heads=" not in violation.rule:
         return violation
     name = "kv_heads" if "kv_heads=" in violation.rule else "heads"
@@ -103,8 +109,8 @@ def _of_model(violation: str, call: AttentionCall) -> str:
 def tokens_violations(
     experiment: Experiment, seq: int, parts: int, sizes: Mapping[str, int]
 ) -> list[str]:
-    """That a device's tokens do not split over the devices that share them. parts: over how many
-    the rows of a microbatch are split."""
+    """Returns violations if a device's tokens do not split over the devices that share them. parts:
+    over how many the rows of a microbatch are split."""
     split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
     cut = cut_ways(experiment.sharding, sizes)
     violations, count = [], math.prod(split.values())

@@ -28,7 +28,7 @@ from jaxtrain.weights.loading import load, static_of
 
 
 class Sampled(Protocol):
-    """What texts are continued with: `train(...).session`, or anything that has these."""
+    """A model that can continue texts: `train(...).session`, or anything with these attributes."""
 
     assembly: Assembly
     state: TrainState
@@ -43,10 +43,9 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
-    """The continuation of `prompt` by the model of a run, `train(...).session`, with its averaged
-    weights where it keeps them. Raises ValueError as `generate_ids` does, and for a model of the
-    user's own.
-    """
+    """Returns the continuation of `prompt` by the model of a run, `train(...).session`, with its
+    averaged weights where it keeps them. Raises ValueError as `generate_ids` does, and for a model
+    of the user's own."""
     described = session.assembly.description
     if described is None or "generation" not in described.can:
         raise ValueError(
@@ -62,16 +61,16 @@ def generate(
             f"{kernel_name(kernel)}, a kernel of your own; where it computes the same, say so "
             f"({kernel_name(kernel)}.standard = True)"
         )
-    begun = session.dataset.encode(prompt)
+    prompt_ids = session.dataset.encode(prompt)
     ids = generate_ids(
         session.assembly,
         averaged_params(session.state),
-        begun,
+        prompt_ids,
         tokens=tokens,
         temperature=temperature,
         seed=seed,
     )
-    return following(session.dataset.decode, begun, ids)
+    return following(session.dataset.decode, prompt_ids, ids)
 
 
 def generate_ids(
@@ -83,10 +82,11 @@ def generate_ids(
     temperature: float,
     seed: int = 0,
 ) -> list[int]:
-    """`tokens` ids after `prompt`, drawn from softmax(z / temperature); 0 takes the likeliest.
+    """Returns `tokens` ids after `prompt`, drawn from softmax(z / temperature); 0 takes the
+    likeliest.
 
-    Parameters stay where they are: XLA partitions the program (GSPMD); those on pipeline stages are
-    put in natural layer order in it. Raises ValueError, with all that is wrong, on an
+    Parameters stay where they are: XLA partitions the program (GSPMD), whose first operations put
+    the layers of pipeline stages in natural order. Raises ValueError, with all that is wrong, on an
     empty prompt, a temperature that is negative or not finite, no tokens, or more of them than
     there are learned positions.
     """
@@ -114,74 +114,77 @@ def generate_text(
     step: int | None = None,
     trust: Trust = (),
 ) -> str:
-    """The continuation of `prompt` by the model of a run directory, or of a folder as
-    `transformers` writes it; to the end of the text, if the model ends it. A run's averaged weights
-    where it keeps them.
+    """Returns the continuation of `prompt` by the model of a run directory, or of a folder as
+    `transformers` writes it; up to the end of the text, if the model ends it. Takes a run's
+    averaged weights where it keeps them.
 
-    step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
-    of a `LocalTier` have is not looked at. trust: modules of your own (`"my_package"`, or a tuple)
-    that are imported where a run's config.json names their classes or functions; no other code is.
+    step: of a run, None for the newest of its durable checkpoints; newer ones that only the disks
+    of a `LocalTier` have are ignored. trust: modules of your own (`"my_package"`, or a tuple) that
+    are imported where a run's config.json names their classes or functions; no other code is.
     Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer: before a
     weight is read.
     """
     raise_violations(sampling_violations(tokens, temperature, seed))
-    found = load(path, step=step, trust=trust)
-    if (kept := found.tokenizer) is None:
-        why = f": {found.lacking}" if found.lacking else ""
-        raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{why}")
-    begun = kept.vocabulary.encode(prompt)
-    given = [*([] if kept.bos is None else [kept.bos]), *begun]
-    raise_violations(_violations(found.config, given, tokens, temperature))
+    model = load(path, step=step, trust=trust)
+    if (tokenizer := model.tokenizer) is None:
+        reason = f": {model.lacking}" if model.lacking else ""
+        raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{reason}")
+    text_ids = tokenizer.vocabulary.encode(prompt)
+    prompt_ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *text_ids]
+    raise_violations(_violations(model.config, prompt_ids, tokens, temperature))
     ids = sample_ids(
-        static_of(found.config),
-        found.config,
-        found.precision,
-        found.params,
-        given,
+        static_of(model.config),
+        model.config,
+        model.precision,
+        model.params,
+        prompt_ids,
         tokens=tokens,
         temperature=temperature,
         seed=seed,
     )
-    return following(kept.vocabulary.decode, begun, until(ids, kept.ends))
+    return following(tokenizer.vocabulary.decode, text_ids, until(ids, tokenizer.ends))
 
 
 def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[str]:
-    """As `Sample` has them, and `check` of a sample; and as `Experiment` has a seed."""
-    found = count("tokens", tokens, 1) or length_violations(tokens)
-    found += seed_violations(seed)
-    return found + at_least("temperature", temperature, 0)
+    """Returns the violations of these fields of `Sample` and `Experiment`."""
+    violations = count("tokens", tokens, 1) or length_violations(tokens)
+    violations += seed_violations(seed)
+    return violations + at_least("temperature", temperature, 0)
 
 
 def _violations(
     config: ModelConfig, prompt: Sequence[int], tokens: int, temperature: float
 ) -> list[str]:
-    found, described = sampling_violations(tokens, temperature), config.describe()
+    violations, described = sampling_violations(tokens, temperature), config.describe()
     limit = described.positions
     if "generation" not in described.can:
-        return [*found, f"a {type(config).__name__} does not generate: it has no decode()"]
+        return [*violations, f"a {type(config).__name__} does not generate: it has no decode()"]
     if not len(prompt):
-        found.append("the prompt has no tokens; give at least one")
-    elif not found and limit is not None and len(prompt) + tokens > limit:
-        found.append(
+        violations.append("the prompt has no tokens; give at least one")
+    elif not violations and limit is not None and len(prompt) + tokens > limit:
+        violations.append(
             f"{len(prompt)} prompt tokens and {tokens} new ones pass the {limit} learned positions"
             f"; use at most {max(limit - len(prompt), 0)} new tokens"
         )
-    return found
+    return violations
 
 
 def until(ids: list[int], ends: Collection[int]) -> list[int]:
-    """The ids before the first that ends a text."""
+    """Returns the ids before the first that ends a text."""
     return list(takewhile(lambda i: i not in ends, ids))
 
 
 def following(
     decode: Callable[[Sequence[int]], str], prompt: Sequence[int], ids: Sequence[int]
 ) -> str:
-    """The text of `ids` after `prompt`. They are decoded together, for the decoders of some
-    tokenizers drop the space before the first word; alone where the prompt does not come out as it
-    does by itself, as where bytes join its last character."""
-    before, whole = decode(prompt), decode([*prompt, *ids])
-    return whole[len(before) :] if whole.startswith(before) else decode(ids)
+    """Returns the text of `ids` after `prompt`.
+
+    Both are decoded together, because the decoders of some tokenizers drop the space before the
+    first word. `ids` are decoded alone if the joint text does not start with the prompt's own text,
+    as where bytes join its last character.
+    """
+    prefix, text = decode(prompt), decode([*prompt, *ids])
+    return text[len(prefix) :] if text.startswith(prefix) else decode(ids)
 
 
 def sample_ids(
@@ -196,8 +199,8 @@ def sample_ids(
     seed: int = 0,
     order: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> list[int]:
-    """`generate_ids` of a model's static form, config and parameters, which `order` puts in natural
-    layer order."""
+    """Does the work of `generate_ids` for a model's static form, config and parameters, which
+    `order` puts in natural layer order."""
     raise_violations(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
     comm = Local(precision.compute)
     ends = _ends(len(prompt), tokens, config.describe().switches)
@@ -218,32 +221,32 @@ def _generate(
     prompt: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    model, given = put_together(static, order(params)), len(prompt)
+    model, length = put_together(static, order(params)), len(prompt)
 
-    def choose(logits: jax.Array, at: Any) -> jax.Array:
+    def choose(logits: jax.Array, number: Any) -> jax.Array:
         if temperature == 0:
             return jnp.argmax(logits).astype(jnp.int32)
-        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
-        return drawn.astype(jnp.int32)
+        sample = jax.random.categorical(jax.random.fold_in(key, number), logits / temperature)
+        return sample.astype(jnp.int32)
 
-    def step(carry: Any, at: Any) -> tuple[Any, jax.Array]:
+    def step(carry: Any, number: Any) -> tuple[Any, jax.Array]:
         token, caches = carry
-        logits, caches = model.decode(token[None, None], caches, given + at, comm=comm)
-        return (choose(logits[0, -1], at + 1), caches), token
+        logits, caches = model.decode(token[None, None], caches, length + number, comm=comm)
+        return (choose(logits[0, -1], number + 1), caches), token
 
     text = prompt
     for end in ends:
-        at = len(text) - given
+        start = len(text) - length
         caches = model.empty_cache(1, ends[-1], comm.compute_dtype)
         logits, caches = model.decode(text[None], caches, jnp.int32(0), comm=comm)
-        first = choose(logits[0, -1], at)
-        _, found = lax.scan(step, (first, caches), jnp.arange(at, end - given))
-        text = jnp.concatenate([text, found])
-    return text[given:]
+        first = choose(logits[0, -1], start)
+        _, sampled = lax.scan(step, (first, caches), jnp.arange(start, end - length))
+        text = jnp.concatenate([text, sampled])
+    return text[length:]
 
 
 def _ends(prompt: int, tokens: int, switches: Sequence[int]) -> list[int]:
-    """The lengths of the text up to which one cache serves, the last that of all of it: a cache is
-    made anew with the first token beyond a switch."""
-    whole = prompt + tokens
-    return [*(s + 1 for s in switches if prompt <= s < whole - 1), whole]
+    """Returns the lengths of the text up to which one cache serves; the last is the full length. A
+    new cache is made with the first token beyond a switch."""
+    total = prompt + tokens
+    return [*(s + 1 for s in switches if prompt <= s < total - 1), total]

@@ -1,4 +1,4 @@
-"""A model that is there already: a run's, or a folder's, with its weights and its tokenizer."""
+"""A model that exists already, a run's or a folder's, with its weights and its tokenizer."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from jaxtrain.weights.tokenizer_files import (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model without adapters, which are in its matrices.
+    """A model without adapters, which are merged into its matrices.
 
-    tokenizer: None where there is none, and `lacking` says why, where there should be one. read:
+    tokenizer: None where there is none; `lacking` is the reason, if there should be one. read:
     reads `params`.
     """
 
@@ -63,14 +63,14 @@ class Loaded:
 
     @cached_property
     def params(self) -> dict[str, jax.Array]:
-        """In natural layer order. Read when first asked for, which all processes then do; what can
-        be refused without is refused before. Raises DamagedCheckpoint, and ValueError where a
-        folder's weights are not its config's."""
+        """Parameters in natural layer order, read at the first access, which all processes must
+        make. All checks that need no weights are done before. Raises DamagedCheckpoint, and
+        ValueError where a folder's weights do not fit its config."""
         return self.read()
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is a run's; a folder of weights has a config.json too."""
+    """True for a run directory. A folder of weights also has a config.json."""
     return (path / CHECKPOINTS).is_dir() or "experiment" in json_object(path / NAME)
 
 
@@ -82,14 +82,14 @@ def load(
     mesh: MeshSpec | None = None,
     trust: Trust = (),
 ) -> Loaded:
-    """The model of a run directory, or of a folder as `transformers` writes it; no weight is read
-    before `params` is asked for.
+    """Returns the model of a run directory, or of a folder as `transformers` writes it. No weight
+    is read before the first access of `params`.
 
-    step: of a run, None for the newest of its durable checkpoints: a newer one that only the disks
-    of a `LocalTier` have is not looked at. averaged: its averaged weights; None where it keeps any.
-    mesh: over which the parameters are split; None puts all on one device. trust: modules of the
-    caller's own that a run may name, as for `stored_field`; no other code is imported.
-    Raises ValueError where nothing of the kind is there, and DamagedCheckpoint.
+    step: of a run, None for the newest of its durable checkpoints; newer ones that only the disks
+    of a `LocalTier` have are ignored. averaged: its averaged weights; None where it keeps any.
+    mesh: the parameters are split over it; None puts all on one device. trust: modules of the
+    caller's own that a run may name, as for `stored_field`; no other code is imported. Raises
+    ValueError where `path` is neither of them, and DamagedCheckpoint.
     """
     path = local_path("path", path)
     spec = mesh_from_axes(data=1) if mesh is None else mesh
@@ -100,8 +100,10 @@ def load(
             f"{path} is no run directory; a folder of weights has no steps or averages"
         )
     config = read_config(path)
-    wanted = _template(abstract_model(config), spec)
-    return Loaded(config, fp32, folder_tokenizer(path), partial(read_params, path, config, wanted))
+    template = _template(abstract_model(config), spec)
+    return Loaded(
+        config, fp32, folder_tokenizer(path), partial(read_params, path, config, template)
+    )
 
 
 def _of_run(
@@ -112,7 +114,7 @@ def _of_run(
     trust: Trust,
 ) -> Loaded:
     refuse_links(path)
-    own = (
+    unsupported = (
         f"{path}: its model does not describe itself, and those that do alone are generated from "
         "and exported: jaxtrain.train(...) on this run gives a model of your own back, in "
         "result.session"
@@ -120,9 +122,9 @@ def _of_run(
     try:
         config = stored_field(path, "model", trust=trust)
     except ForeignField as error:
-        raise ValueError(own) from error
+        raise ValueError(unsupported) from error
     if not isinstance(config, ModelConfig):
-        raise ValueError(own)
+        raise ValueError(unsupported)
     raise_violations(getattr(config, "violations", list)(), f"{path}: its model")
     _refuse_own_attention(path, trust)
     precision = stored_field(path, "precision", trust=trust)
@@ -130,8 +132,8 @@ def _of_run(
     lora = getattr(tuning, "lora", None)
     _refuse_unsaved(path)
     step, manifest = manifest_of(path, step)
-    kept = any(name.startswith(AVERAGES) for name in manifest.leaves)
-    if averaged and not kept:
+    has_averages = any(name.startswith(AVERAGES) for name in manifest.leaves)
+    if averaged and not has_averages:
         raise ValueError(
             f"averaged=True: step {step} of {path} has no averaged weights, which a run keeps with "
             f"Experiment(ema_decay=...); use averaged=None, which takes them where there are any"
@@ -142,35 +144,35 @@ def _of_run(
         names = (k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS))
         targets = tuple(k.removesuffix(INTO) for k in names if k.endswith(INTO))
         adapters = Adapters(lora.rank, scale, targets)
-    wanted = _template(abstract_model(config, adapters=adapters), spec, precision.params)
-    start = FromRun(path, step, averaged=kept and averaged is not False)
-    held = stored_params(start, wanted, buffers_of(description_of(config), scaled=True).anew)
+    template = _template(abstract_model(config, adapters=adapters), spec, precision.params)
+    start = FromRun(path, step, averaged=has_averages and averaged is not False)
+    stored = stored_params(start, template, buffers_of(description_of(config), scaled=True).anew)
     tokenizer, lacking = None, ""
     try:
         tokenizer = run_tokenizer(path, trust)
     except (OSError, ValueError) as error:  # the model is there without
         lacking = str(error)
-    read = partial(_read_run, held, wanted, scale)
+    read = partial(_read_run, stored, template, scale)
     return Loaded(config, precision, tokenizer, read, lacking)
 
 
 def _refuse_own_attention(path: Path, trust: Trust) -> None:
-    """Raises ValueError where a run was trained with an attention of a user's own that does not say
-    that it is what is computed from the model's weights here and elsewhere."""
+    """Raises ValueError where a run was trained with a user's own attention kernel that does not
+    declare itself standard, since generation and export compute standard attention."""
     name = own_attention((read_run_config(path) or {}).get("experiment"))
     if not name:
         return
-    module, _, thing = name.partition(":")
+    module, _, kernel = name.partition(":")
     try:
         if is_standard(stored_field(path, "execution", trust=trust).attention):
             return
-        reason = f"{thing} does not say that it is"
+        reason = f"{kernel} does not say that it is"
     except ValueError as error:  # it is not trusted, or cannot be imported
         reason = f"it was not looked at: {' '.join(str(error).split())}"
     raise ValueError(
-        f"{path}: the run was trained with execution.attention={thing}, a kernel of your own, and "
+        f"{path}: the run was trained with execution.attention={kernel}, a kernel of your own, and "
         "what is generated and exported computes softmax attention as jaxtrain.attention has it, "
-        f"which is another model, unless {thing}.standard = True ({reason}); for that put the "
+        f"which is another model, unless {kernel}.standard = True ({reason}); for that put the "
         f"kernel into a module that can be imported from here (PYTHONPATH), and --trust {module}"
     )
 
@@ -184,8 +186,8 @@ def _refuse_unsaved(path: Path) -> None:
         )
 
 
-def _read_run(stored: Stored, wanted: dict[str, Any], scale: float) -> dict[str, jax.Array]:
-    return _merge(read_stored(stored, wanted), scale)
+def _read_run(stored: Stored, template: dict[str, Any], scale: float) -> dict[str, jax.Array]:
+    return _merge(read_stored(stored, template), scale)
 
 
 def static_of(config: ModelConfig) -> Any:
@@ -194,7 +196,8 @@ def static_of(config: ModelConfig) -> Any:
 
 
 def _template(split: ModuleSplit, spec: MeshSpec, dtype: Any = "float32") -> dict[str, Any]:
-    """The leaves of a model as they rest on a mesh. Raises ValueError where they do not split."""
+    """Returns the shapes, dtypes and at-rest shardings of a model's leaves on a mesh. Raises
+    ValueError where they do not split."""
     mesh = make_mesh(spec)
     sizes = {axis: n for axis, n in mesh.shape.items() if n > 1}
     places, violations = place(split.params, split.axes, fsdp() | tensor(), sizes=sizes)
@@ -206,13 +209,13 @@ def _template(split: ModuleSplit, spec: MeshSpec, dtype: Any = "float32") -> dic
 
 
 def _merge(params: dict[str, jax.Array], scale: float) -> dict[str, jax.Array]:
-    """Without adapters: in their matrices, one after the other."""
+    """Returns the parameters with adapters merged into their matrices, one after the other."""
     out = {k: v for k, v in params.items() if not is_adapter(k)}
     for name in (k.removesuffix(INTO) for k in params if k.endswith(INTO)):
-        mine = {k: params[k] for k in (name, name + INTO, name + OUT_OF)}
+        leaves = {k: params[k] for k in (name, name + INTO, name + OUT_OF)}
         with jax.default_matmul_precision("highest"):
-            run = jax.jit(partial(merge_adapters, scale=scale), out_shardings=_places(mine))
-            out[name] = jax.block_until_ready(run(mine))[name]
+            run = jax.jit(partial(merge_adapters, scale=scale), out_shardings=_places(leaves))
+            out[name] = jax.block_until_ready(run(leaves))[name]
     return out
 
 
@@ -221,8 +224,8 @@ def _places(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def record_run(run: Path, config: dict[str, Any], dataset: Any) -> None:
-    """Write into a run's directory what made it: config.json, its tokenizer, and what is known of
-    its positions. Raises ValueError as `write_config` does."""
+    """Writes into a run's directory its config.json, its tokenizer, and what is known of its
+    positions. Raises ValueError as `write_config` does."""
     write_config(run, config)
     record_positions(run)
     record_tokenizer(run, dataset)

@@ -1,4 +1,4 @@
-"""The parameters that a run begins with, where it does not make them itself."""
+"""Initial parameters of a run that are loaded from a folder or from another run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import match_patterns
 from jaxtrain.validation.own_attention import is_own, is_standard, kernel_kind
-from jaxtrain.weights.huggingface import held_in_folders, read_params, refuse_unfit
+from jaxtrain.weights.huggingface import read_params, refuse_unfit, require_decoder
 
 PARAMS, AVERAGES = "params.", "ema."
 FOLDER = "fine_tuning.start"
@@ -37,7 +37,7 @@ Shapes = Mapping[str, Any]
 
 
 class Stored(NamedTuple):
-    """A step of a run, and under which name it has each parameter that is to be taken."""
+    """A step of a run, and the stored name of each parameter to load."""
 
     manifest: Manifest
     step: int
@@ -49,46 +49,47 @@ Start = FromHuggingFace | FromRun
 
 
 def settled_start(assembly: Assembly) -> Start | None:
-    """What the experiment begins with, the newest step of a run by its number, the same on every
-    process; None of its own making. Reads no weight.
+    """Returns the source of the initial parameters, with the newest step of a run by its number,
+    the same on every process; None for a run that initializes all of them. Reads no weight.
 
-    Raises ValueError, on every process, where what it begins with is not there for one of them, or
-    is not of this model: with every leaf that is missing, extra or of another shape.
+    Raises ValueError, on every process, where the source does not exist for one of them, or is not
+    of this model: with every leaf that is missing, extra or of another shape.
     """
     tuning = assembly.experiment.fine_tuning
     start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
         folder, model = start.folder, assembly.experiment.model
-        share_failure(lambda: refuse_unfit(folder, held_in_folders(model, FOLDER)))
+        share_failure(lambda: refuse_unfit(folder, require_decoder(model, FOLDER)))
     elif isinstance(start, FromRun):
-        run = start
-        step, _ = share_failure(lambda: manifest_of(run.run_dir, run.step))
-        start = settled = replace(run, step=int(all_gather_text(str(step))[0]))
+        source = start
+        step, _ = share_failure(lambda: manifest_of(source.run_dir, source.step))
+        start = settled = replace(source, step=int(all_gather_text(str(step))[0]))
         share_failure(lambda: _refuse_unfit_run(settled, assembly))
     return start
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
-    e, wanted = assembly.experiment, _wanted(assembly)
+    e, shapes = assembly.experiment, _loaded_shapes(assembly)
     problems = [] if start.leaves is not None else _model_differences(start, e)
     problems += _attention_differences(start, e)
-    problems += _scale_difference(start, e, wanted)
-    stored_params(start, wanted, own_leaves(e.model), problems)
+    problems += _scale_difference(start, e, shapes)
+    stored_params(start, shapes, own_leaves(e.model), problems)
 
 
-def _wanted(assembly: Assembly) -> Shapes:
-    """What of a state is read; scales and tallies begin with the run."""
+def _loaded_shapes(assembly: Assembly) -> Shapes:
+    """Returns the shapes of the leaves to load. Scales and tallies always start anew."""
     anew = assembly.buffers.anew
     return {k: v for k, v in natural_shapes(assembly).params.items() if k not in anew}
 
 
 def own_leaves(model: Any) -> frozenset[str]:
-    """What another run of the model may hold beside its parameters."""
+    """Returns the names of leaves that another run of the model may have in addition to its
+    parameters."""
     return buffers_of(description_of(model), scaled=True).anew
 
 
 def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
-    """Fields of models that shapes do not show."""
+    """Returns the differences of the models that shapes do not show."""
     ours = essence(experiment.model)
     if ours is None:
         return []
@@ -98,28 +99,30 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
         return []
     if theirs is None:
         return []
-    found = differences(ours, theirs)
-    return [f"model: {name} is {here}, there {there}" for name, here, there in dict.fromkeys(found)]
+    fields = differences(ours, theirs)
+    return [f"model: {name} is {own}, there {other}" for name, own, other in dict.fromkeys(fields)]
 
 
 def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
-    """An attention kernel of a user's own is part of what parameters mean."""
+    """Returns the difference of the attention kernels, since a user's own kernel is part of the
+    model."""
     theirs = own_attention((read_config(Path(start.run_dir)) or {}).get("experiment"))
     kernel = experiment.execution.attention
     ours = stored_name(kernel_kind(kernel)) if is_own(kernel) else ""
     if theirs == ours or (not theirs and is_standard(kernel)):
         return []
-    here, there = (name or "jaxtrain's own" for name in (ours, theirs))
+    own, other = (name or "jaxtrain's own" for name in (ours, theirs))
     return [
-        f"execution.attention is {here}, there {there}: a kernel of your own is part of the model; "
+        f"execution.attention is {own}, there {other}: a kernel of your own is part of the model; "
         "use the same"
     ]
 
 
-def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) -> list[str]:
-    """Adapters that are taken at another scale are other adapters."""
+def _scale_difference(start: FromRun, experiment: Experiment, shapes: Shapes) -> list[str]:
+    """Returns the difference of the adapters' scales: under another scale, adapters mean something
+    else."""
     _, manifest = manifest_of(start.run_dir, start.step)
-    chosen = wanted if start.leaves is None else match_patterns(start.leaves, wanted, "leaves")[0]
+    chosen = shapes if start.leaves is None else match_patterns(start.leaves, shapes, "leaves")[0]
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
     ours = getattr(experiment.fine_tuning, "lora", None)
@@ -134,86 +137,90 @@ def _scale_difference(start: FromRun, experiment: Experiment, wanted: Shapes) ->
 
 
 def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array]:
-    """Those that are not of the run's own making, as they rest; {} where all are.
+    """Returns the parameters loaded from a folder or another run, in their at-rest sharding; {}
+    where the run initializes all.
 
-    start: as `settled_start` gives it. Each device's part is read from what holds it. Raises
-    ValueError on every process where one can't read its part, and DamagedCheckpoint.
+    start: as `settled_start` returns it. Each device's part is read from the files that have it.
+    Raises ValueError on every process where one can't read its part, and DamagedCheckpoint.
     """
     if start is None:
         return {}
-    e, wanted = at_rest.assembly.experiment, at_rest.template.params
-    slots = {k: at_rest.slots[PARAMS + k] for k in wanted if PARAMS + k in at_rest.slots}
+    e, template = at_rest.assembly.experiment, at_rest.template.params
+    slots = {k: at_rest.slots[PARAMS + k] for k in template if PARAMS + k in at_rest.slots}
     if isinstance(start, FromHuggingFace):
-        own = {k: v for k, v in wanted.items() if k not in at_rest.assembly.buffers.anew}
-        base = {k: v for k, v in own.items() if not is_adapter(k)}
+        stored_leaves = {
+            k: v for k, v in template.items() if k not in at_rest.assembly.buffers.anew
+        }
+        base = {k: v for k, v in stored_leaves.items() if not is_adapter(k)}
         return share_failure(
-            lambda: read_params(start.folder, held_in_folders(e.model, FOLDER), base, slots)
+            lambda: read_params(start.folder, require_decoder(e.model, FOLDER), base, slots)
         )
-    shapes, beside = _wanted(at_rest.assembly), own_leaves(e.model)
-    stored = share_failure(lambda: stored_params(start, shapes, beside))
-    return _cast(read_stored(stored, wanted, slots), wanted)
+    shapes, ignored = _loaded_shapes(at_rest.assembly), own_leaves(e.model)
+    stored = share_failure(lambda: stored_params(start, shapes, ignored))
+    return _cast(read_stored(stored, template, slots), template)
 
 
-def _cast(params: dict[str, jax.Array], wanted: Shapes) -> dict[str, jax.Array]:
-    """In the dtypes wanted, each where it is."""
-    other = {k: leaf for k, leaf in params.items() if leaf.dtype != wanted[k].dtype}
+def _cast(params: dict[str, jax.Array], template: Shapes) -> dict[str, jax.Array]:
+    """Returns the parameters in the dtypes of `template`, with unchanged shardings."""
+    other = {k: leaf for k, leaf in params.items() if leaf.dtype != template[k].dtype}
     if not other:
         return params
-    where = {k: leaf.sharding for k, leaf in other.items()}
+    shardings = {k: leaf.sharding for k, leaf in other.items()}
     run = jax.jit(
-        lambda leaves: {k: leaf.astype(wanted[k].dtype) for k, leaf in leaves.items()},
-        out_shardings=where,
+        lambda leaves: {k: leaf.astype(template[k].dtype) for k, leaf in leaves.items()},
+        out_shardings=shardings,
     )
     return {**params, **jax.block_until_ready(run(other))}
 
 
 def stored_params(
-    start: FromRun, wanted: Shapes, beside: Set[str], others: Sequence[str] = ()
+    start: FromRun, shapes: Shapes, ignored: Set[str], earlier: Sequence[str] = ()
 ) -> Stored:
-    """Where a run has the parameters of `wanted` that are asked for. beside: leaves that it may
-    have beside them, which nobody takes. others: what else is known to be wrong with them.
+    """Returns the stored names of the parameters in `shapes` that `start` selects.
 
-    Raises:
-        ValueError: there is no such run or step, or it has not these parameters: each leaf that is
-            missing, extra or of another shape, and each pattern that names none.
-        DamagedCheckpoint: files of the step are missing or cut.
+    ignored: leaves that the run may have in addition. earlier: problems found before, to be
+    reported too.
+
+    Raises ValueError where there is no such run or step, or it does not have these parameters: with
+    each leaf that is missing, extra or of another shape, and each pattern that matches none. Raises
+    DamagedCheckpoint where files of the step are missing or cut.
     """
     step, manifest = manifest_of(start.run_dir, start.step)
-    held = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
-    held -= beside - wanted.keys()
-    chosen, problems = list(wanted), []
+    stored = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
+    stored -= ignored - shapes.keys()
+    chosen, problems = list(shapes), []
     if start.leaves is not None:
-        found, problems = match_patterns(start.leaves, wanted, "leaves")
-        chosen = list(found)
-    elif not any(map(is_adapter, held)):  # adapters begin with the run that asks for them
-        chosen = [name for name in wanted if not is_adapter(name)]
-    names = {name: _source(name, manifest, averaged=start.averaged) for name in chosen}
-    if start.averaged and not any(source.startswith(AVERAGES) for source in names.values()):
+        matches, problems = match_patterns(start.leaves, shapes, "leaves")
+        chosen = list(matches)
+    elif not any(map(is_adapter, stored)):  # adapters begin with the run that asks for them
+        chosen = [name for name in shapes if not is_adapter(name)]
+    sources = {name: _source(name, manifest, averaged=start.averaged) for name in chosen}
+    if start.averaged and not any(source.startswith(AVERAGES) for source in sources.values()):
         problems.append("averaged: the run keeps no averaged weights; use averaged=False")
-    for name, source in names.items():
-        problems += _difference(name, manifest.leaves.get(source), wanted[name])
+    for name, source in sources.items():
+        problems += _difference(name, manifest.leaves.get(source), shapes[name])
     if start.leaves is None:
-        extra = sorted(held - wanted.keys())
+        extra = sorted(stored - shapes.keys())
         problems += [f"{k}: {manifest.leaves[PARAMS + k]} there, not in this model" for k in extra]
     problems += [
         f"{name}: has an adapter there, which is not taken; begin with the folder that `jaxtrain "
         "export` writes, where it is merged"
         for name in chosen
-        if name + INTO in held and name + INTO not in names
+        if name + INTO in stored and name + INTO not in sources
     ]
-    if problems := [*others, *problems]:
+    if problems := [*earlier, *problems]:
         remedy = "" if start.leaves else "\ntake some of them with leaves=('period.*', ...)"
         raise ValueError(
             f"step {step} of {start.run_dir} does not fit this model in {len(problems)} places:\n  "
             + "\n  ".join(problems)
             + remedy
         )
-    return Stored(manifest, step, Path(start.run_dir) / CHECKPOINTS, names)
+    return Stored(manifest, step, Path(start.run_dir) / CHECKPOINTS, sources)
 
 
 def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
-    """A step of a run, None for the newest, and what is in it. Raises ValueError where there is
-    none, DamagedCheckpoint where files of it are missing or cut."""
+    """Returns a step of a run, None for the newest, and its manifest. Raises ValueError where there
+    is no such step, DamagedCheckpoint where its files are missing or cut."""
     refuse_links(Path(run_dir))
     directory = Path(run_dir) / CHECKPOINTS
     steps = committed_steps(directory)
@@ -228,32 +235,36 @@ def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
 
 
 def _source(name: str, manifest: Manifest, *, averaged: bool) -> str:
-    """Its name there: of its average, where that is asked for and kept (frozen ones have none)."""
-    kept = averaged and AVERAGES + name in manifest.leaves
-    return (AVERAGES if kept else PARAMS) + name
+    """Returns the stored name of a parameter, or of its average if `averaged` and the run has one
+    (frozen parameters have none)."""
+    use_average = averaged and AVERAGES + name in manifest.leaves
+    return (AVERAGES if use_average else PARAMS) + name
 
 
-def _difference(name: str, stored: Any, wanted: Any) -> list[str]:
-    expected = f"{wanted.dtype}[{','.join(map(str, wanted.shape))}]"
+def _difference(name: str, stored: Any, template: Any) -> list[str]:
+    expected = f"{template.dtype}[{','.join(map(str, template.shape))}]"
     if stored is None:
         return [f"{name}: not there, expected {expected}"]
-    floats = all(jnp.issubdtype(each.dtype, jnp.floating) for each in (stored, wanted))
-    if stored.shape == tuple(wanted.shape) and floats:
+    floats = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (stored, template))
+    if stored.shape == tuple(template.shape) and floats:
         return []
     return [f"{name}: {stored} there, expected {expected}"]
 
 
 def read_stored(
-    stored: Stored, wanted: Shapes, slots: AllSlots = AS_THEY_REST
+    stored: Stored, template: Shapes, slots: AllSlots = AS_THEY_REST
 ) -> dict[str, jax.Array]:
-    """The parameters of a step, as `wanted` has shapes and shardings and in its own dtypes; in
-    `slots`, by their names in `wanted`, where these have them. Every chunk of which a part is
-    needed is verified. Raises DamagedCheckpoint on every process if any found damage."""
+    """Returns the parameters of a step with the shapes and shardings of `template`, in their stored
+    dtypes. Raises DamagedCheckpoint on every process if any found damage.
+
+    slots: order of layers at rest, by the names in `template`. Every chunk of which a part is
+    needed is verified.
+    """
     request = {
         source: jax.ShapeDtypeStruct(
-            wanted[name].shape,
+            template[name].shape,
             jnp.dtype(stored.manifest.leaves[source].dtype),
-            sharding=wanted[name].sharding,
+            sharding=template[name].sharding,
         )
         for name, source in stored.names.items()
     }

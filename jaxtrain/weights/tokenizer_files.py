@@ -1,7 +1,7 @@
-"""The tokenizer beside a model's weights: kept by a run, read from a folder, handed on.
+"""The tokenizer stored with a model's weights: kept by a run, read from a folder, passed on.
 
-A run directory has it in the files that a folder of `transformers` has it in, so that both are read
-by one rule and what a run says its folder says.
+A run directory has it in the same files as a folder of `transformers`, so that one function reads
+both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ POSITIONS = "positions.json"
 """A run's: max_position_embeddings of the folder it began with."""
 
 BEGINS_TEXT = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-"""Architectures whose own tokenizer, a `LlamaTokenizer`, begins a text with bos unless told."""
+"""Architectures whose own tokenizer, a `LlamaTokenizer`, begins a text with bos by default."""
 
 ELSEWHERE = ("auto_map", "name_or_path", "special_tokens_map_file", "tokenizer_file")
-"""Settings that name what does not come along."""
+"""Settings that name files or code which are not copied."""
 
 
 @dataclass(frozen=True)
@@ -46,36 +46,38 @@ class KeptTokenizer:
 
 
 def record_tokenizer(run: Path, dataset: Any) -> None:
-    """Keep the tokenizer of a run's data in its directory, for what it came from may be gone when
-    the run is used; with what the folder or run it began with says of the same tokenizer. A resumed
-    run keeps what it has."""
+    """Stores the tokenizer of a run's data in its directory, since its source may no longer exist
+    when the run is used; with the settings that the folder or run it began with has for the same
+    tokenizer. A resumed run keeps its files."""
     first = getattr(dataset, "datasets", [dataset])[0]  # those of a mixture share it
     files = tokenizer_files(getattr(first, "vocabulary", None), _beginning_of(run))
-    kept = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
-    if not kept:
+    is_recorded = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
+    if not is_recorded:
         for name, text in files.items():
             write_text(run / name, text)
 
 
 def record_positions(run: Path) -> None:
-    """Keep in a run's directory the most positions that the folder or run it began with knows of. A
-    resumed run keeps what it has."""
+    """Stores in a run's directory the largest number of positions that the folder or run it began
+    with declares. A resumed run keeps its file."""
     start = _beginning_of(run)
     if start is not None and not (run / POSITIONS).is_file():
         with suppress(OSError, ValueError):  # no longer readable
-            known = [json_object(start / name).get(ROWS) for name in (NAME, POSITIONS)]
-            if found := [n for n in known if type(n) is int and n > 0]:
-                write_text(run / POSITIONS, json.dumps({ROWS: max(found)}) + "\n")
+            limits = [json_object(start / name).get(ROWS) for name in (NAME, POSITIONS)]
+            if valid := [n for n in limits if type(n) is int and n > 0]:
+                write_text(run / POSITIONS, json.dumps({ROWS: max(valid)}) + "\n")
 
 
-def kept_positions(run: Path) -> int | None:
-    """What `record_positions` kept, None for nothing. Raises ValueError as `json_object`."""
-    found = json_object(run / POSITIONS).get(ROWS)
-    return found if type(found) is int and found > 0 else None
+def recorded_positions(run: Path) -> int | None:
+    """Returns the number that `record_positions` stored, or None. Raises ValueError as
+    `json_object`."""
+    positions = json_object(run / POSITIONS).get(ROWS)
+    return positions if type(positions) is int and positions > 0 else None
 
 
 def _beginning_of(run: Path) -> Path | None:
-    """The folder or the run that a run of one's own began with; a stranger's is not looked up."""
+    """Returns the folder or the run that `run` began with, None if neither. Only for runs of one's
+    own, since the path is opened."""
     match getattr(stored_field(run, "fine_tuning"), "start", None):
         case FromHuggingFace(folder):
             return Path(folder)
@@ -85,26 +87,28 @@ def _beginning_of(run: Path) -> Path | None:
 
 
 def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
-    """Files, by their names, that say a tokenizer as `transformers` reads it; {} where it is no
+    """Returns files, by name, from which `transformers` loads this tokenizer; {} where it has no
     tokenizer.json.
 
-    source: a folder or a run, of which the settings (bos, padding, the template of a chat) and the
-    ends are taken over where its tokenizer is this one. Nothing is put before a text, whatever the
-    tokenizer or the settings say: data is encoded so, and a model goes on as it was trained.
+    source: a folder or a run. Its settings (bos, padding, the template of a chat) and its end
+    tokens are used if its tokenizer is the same one. Nothing is put before a text, whatever the
+    tokenizer or the settings say, since the training data was encoded so.
     """
     if isinstance(vocabulary, ByteTokenizer):
         vocabulary = vocabulary.published()
     if not isinstance(vocabulary, HuggingFaceVocabulary):
         return {}
     bare = vocabulary.bare()
-    said = _said_of_same(source, bare)
-    settings = {k: v for k, v in said.settings.items() if k not in ELSEWHERE}
+    declared = _settings_of_same(source, bare)
+    settings = {k: v for k, v in declared.settings.items() if k not in ELSEWHERE}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": bare.eos_token}
-    others = sorted({*said.ids("eos")} - {bare.eos})
-    numbers: dict[str, Any] = {"eos_token_id": [bare.eos, *others] if others else bare.eos}
+    more_ends = sorted({*declared.ids("eos")} - {bare.eos})
+    numbers: dict[str, Any] = {"eos_token_id": [bare.eos, *more_ends] if more_ends else bare.eos}
     for name in ("bos", "pad"):
-        named = bare.id_of(said.token(name))
-        numbers[f"{name}_token_id"] = next(iter(said.ids(name)), None) if named is None else named
+        number = bare.id_of(declared.token(name))
+        numbers[f"{name}_token_id"] = (
+            next(iter(declared.ids(name)), None) if number is None else number
+        )
     if numbers["bos_token_id"] is not None:
         settings["add_bos_token"] = False
     if "add_eos_token" in settings:
@@ -115,8 +119,8 @@ def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
 
 
 def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
-    """What a folder has, or a run that keeps it in the same files; None where there is none. Raises
-    ValueError where nothing says which token ends a text."""
+    """Returns the tokenizer of a folder, or of a run that keeps it in the same files; None where
+    there is none. Raises ValueError where no file says which token ends a text."""
     content = text_of(folder / TOKENIZER)
     if content is None:
         return None
@@ -127,8 +131,8 @@ def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
 
 
 def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
-    said = _said(folder)
-    eos, numbers = said.token("eos"), said.ids("eos")
+    declared = _token_settings(folder)
+    eos, numbers = declared.token("eos"), declared.ids("eos")
     if eos is None and numbers:
         eos = _token_of(content, numbers[0])
     if eos is None:
@@ -138,14 +142,14 @@ def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
         )
     vocabulary = HuggingFaceVocabulary(content, eos=eos)
     return KeptTokenizer(
-        vocabulary, _bos(folder, vocabulary, said), frozenset({vocabulary.eos, *numbers})
+        vocabulary, _bos(folder, vocabulary, declared), frozenset({vocabulary.eos, *numbers})
     )
 
 
 def run_tokenizer(run: Path, trust: Trust = ()) -> KeptTokenizer | None:
-    """The tokenizer that a run keeps; where it keeps no eos, that of its data. None where the data
-    has no text. trust: as for `stored_field`. A run may be a stranger's: no path that its config
-    spells is opened. Raises ValueError where the tokenizer lies elsewhere."""
+    """Returns the tokenizer that a run keeps; where it keeps no eos, that of its data. None where
+    the data has no text. trust: as for `stored_field`. A run may be a stranger's: no path in its
+    config is opened. Raises ValueError where the tokenizer is in another place."""
     content = text_of(run / TOKENIZER)
     if content is not None and (run / SETTINGS).is_file():
         return folder_tokenizer(run)
@@ -168,71 +172,75 @@ def run_tokenizer(run: Path, trust: Trust = ()) -> KeptTokenizer | None:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a folder's files say of its tokens: settings of the tokenizer, and numbers of them from
-    config.json and generation_config.json."""
+class _TokenSettings:
+    """Token settings in a folder's files.
+
+    settings: of the tokenizer. numbers: ids of bos, eos and pad in config.json and
+    generation_config.json.
+    """
 
     settings: dict[str, Any]
     numbers: dict[str, list[int]]
 
     def token(self, name: str) -> str | None:
         """The text of bos, eos or pad."""
-        said = self.settings.get(f"{name}_token")
-        said = said.get("content") if isinstance(said, dict) else said
-        return said if isinstance(said, str) else None
+        token = self.settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
 
     def ids(self, name: str) -> list[int]:
         return self.numbers.get(name, [])
 
 
-def _said(folder: Path) -> _Said:
+def _token_settings(folder: Path) -> _TokenSettings:
     settings = {**json_object(folder / SPECIAL), **json_object(folder / SETTINGS)}
     if (template := text_of(folder / TEMPLATE)) is not None:
         settings.setdefault("chat_template", template)
     numbers: dict[str, list[int]] = {}
     for raw in (json_object(folder / NAME), json_object(folder / GENERATION)):
         for name in ("bos", "eos", "pad"):
-            given = raw.get(f"{name}_token_id")
-            found = given if isinstance(given, list) else [given]
-            mine = numbers.setdefault(name, [])
-            mine += [i for i in found if type(i) is int and 0 <= i < LARGEST_ID and i not in mine]
-    return _Said(settings, numbers)
+            value = raw.get(f"{name}_token_id")
+            listed = value if isinstance(value, list) else [value]
+            ids = numbers.setdefault(name, [])
+            ids += [i for i in listed if type(i) is int and 0 <= i < LARGEST_ID and i not in ids]
+    return _TokenSettings(settings, numbers)
 
 
-def _said_of_same(folder: Path | None, bare: HuggingFaceVocabulary) -> _Said:
-    """What a folder says of its tokenizer, if that is this one but for what it puts around a text;
-    else nothing."""
+def _settings_of_same(folder: Path | None, bare: HuggingFaceVocabulary) -> _TokenSettings:
+    """Returns a folder's token settings if its tokenizer is the same, apart from the tokens it puts
+    around a text; else empty settings."""
     try:
         content = None if folder is None else text_of(folder / TOKENIZER)
         if folder is not None and content is not None:
             theirs = HuggingFaceVocabulary(content, eos=bare.eos_token).bare()
             if theirs.key == bare.key:
-                return _said(folder)
+                return _token_settings(folder)
     except (OSError, ValueError):  # no longer readable, or without this eos
         pass
-    return _Said({}, {})
+    return _TokenSettings({}, {})
 
 
 def _token_of(content: str, number: int) -> str | None:
     return open_tokenizer(content).id_to_token(number)
 
 
-def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, said: _Said) -> int | None:
-    """What a text begins with, as `transformers` has it: what the tokenizer's own post-processor
-    puts there, or bos where add_bos_token or the tokenizer's class says so."""
+def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, declared: _TokenSettings) -> int | None:
+    """Returns the id that begins a text in `transformers`: the first token that the tokenizer's own
+    post-processor adds, or bos if add_bos_token or the tokenizer's class says so."""
     if (first := vocabulary.begins_with()) is not None:
         return first
-    raw, kind = json_object(folder / NAME), said.settings.get("tokenizer_class")
+    raw, kind = json_object(folder / NAME), declared.settings.get("tokenizer_class")
     built = raw.get("architectures")
-    own = isinstance(built, list) and any(name in BEGINS_TEXT for name in built)
-    usual = own if kind is None else "Llama" in str(kind)
+    adds_bos = isinstance(built, list) and any(name in BEGINS_TEXT for name in built)
+    default = adds_bos if kind is None else "Llama" in str(kind)
     first = raw.get("bos_token_id")
-    known = type(first) is int and 0 <= first < LARGEST_ID
-    return first if known and said.settings.get("add_bos_token", usual) else None
+    valid = type(first) is int and 0 <= first < LARGEST_ID
+    return first if valid and declared.settings.get("add_bos_token", default) else None
 
 
 def text_of(path: Path) -> str | None:
-    """A file's text, None where there is none. Raises ValueError as `file_of` and `read_text`."""
+    """Returns a file's text, None where there is no file. Raises ValueError as `file_of` and
+    `read_text`."""
     try:
         return read_text(file_of(path.parent, path.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -240,9 +248,9 @@ def text_of(path: Path) -> str | None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """An object of a file; {} where there is no such file. Raises ValueError."""
+    """Returns the object in a JSON file; {} where there is no file. Raises ValueError."""
     try:
-        found = parse_json(text_of(path) or "{}")
+        parsed = parse_json(text_of(path) or "{}")
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -89,7 +89,7 @@ def test_same_parameters_same_loss_gradients_and_flops(baseline: ModuleType, tie
     @jax.jit
     def ours_of(params: dict[str, jax.Array]) -> jax.Array:
         rows = {k: jnp.asarray(v.numpy().astype(DTYPES.get(k, "int32"))) for k, v in batch.items()}
-        total, count, _ = put_together(split.static, {**params, **split.rest}).loss(rows)
+        total, count, _ = put_together(split.static, {**params, **split.model_state}).loss(rows)
         return total / count
 
     with jax.default_matmul_precision("highest"):

@@ -26,7 +26,7 @@ from jaxtrain.checkpoint import (
     SavePolicy,
     run_lock,
 )
-from jaxtrain.checkpoint.exchange import Held, Peers
+from jaxtrain.checkpoint.exchange import PartId, Peers
 from jaxtrain.checkpoint.local_tier import LocalSteps
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
@@ -358,7 +358,7 @@ def take_from_another(directory: Path, name: str) -> None:
     peers = Peers(directory, directory / "0")
     (directory / "0" / "1").mkdir(parents=True)
     (directory / "0" / "1" / f"0.a.{name}").symlink_to(directory / "link")
-    problem = peers._put(MagicMock(), Held(1, 0, "a"), "{}", 0)
+    problem = peers._put(MagicMock(), PartId(1, 0, "a"), "{}", 0)
     peers.close()
     if problem:
         raise ValueError(problem)

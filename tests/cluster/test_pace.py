@@ -9,7 +9,7 @@ import pytest
 from service import play
 
 from jaxtrain.cluster import pace
-from jaxtrain.cluster.pace import Pace, Seconds, Slow, of_a_step, slowest
+from jaxtrain.cluster.pace import Pace, Seconds, Slow, mean_step, slowest
 
 PACES = {
     "one alone": ({0: (0.5, 0.5)}, None),
@@ -37,10 +37,10 @@ def test_one_long_pause_among_steps_is_not_slow() -> None:
     """It is step after step that others wait for one; the pause is in the mean of a step."""
     quick, slow = [Seconds(0.01, 0.1, 0.0)] * 5, [Seconds(0.09, 0.1, 0.0)] * 5
     paused = [*quick[:4], Seconds(5.0, 5.1, 0.5)]
-    told = of_a_step(paused)
+    told = mean_step(paused)
     assert told == pytest.approx(((4 * 0.01 + 5) / 5, (4 * 0.1 + 5.1) / 5, 0.1, 0.01))
-    assert slowest({0: of_a_step(quick), 1: told}) is None
-    assert slowest({0: of_a_step(quick), 1: of_a_step(slow)}) is not None
+    assert slowest({0: mean_step(quick), 1: told}) is None
+    assert slowest({0: mean_step(quick), 1: mean_step(slow)}) is not None
 
 
 def test_the_first_process_hears_of_all(monkeypatch) -> None:

@@ -76,7 +76,7 @@ def test_it_outlives_the_process(tmp_path: Path, number: int) -> None:
         time.sleep(3 * EVERY_S)
         found = read_sample(file)
         assert (found.now.phase, found.now.step) == ("load", 42)
-        assert before.at <= found.at < at, "its thread stood still too"
+        assert before.sampled_at <= found.sampled_at < at, "its thread stood still too"
         assert found.now.since < began, "the clock is the machine's"
         assert "waits_for_ever" in found.stacks.partition("\nthread")[0], "the main thread first"
     finally:
@@ -91,7 +91,7 @@ def test_while_it_lives_its_thread_writes(tmp_path: Path, monkeypatch) -> None:
         time.sleep(0.1)
         first = read_sample(tmp_path / "sample")
         time.sleep(3 * EVERY_S)
-        assert read_sample(tmp_path / "sample").at >= first.at + EVERY_S
+        assert read_sample(tmp_path / "sample").sampled_at >= first.sampled_at + EVERY_S
     finally:
         sampler.close()
 

@@ -19,7 +19,7 @@ import pytest
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.drill import apart, namespaces
 from jaxtrain.drill import drill as drilling
-from jaxtrain.drill.apart import Apart, NotHere, cut_network, small_disk
+from jaxtrain.drill.apart import IsolatedRun, NotHere, cut_network, small_disk
 from jaxtrain.drill.namespaces import Network, network, why_not
 from jaxtrain.fault_tolerance import faults, machine_faults
 from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable
@@ -239,7 +239,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(drilling, "_launched", launched)
         found = drilling.Happened("cut@3.step:1", 14.0, "process 0", 2, 3.0, ())
         monkeypatch.setattr(drilling, "_happened", lambda *_: [found])
-        each = Apart(
+        each = IsolatedRun(
             "cut", (Fault("cut", 3, "step", 1),), 6, told, lambda folder, n: nullcontext(stands_on)
         )
         (happened,) = drilling._run_apart(tmp_path, each, 2, lambda text: None)
@@ -267,7 +267,7 @@ def test_a_run_on_fewer_processes_is_held_against_one_of_its_own(
     happened = drilling.Happened("raise@3.load:0", 1.0, "process 0", 0, 1.0, ())
     monkeypatch.setattr(drilling, "_happened", lambda *_: [happened])
     fault = (Fault("raise", 3, "load"),)
-    alone = Apart("alone", fault, 6, (), apart.nothing_special, processes=1)
+    alone = IsolatedRun("alone", fault, 6, (), apart.nothing_special, processes=1)
     (found,) = drilling._run_apart(tmp_path, alone, 4, print)
     assert launched == [("alone undisturbed", 0, 1), ("alone", 1, 1)]
     assert "losses of the alone run differ" in found.violations[0]
@@ -282,7 +282,9 @@ def test_a_launch_of_its_own_is_in_no_session_of_the_drills(
         drilling, "own_command", lambda *words: [sys.executable, "-c", script, *words]
     )
     told: list[str] = []
-    each = Apart("paused", (Fault("pause", 9),), 24, (), apart.nothing_special, as_command=True)
+    each = IsolatedRun(
+        "paused", (Fault("pause", 9),), 24, (), apart.nothing_special, as_command=True
+    )
     assert drilling._commanded(tmp_path, each, 2, told.append) == 3
     (line,) = told
     assert line.startswith("True launch --processes 2 --fault pause@9.step:0 -- train ")

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.drill import drill as drilling
-from jaxtrain.drill.apart import apart
+from jaxtrain.drill.apart import isolated_runs
 from jaxtrain.drill.drill import Drill, drilled
 from jaxtrain.drill.happened import Happened, resumed_s
 from jaxtrain.drill.plan import APART, FIRST, SAVES, SPIKES, kinds, listed, skipped
@@ -30,13 +30,15 @@ def test_every_kind_of_fault_is_drilled() -> None:
     """But those of which a run shows nothing, or that end it; a machine is lost in another run."""
     for processes in (2, 4):
         faults = kinds(processes)
-        of_their_own = [fault for each in apart(processes) for fault in each.faults]
+        of_their_own = [fault for each in isolated_runs(processes) for fault in each.faults]
         drilled_kinds = {fault.kind for fault in [*faults, *of_their_own]}
         assert drilled_kinds == set(KINDS) - {"slow", "crash", "lose"}
         listing = listed(processes)
         every = {fault.kind for faults in listing.runs.values() for fault in faults}
         assert every == set(KINDS) - {"slow"} and listing.runs["disturbed"] == tuple(faults)
-        assert {each.run: each.faults for each in apart(processes)}.items() <= listing.runs.items()
+        assert {
+            each.run: each.faults for each in isolated_runs(processes)
+        }.items() <= listing.runs.items()
         assert max(fault.process for fault in faults) == processes - 1
         assert [fault.step for fault in faults] == [FIRST + APART * n for n in range(len(faults))]
         assert drilled(STDLIB, processes).steps > faults[-1].step + SAVES
@@ -60,7 +62,7 @@ def test_what_a_spike_costs_is_what_the_rule_says() -> None:
         saved = [at for at in range(SAVES, step + 1, SAVES)][-3:]
         good = good_step(saved, watch.since, policy.back)
         assert good is not None
-        assert skipped(spike) == Skips().back_to(good, watch.seen, policy.skip_more).found[0]
+        assert skipped(spike) == Skips().back_to(good, watch.seen, policy.skip_more).detected[0]
         assert good <= step < good + skipped(spike)[1], "the batch is among them"
 
 

@@ -115,7 +115,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 TWO = {2: Layout(2)}
-ELASTIC = {1: Layout(1, ("--one",), "one of two"), 2: Layout(2, told="two of two")}
+ELASTIC = {1: Layout(1, ("--one",), "one of two"), 2: Layout(2, description="two of two")}
 WAITS = "if start == 0:\n    phases.advance(5)\n    time.sleep(60)\n"
 
 
@@ -352,7 +352,7 @@ def test_times_of_another_machine_become_this_ones() -> None:
     found.hear({**message, "code": None, "ended_at": 0.0}, 50.0)
     sample = found.sample()
     assert sample.now == Now("step", 7, 40.0, 0.5, 2, {"step": 3.0})
-    assert (sample.at, sample.stacks, found.code) == (48.0, "stacks", None)
+    assert (sample.sampled_at, sample.stacks, found.code) == (48.0, "stacks", None)
     found.hear({**message, "code": -9, "ended_at": 1049.5}, 50.0)
     assert (found.code, found.ended_at, found.kind, found.lost_another) == (
         -9,

@@ -16,7 +16,7 @@ from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.restarts import Failure
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import Here, slots_of
+from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import LOST, Worker, ending, kind_of
 
@@ -32,7 +32,7 @@ def ended(at: float, code: int, *, aborted: bool = False, lost: bool = False) ->
 
 
 def blamed(tmp_path: Path, *workers: dict[str, Any]) -> Failure:
-    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     roster.hosts = [SimpleNamespace(where="") for _ in workers]  # type: ignore[misc]
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     sample = Sample(Now("step", 5, 100.0, 0.1, 0), 100.0)

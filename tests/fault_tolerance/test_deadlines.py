@@ -87,20 +87,20 @@ CASES = {
 def test_who_is_to_blame(name: str) -> None:
     samples, blamed = CASES[name]
     found = late(dict(enumerate(samples)), NOW, Deadlines(silence=15, step=15))
-    assert [(each.process, each.what) for each in found] == blamed
+    assert [(each.process, each.kind) for each in found] == blamed
 
 
 def test_every_phase_has_a_deadline_of_its_own() -> None:
     for phase in PHASES:
-        assert Deadlines().of(phase, 0.0) > 0
-    assert Deadlines(step=3).of("load", 0.1) == 3
-    assert Deadlines(step=3).of("step", 0.5) == 5
-    assert Deadlines(compile=7, step=3).of("compile", 0.5) == 7
+        assert Deadlines().limit_s(phase, 0.0) > 0
+    assert Deadlines(step=3).limit_s("load", 0.1) == 3
+    assert Deadlines(step=3).limit_s("step", 0.5) == 5
+    assert Deadlines(compile=7, step=3).limit_s("compile", 0.5) == 7
 
 
 def test_a_silence_or_a_stuck_step_is_noticed_within_15_s() -> None:
     """With half a second between two looks."""
-    assert Deadlines().silence <= 14.5 and Deadlines().of("step", 0.1) <= 14.5
+    assert Deadlines().silence <= 14.5 and Deadlines().limit_s("step", 0.1) <= 14.5
 
 
 def test_no_time_is_refused() -> None:

@@ -113,8 +113,8 @@ def test_a_spike_is_of_a_batch_and_of_all_processes(tmp_path: Path, monkeypatch)
         return list(struck)
 
     assert take(1, Skips()) == [("spike", 6)] * 2
-    assert take(1, Skips(told=((2, 1),))) == [("spike", 5)] * 2
-    assert take(0, Skips(told=((2, 4),))) == [("nan", 6)] * 2
+    assert take(1, Skips(configured=((2, 1),))) == [("spike", 5)] * 2
+    assert take(0, Skips(configured=((2, 4),))) == [("nan", 6)] * 2
 
 
 def happens(tmp_path: Path, text: str, *, starts: int = 1) -> None:

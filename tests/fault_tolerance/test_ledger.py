@@ -295,7 +295,7 @@ def test_a_run_without_a_supervisor_keeps_its_own(tmp_path: Path) -> None:
     """From its first step on; none of several but the first, and none that is watched."""
     for mine in (False, True):
         phases = Phases()
-        kept = KeepLedger(tmp_path, phases, mine=mine)
+        kept = KeepLedger(tmp_path, phases, writes=mine)
         assert not list(tmp_path.iterdir())
         phases.begin_at(3)
         if kept._entry is not None:

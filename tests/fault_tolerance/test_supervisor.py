@@ -21,7 +21,7 @@ from jaxtrain.fault_tolerance.ledger import OPEN, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import Here, slots_of
+from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Worker
 
@@ -40,7 +40,12 @@ def supervise(tmp_path: Path):
         program = [sys.executable, str(tmp_path / "worker.py")]
         made = Supervisor(
             [str(tmp_path)],
-            Roster(Here(slots_of(2, samples, program, environ)), {2: Layout(2)}, 0, told.append),
+            Roster(
+                LocalMachines(slots_of(2, samples, program, environ)),
+                {2: Layout(2)},
+                0,
+                told.append,
+            ),
             tell=told.append,
             deadlines=Deadlines(silence=late, step=step),
             restarts=Restarts(first_wait_s=0.1, **rule),
@@ -339,7 +344,7 @@ time.sleep(1)
 
 def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:
     """Of a long one and a short one behind it, before a process could say anything."""
-    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     for at, seconds in ((700.0, 600.0), (704.0, 3.0)):
         monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
@@ -347,7 +352,7 @@ def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:
     made._paused(0.5)  # as any look may take
     said = Sample(Now("step", 3, 90.0), 99.0)
     found = made._awake(said)
-    assert (found.at, found.now.since) == (702.0, 693.0)
+    assert (found.sampled_at, found.now.since) == (702.0, 693.0)
     later = Sample(Now("step", 3, 710.0), 711.0)
     assert made._awake(later) == later
 
@@ -432,7 +437,7 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise, tmp_pat
 
 
 def test_signals_that_come_close_are_one(tmp_path: Path, monkeypatch) -> None:
-    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     for at, count in ((100.0, 1), (100.5, 1), (101.0, 1), (102.5, 2)):
         monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
@@ -480,7 +485,7 @@ if start == 0:
 def test_a_wait_before_the_first_start_is_in_no_ledger(tmp_path: Path, monkeypatch) -> None:
     """That start may be refused, for the directory is another run's."""
     monkeypatch.setattr(supervising, "POLL_S", -1.0)
-    roster = Roster(Here(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path / "run", folder=tmp_path)
     assert made._waits(lambda: True) and not (tmp_path / "run").exists()
     made._recorded = True

@@ -32,8 +32,8 @@ class Changing:
 
 
 ALL = {3: Layout(3)}
-FEWER = {1: Layout(1, told="one"), 2: Layout(2, told="two"), 3: Layout(2, told="two"),
-         4: Layout(4, told="four")}  # fmt: skip
+TWO = Layout(2, description="two")
+FEWER = {1: Layout(1, description="one"), 2: TWO, 3: TWO, 4: Layout(4, description="four")}
 
 
 def made(

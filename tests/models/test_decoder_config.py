@@ -99,7 +99,7 @@ def test_parameter_counts_of_published_models(name, config, count):
     config = replace(config, vocab_multiple=1)
     split = abstract(config)
     assert sum(int(np.prod(p.shape)) for p in split.params.values()) == count
-    assert split.rest == {}
+    assert split.model_state == {}
     for path, leaf in split.params.items():
         assert len(split.axes[path]) == len(leaf.shape), path
         assert (split.axes[path][0] == "layers") == path.startswith("period."), path

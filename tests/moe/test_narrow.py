@@ -37,10 +37,10 @@ def rounded(x: np.ndarray, form: Format) -> np.ndarray:
     if not greatest:
         return np.zeros_like(x)
     scale = greatest / form.largest
-    if not form.whole:
+    if not form.is_integer:
         scale = 2.0 ** np.ceil(np.log2(scale))
     shrunk = (x / scale).astype(np.float32)
-    return (np.round(shrunk) if form.whole else shrunk).astype(TYPES[form.dtype]) * scale
+    return (np.round(shrunk) if form.is_integer else shrunk).astype(TYPES[form.dtype]) * scale
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: type(k).__name__)

@@ -91,7 +91,7 @@ def test_tokens_go_where_they_are_sent_by_their_own_shares(name: str) -> None:
     shares = np.take_along_axis(scores, sent, 1)
     shares /= shares.sum(1, keepdims=True)
     if layer.capacity is not None:
-        shares = shares * np.asarray(layer.capacity.kept(jnp.asarray(sent), EXPERTS))
+        shares = shares * np.asarray(layer.capacity.fits(jnp.asarray(sent), EXPERTS))
     gate, up, down = (np.asarray(w, np.float64) for w in leaves.weights)
     wide = np.einsum("te,nem->tnm", x, gate)
     hidden = wide / (1 + np.exp(-wide)) * np.einsum("te,nem->tnm", x, up)

@@ -113,7 +113,7 @@ def test_explicit_keeps_the_meaning_of_local(mesh, collectives, whole, check_vma
             params = comm.fetch(params, "block.")
 
         def loss(params, x):
-            used = comm.whole() if whole else comm
+            used = comm.pregathered() if whole else comm
             y = block(used, params, x, ids)
             return jnp.sum(y * coefficients), y
 

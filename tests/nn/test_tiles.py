@@ -190,7 +190,7 @@ BOTH_DIMS, _ = place(
 def test_nothing_else_does() -> None:
     params = {k: p[0] for k, p in problem()[0].items()}
     assert explicit().tiles(params, "").keys() == TILED | {"twice", "read"}
-    assert explicit().whole().tiled_products("", body_of) is None
+    assert explicit().pregathered().tiled_products("", body_of) is None
     assert not replace(explicit(), places=BOTH_DIMS).tiles(params, "")
     assert Local().tiled_products("", body_of) is None
 

@@ -101,19 +101,21 @@ class Layers:
         share = jnp.where(lax.axis_index(STAGE) == 0, weights.sum(), 0.0)
         return LossSums(jnp.sum(weights[:, None] * (found - due) ** 2), share)
 
-    def forward(self, chunk: Any, x: jax.Array, at: At) -> jax.Array:
+    def forward(self, chunk: Any, x: jax.Array, work: At) -> jax.Array:
         self.seen("forward")
-        return self._through(chunk, x, at)[0]
+        return self._through(chunk, x, work)[0]
 
-    def forward_with_residuals(self, chunk: Any, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def forward_with_residuals(self, chunk: Any, x: jax.Array, work: At) -> tuple[jax.Array, Any]:
         self.seen("forward_with_residuals")
-        return self._through(chunk, x, at)
+        return self._through(chunk, x, work)
 
-    def backward(self, saved: Any, chunk: Any, dy: jax.Array, at: At) -> tuple[Any, jax.Array, Any]:
+    def backward(
+        self, saved: Any, chunk: Any, dy: jax.Array, work: At
+    ) -> tuple[Any, jax.Array, Any]:
         self.seen("backward")
         layers, dz = len(chunk["w"]), []
         for layer in reversed(range(layers)):
-            factor = self._factor(at, saved["number"][layer])
+            factor = self._factor(work, saved["number"][layer])
             dz.append(self.talk(dy * factor * (1 - saved["out"][layer] ** 2)))
             dy = dz[-1] @ chunk["w"][layer].T
         stash = {"x": saved["x"], "dz": jnp.stack(dz[::-1])}
@@ -122,21 +124,21 @@ class Layers:
             return grads, dy, stash
         return {**grads, **products(stash)}, dy, ()
 
-    def weight_gradients(self, stash: Any, chunk: Any, at: At) -> Any:
+    def weight_gradients(self, stash: Any, chunk: Any, work: At) -> Any:
         self.seen("weight_gradients")
         return products({**stash, "dz": self.talk(stash["dz"])})
 
-    def _through(self, chunk: Any, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
+    def _through(self, chunk: Any, x: jax.Array, work: At) -> tuple[jax.Array, Any]:
         x, saved = self.talk(x), []
         for layer in range(len(chunk["w"])):
             number = jnp.int32(layer + 1)
             out = jnp.tanh(x @ chunk["w"][layer] + chunk["b"][layer][None])
             saved.append({"x": x, "out": out, "number": number})
-            x = out * self._factor(at, number)
+            x = out * self._factor(work, number)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *saved)
 
-    def _factor(self, at: At, number: jax.Array) -> jax.Array:
-        return self.batch["factor"][at.microbatch, at.chunk, number - 1]
+    def _factor(self, work: At, number: jax.Array) -> jax.Array:
+        return self.batch["factor"][work.microbatch, work.chunk, number - 1]
 
 
 @dataclass(frozen=True, eq=False)

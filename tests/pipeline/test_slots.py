@@ -83,11 +83,11 @@ class Player:
                 self._write("inputs", stage, slot, work)
                 self.done["enter", *work] += 1
         if work is None:
-            assert slot == rows.forward_kept[tick, stage] == -1
+            assert slot == rows.forward_residuals[tick, stage] == -1
             return None
         self._read("inputs", stage, slot, work)
         if self.kept:
-            self._write("kept", stage, rows.forward_kept[tick, stage], work)
+            self._write("residuals", stage, rows.forward_residuals[tick, stage], work)
         self.done["F", *work] += 1
         return work
 
@@ -103,13 +103,13 @@ class Player:
 
     def _backward(self, tick: int, stage: int) -> tuple[int, int] | None:
         rows, work = self.rows, self._work(self.rows.backward, tick, stage)
-        mine = [rows.backward_input, rows.backward_kept, rows.backward_cotangent]
+        mine = [rows.backward_input, rows.backward_residuals, rows.backward_cotangent]
         where = [int(table[tick, stage]) for table in (*mine, rows.backward_stash)]
         if work is None:
             assert where == [-1] * 4
             return None
         if self.kept:
-            self._read("kept", stage, where[1], work)
+            self._read("residuals", stage, where[1], work)
         else:
             self._read("inputs", stage, where[0], work)
         self._read("cotangents", stage, where[2], work)
@@ -181,7 +181,7 @@ def follow(schedule: Schedule) -> list[Buffers]:
         done = Player(rows, buffers, schedule.chunks, kept=keep).play()
         assert done == wanted(schedule, "FB" if schedule.weight is None else "FBW")
         assert {table.dtype for table in rows} == {np.dtype(np.int32)}
-        assert bool(buffers.kept) == keep
+        assert bool(buffers.residuals) == keep
         assert buffers.late_head == (not keep and head_could_wait(schedule))
         found.append(buffers)
     rows, buffers = forward_only(schedule)
@@ -196,11 +196,11 @@ def counted(schedule: Schedule) -> None:
     """No more buffers than are held at once."""
     for keep, found in zip((False, True), follow(schedule), strict=False):
         most = {"stashes": 0, "residuals": 0, **slots(schedule, keep_residuals=keep)}
-        assert found.kept == most.pop("residuals")
+        assert found.residuals == most.pop("residuals")
         assert {name: getattr(found, name) for name in most} == most
     works = schedule.microbatches * schedule.chunks
     forward, backward = (ticks_of(t, works) for t in (schedule.forward, schedule.backward))
-    assert found.kept == most_held(forward, backward)
+    assert found.residuals == most_held(forward, backward)
     if schedule.weight is not None:
         assert found.stashes == most_held(backward, ticks_of(schedule.weight, works))
 
@@ -219,7 +219,7 @@ def test_buffers_do_not_grow_with_microbatches_but_for_gpipe(kind: str) -> None:
             sizes = [make_schedule(kind, stages, m * stages, chunks) for m in (3, 4, 8)]
             for keep in (False, True):
                 found = [training(schedule, keep_residuals=keep)[1] for schedule in sizes]
-                held = [buffers.kept if keep else buffers.inputs for buffers in found]
+                held = [buffers.residuals if keep else buffers.inputs for buffers in found]
                 if kind == "gpipe":
                     assert held == [3 * stages, 4 * stages, 8 * stages]
                     waiting = [buffers.cotangents for buffers in found]
@@ -275,7 +275,7 @@ def test_a_users_own_table_in_any_order_with_pauses(seed: int) -> None:
 @pytest.mark.parametrize("field", Rows._fields)
 def test_the_player_sees_every_wrong_number(field: str) -> None:
     """So the tests above can fail."""
-    schedule, keep = make_schedule("zero_bubble", 3, 6, 2), field.endswith("kept")
+    schedule, keep = make_schedule("zero_bubble", 3, 6, 2), field.endswith("residuals")
     rows, buffers = training(schedule, keep_residuals=keep)
     table = getattr(rows, field)
     places = np.argwhere(table >= 0)

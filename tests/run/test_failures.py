@@ -281,7 +281,7 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
         heard.append(text)
         return [text, "no room" if fails == 1 and len(asked) == 4 else ""]
 
-    monkeypatch.setattr(RunDirectory, "written_again", refuse)
+    monkeypatch.setattr(RunDirectory, "restore_missing", refuse)
     monkeypatch.setattr(agreement, "all_gather_text", gathered)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     stream = io.StringIO()

@@ -108,7 +108,7 @@ def test_documents_of_one_process_stand_for_those_of_all(own: jaxtrain.Experimen
     assert counted.of(2) == expected[2] and counted.of(1) == expected[1] and counted.of(1) is None
     for _ in range(3 * AHEAD):
         counted.rows(np.array([0]))
-    assert len(counted._found) <= AHEAD
+    assert len(counted._counts) <= AHEAD
 
 
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 12, 40, 41, 1000])

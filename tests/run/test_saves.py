@@ -22,7 +22,7 @@ def rated(evaluation: Evaluation | None, step: int, evaluated_at: int | None) ->
     saves.session = SimpleNamespace(  # type: ignore[assignment]
         experiment=SimpleNamespace(evaluation=evaluation)
     )
-    saves.run = SimpleNamespace(whole=WHOLE)  # type: ignore[assignment]
+    saves.run = SimpleNamespace(planned_last=WHOLE)  # type: ignore[assignment]
     saves.result = SimpleNamespace(evaluation=LOSS)  # type: ignore[assignment]
     saves.evaluated_at = evaluated_at
     return saves._evaluation_at(step)

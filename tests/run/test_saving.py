@@ -180,7 +180,7 @@ def test_saves_that_are_copied_on_the_devices_are_those_that_are_not(
     taken, take = [], OwnedParts.take
 
     def noted(owned: OwnedParts) -> Any:
-        taken.append({type(data) is not np.ndarray for *_, data in owned.held})
+        taken.append({type(data) is not np.ndarray for *_, data in owned.pending})
         return take(owned)
 
     monkeypatch.setattr(OwnedParts, "take", noted)

@@ -118,7 +118,7 @@ def test_and_of_losses_drawn(seed: int) -> None:
 
 def test_batches_are_those_that_are_left() -> None:
     """Against a list of batches from which the skipped ones are struck out."""
-    left, skips, ran = list(range(400)), Skips(told=((3, 2),)), 0
+    left, skips, ran = list(range(400)), Skips(configured=((3, 2),)), 0
     del left[3:5]
 
     def same(start: int) -> None:
@@ -132,18 +132,18 @@ def test_batches_are_those_that_are_left() -> None:
         left = left[:step] + list(range(after, after + 400))
         same(step)
         ran = step
-        by_hand = Skips(told=skips.pairs)
+        by_hand = Skips(configured=skips.pairs)
         assert skips.pairs == tuple(sorted(dict(skips.pairs).items()))
         assert [by_hand.batch(n) for n in range(60)] == [skips.batch(n) for n in range(60)]
     stored = json.loads(json.dumps(skips.before(ran + 1)))
-    again = skips_from(ran + 1, skips.told, stored)
+    again = skips_from(ran + 1, skips.configured, stored)
     assert [again.batch(n) for n in range(60)] == [skips.batch(n) for n in range(60)]
     assert skips.before(ran) == [each for each in skips.before(99) if each[0] < ran]
 
 
 def test_no_row_is_taken_twice_while_a_batch_grows() -> None:
     ramp = BatchRamp(start=2, end=6, increment=2, steps=3)
-    rows = row_numbers(ramp, Skips(told=((2, 3),)).batch)
+    rows = row_numbers(ramp, Skips(configured=((2, 3),)).batch)
     taken = [rows(step) for step in range(9)]
     assert [len(each) for each in taken] == [ramp.batch(step) for step in range(9)]
     flat = np.concatenate(taken)
@@ -315,7 +315,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same(name: str, train, told) -> No
                 train("run", Bad(22), Killed(*how[key]))
     if "stops" in how:
         stopped, _ = train("run", Bad(22), Stops(how["stops"]))
-        assert stopped.saved == 24 and not stopped.session.loader.skips.found
+        assert stopped.saved == 24 and not stopped.session.loader.skips.detected
     if "stop_at" in how:
         train("run", Bad(22), stop_at=how["stop_at"])
     run, _ = train("run", Bad(22))
@@ -384,7 +384,7 @@ def test_another_spike_on_the_way_is_one_of_its_own(train) -> None:
     """From further back, since the save before it is too new; what was skipped stays so."""
     run, said = train("run", Bad(22, 25), replay=7, stop_at=26)
     assert said.count("once more") == 2 and said.count("without the next") == 2
-    assert run.session.loader.skips.found == ((15, 13),)
+    assert run.session.loader.skips.detected == ((15, 13),)
     assert [run.session.loader.skips.batch(step) for step in (14, 15)] == [14, 28]
 
 
@@ -397,7 +397,7 @@ def test_what_was_evaluated_or_skipped_before_is_not_what_is_now(train, tmp_path
     assert said.count("back to step 20") == 2
     assert "without the next 5 batches, as Health(skip_batches=((20, 5), (30, 2)))" in said
     assert "without the next 10 batches, as Health(skip_batches=((20, 10), (30, 2)))" in said
-    assert run.session.loader.skips.found == ((20, 10),)
+    assert run.session.loader.skips.detected == ((20, 10),)
     saved = whole_manifest(tmp_path / "run" / "checkpoints", 22).metadata
     assert saved["metrics"] == {}, "step 22 is evaluated after it is saved, each time"
 

@@ -30,8 +30,8 @@ def test_parts_are_the_state_as_it_was(spare: int) -> None:
     arrays = {"x": placed((16, 8), "a"), "y": placed((8,), ("a", "b"))}
     expected = {name: np.array(array) for name, array in arrays.items()}
     owned = owned_parts(arrays, spare_bytes=spare)
-    beside = [isinstance(data, jax.Array) for *_, data in owned.held]
-    assert beside == [spare == MOST] * len(owned.held)
+    beside = [isinstance(data, jax.Array) for *_, data in owned.pending]
+    assert beside == [spare == MOST] * len(owned.pending)
     if beside[0]:
         for array in arrays.values():
             array.delete()  # as a donated one is
@@ -42,7 +42,7 @@ def test_parts_are_the_state_as_it_was(spare: int) -> None:
         found[part.leaf][where] = part.data
     for name, array in expected.items():
         assert np.array_equal(found[name], array)
-    assert owned.held == [] and owned.take() == [] and not owned.copy_failure
+    assert owned.pending == [] and owned.take() == [] and not owned.copy_failure
 
 
 def test_where_a_copy_fails_on_a_device_the_host_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ def test_any_parts_of_an_array_in_slots_are_the_whole_leaf(dim: int) -> None:
         for box in boxes(shape, rng):
             data = array[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
             for piece in pieces_of(slots, box):
-                assert data[piece.at].shape == piece.box.shape
+                assert data[piece.place].shape == piece.box.shape
                 where = piece.box.within(Box((0,) * leaf.ndim, leaf.shape))
-                out[where] = data[piece.at]
+                out[where] = data[piece.place]
                 times[where] += 1
         assert (times == 1).all() and (out == leaf).all(), (layers, stages, chunks)
 
@@ -50,7 +50,7 @@ def test_neighbours_that_do_not_follow_one_another_are_pieces_of_their_own() -> 
     assert [(piece.box.start, piece.box.shape) for piece in found] == [
         ((3, 7), (1, 2)), ((1, 7), (2, 2)), ((0, 7), (1, 2)), ((5, 7), (1, 2)), ((4, 7), (1, 2))
     ]  # fmt: skip
-    assert [piece.at for piece in found] == [
+    assert [piece.place for piece in found] == [
         (slice(a, b),) for a, b in ((0, 1), (1, 3), (4, 5), (5, 6), (6, 7))
     ]
 

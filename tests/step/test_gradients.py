@@ -88,7 +88,7 @@ def test_microbatches_sum_to_what_one_batch_gives(name: str) -> None:
     np.testing.assert_allclose(found.sums.count, RAGGED[name].sum(), rtol=1e-6)
     for leaf in wanted:
         np.testing.assert_allclose(found.grads[leaf], wanted[leaf], rtol=2e-5, atol=1e-5)
-    assert int(found.rest["seen"]) == len(RAGGED[name]), "other state is threaded through"
+    assert int(found.model_state["seen"]) == len(RAGGED[name]), "other state is threaded through"
 
 
 def test_residuals_are_paid_back_in_means_of_the_step() -> None:

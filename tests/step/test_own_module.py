@@ -321,7 +321,7 @@ def test_a_missing_field_is_told_from_a_key_of_ones_own(name: str) -> None:
     read, kind, told = READS[name]
     split = take_apart(Reads(read))
     loss = jax.jit(own_loss(split.static, compute=jnp.float32))
-    arguments = (split.params, split.rest, {"tokens": jnp.ones(3)}, None)
+    arguments = (split.params, split.model_state, {"tokens": jnp.ones(3)}, None)
     if kind is None:
         assert float(loss(*arguments)[0].loss) == 3.0
         return
@@ -339,7 +339,7 @@ def test_parameters_are_used_in_the_compute_dtype_and_state_is_kept_in_its_own()
     split = take_apart(Answers(answer))
     loss = own_loss(split.static, compute=jnp.bfloat16)
     (total, (sums, after)), grads = jax.value_and_grad(
-        lambda params: (lambda s, r: (s.loss, (s, r)))(*loss(params, split.rest, {}, None)),
+        lambda params: (lambda s, r: (s.loss, (s, r)))(*loss(params, split.model_state, {}, None)),
         has_aux=True,
     )(split.params)
     count = sums.count

@@ -1,7 +1,7 @@
-"""`bench gpu`: what one GPU gives, in parts that each run in a process of their own.
+"""`bench gpu`: measurements of one GPU, in parts that each run in a process of their own.
 
-`runner.py` starts the parts of `parts.py` one after the other and keeps what they find; `worker.py`
-is such a process. Each part measures one thing beside its reference or its peer: `calibration.py`
+`runner.py` starts the parts of `parts.py` one after the other and stores their results; `worker.py`
+is such a process. Each part compares one thing with its reference or its peer: `calibration.py`
 the chip, `layer.py` attention's kernels, `model.py` a 1B model's step, `peer.py` the same in torch,
 `experts.py` a mixture of experts, `saving.py` a checkpoint.
 

@@ -1,4 +1,5 @@
-"""What the chip gives by itself: products, copies, launches. All else is read against it."""
+"""Peak rates of the chip alone: products, copies, launches. Other results are compared with
+them."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
 def calibrate(setting: Setting, _: str) -> None:
-    """A row each."""
+    """Reports a row for each rate."""
     sizes, tell = setting.sizes, setting.tell
 
     def row(name: str, call: Callable[[], object], unit: str, amount: float) -> float:
-        found = timed(call, round_s=sizes.round_s)
-        rate = amount / found.seconds
-        tell({"row": name, unit: rate, "us": found.seconds * 1e6, "spread": found.spread})
+        measured = timed(call, round_s=sizes.round_s)
+        rate = amount / measured.seconds
+        tell({"row": name, unit: rate, "us": measured.seconds * 1e6, "spread": measured.spread})
         return rate
 
     for name, dtype in DTYPES.items():
@@ -39,9 +40,14 @@ def calibrate(setting: Setting, _: str) -> None:
     rate = row("copy, read and written", lambda: added(x), "gbytes_per_s", 2e-9 * x.nbytes)
     peak = setting.chip.hbm_bandwidth_gbytes
     tell({"row": "copy, read and written", "of_peak": rate / peak})
-    here = np.ones(sizes.copied // 16, np.float32)
-    row("host to device", lambda: jax.device_put(here), "gbytes_per_s", 1e-9 * here.nbytes)
-    part = x[: len(here)]
+    host_array = np.ones(sizes.copied // 16, np.float32)
+    row(
+        "host to device",
+        lambda: jax.device_put(host_array),
+        "gbytes_per_s",
+        1e-9 * host_array.nbytes,
+    )
+    part = x[: len(host_array)]
     row("device to host", lambda: np.asarray(part + 0), "gbytes_per_s", 1e-9 * part.nbytes)
     small = jnp.ones((128, 128), jnp.bfloat16)
     row("calls of a program a second", lambda: added(small), "calls_per_s", 1)
@@ -55,15 +61,15 @@ def calibrate(setting: Setting, _: str) -> None:
 
 
 def _typed_shard_map() -> bool:
-    """Whether a shard_map that proves what varies runs here, a sum over an axis in it."""
+    """True if a shard_map with check_vma, with a sum over an axis, gives the right result here."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
-    split, whole = partition_spec((("a",),)), partition_spec(())
+    split, replicated = partition_spec((("a",),)), partition_spec(())
     summed = jax.jit(
         jax.shard_map(
             lambda x: lax.psum(jnp.sum(x), "a"),
             mesh=mesh,
             in_specs=split,
-            out_specs=whole,
+            out_specs=replicated,
             check_vma=True,
         )
     )

@@ -1,6 +1,6 @@
-"""Packed documents of random tokens: a corpus by its shapes alone, with no files to be had first.
+"""Packed documents of random tokens, a corpus defined by its shapes alone, without files.
 
-Imports no JAX: the torch yardstick reads the same rows.
+Imports no JAX: the torch baseline reads the same rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxtrain.data.dataset import Batch, check_split
 
 @dataclass(frozen=True)
 class SyntheticDocuments:
-    """Rows packed full with documents, as text is that is packed one behind the other: what does
-    not fit is cut at the end of its row.
+    """Rows packed full with documents, one behind the other; a document that does not fit is cut at
+    the end of its row.
 
-    vocab: number of tokens, all as likely. seq: tokens a row. mean: length of a document in the
-    mean, before it is cut; lengths are log-normal, `sigma` the standard deviation of their
-    logarithm: of 1, half of the documents are shorter than 0.6 of the mean.
+    vocab: number of tokens, all as likely. seq: tokens a row. mean: mean length of a document
+    before it is cut; lengths are log-normal, `sigma` the standard deviation of their logarithm:
+    with 1, half of the documents are shorter than 0.6 of the mean.
     """
 
     vocab: int
@@ -54,17 +54,17 @@ class DocumentRows:
     def _row(self, index: int) -> Batch:
         c, rng = self._config, np.random.default_rng((self._seed, index))
         median = math.log(c.mean) - c.sigma**2 / 2
-        # Of one token or more, as many as a row has tokens are enough for it.
+        # Documents have one token or more, so `seq` of them fill a row.
         ends = np.cumsum(np.ceil(rng.lognormal(median, c.sigma, c.seq)).astype(np.int64))
-        at = np.arange(c.seq)
-        document = np.searchsorted(ends, at, side="right")
+        position = np.arange(c.seq)
+        document = np.searchsorted(ends, position, side="right")
         begins = np.append(0, ends)[document]
         tokens = rng.integers(0, c.vocab, c.seq + 1, np.int32)
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
             "segments": (document + 1).astype(np.int32),
-            "positions": (at - begins).astype(np.int32),
+            "positions": (position - begins).astype(np.int32),
             "weights": np.append(document[1:] == document[:-1], True).astype(np.float32),
         }
 
@@ -76,7 +76,7 @@ class DocumentRows:
 
 
 def lengths(positions: np.ndarray) -> dict[int, float]:
-    """How many documents of each length there are in rows of `positions` [rows, seq]."""
+    """Returns length -> number of documents in rows of `positions` [rows, seq]."""
     starts = np.append(np.flatnonzero(positions.reshape(-1) == 0), positions.size)
-    found, counts = np.unique(np.diff(starts), return_counts=True)
-    return {int(n): float(count) for n, count in zip(found, counts, strict=True)}
+    sizes, counts = np.unique(np.diff(starts), return_counts=True)
+    return {int(n): float(count) for n, count in zip(sizes, counts, strict=True)}

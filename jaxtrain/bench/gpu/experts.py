@@ -1,5 +1,5 @@
-"""A mixture of experts: what its grouped products take, by the platform's kernel, by the portable
-loop and by JAX's own `ragged_dot`; and whether each is the dense sum over all experts."""
+"""A mixture of experts: seconds of its grouped products by the platform's kernel, by the portable
+loop and by JAX's own `ragged_dot`; each is checked against the dense sum over all experts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def ours(
     *,
     kernel: GroupedMatmul | None = None,
 ) -> jax.Array:
-    """The layer that models have; with None by the platform's kernel."""
+    """The layer of our models; None selects the platform's kernel."""
     return ExpertLayer(k, jax.nn.silu, kernel=kernel)(x, ExpertLeaves(router, weights))
 
 
 def route(x: jax.Array, router: jax.Array, k: int) -> Routed:
-    """The same choices and shares for all of them."""
+    """Returns the same choices and shares for all layers."""
     return ExpertLayer(k, jax.nn.silu).route(x, ExpertLeaves(router, ()))
 
 
@@ -55,7 +55,7 @@ def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Arr
 
 
 def dense(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
-    """Every token through every expert, and those not chosen times zero: the oracle."""
+    """The oracle: every token through every expert, those not chosen times zero."""
     gate, up, down = weights
     shares, chosen = route(x, router, k)
     share = jnp.sum(jax.nn.one_hot(chosen, len(down)) * shares[..., None], axis=1)
@@ -71,7 +71,7 @@ LAYERS: dict[str, Layer] = {
 
 
 def measure(setting: Setting, name: str) -> None:
-    """Errors of output and gradients at a small size, then seconds."""
+    """Reports errors of output and gradients at a small size, then seconds."""
     layer, sizes = LAYERS[name], setting.sizes
     for dtype in (jnp.float32, jnp.bfloat16):
         row = {"row": f"checked {jnp.dtype(dtype).name}"}
@@ -79,41 +79,42 @@ def measure(setting: Setting, name: str) -> None:
     shape = sizes.experts
     arrays, dy = operands(shape, jnp.bfloat16)
     forward = jax.jit(lambda x, router, weights: layer(x, router, weights, shape.chosen))
-    both = jax.jit(partial(_pulled, layer, shape.chosen))
-    once = timed(lambda: forward(*arrays), round_s=sizes.round_s)
-    whole = timed(lambda: both(dy, *arrays), round_s=sizes.round_s)
+    pulled = jax.jit(partial(_pulled, layer, shape.chosen))
+    one_pass = timed(lambda: forward(*arrays), round_s=sizes.round_s)
+    both_passes = timed(lambda: pulled(dy, *arrays), round_s=sizes.round_s)
     products = 3 * shape.chosen * shape.tokens * shape.embed * shape.hidden
     flops = 3 * 2 * products
     setting.tell(
         {
             "row": "layer",
-            "forward_ms": once.seconds * 1e3,
-            "both_ms": whole.seconds * 1e3,
-            "spread": whole.spread,
-            "tflops": flops / whole.seconds / 1e12,
-            "of_peak": setting.share(flops / whole.seconds),
+            "forward_ms": one_pass.seconds * 1e3,
+            "both_ms": both_passes.seconds * 1e3,
+            "spread": both_passes.spread,
+            "tflops": flops / both_passes.seconds / 1e12,
+            "of_peak": setting.share(flops / both_passes.seconds),
         }
     )
 
 
 def errors(layer: Layer, shape: ExpertShape, dtype: Any) -> dict[str, float]:
-    """Of the layer in `dtype`, over the largest value of the dense sum's, in fp32."""
-    given = operands(shape, dtype)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    """Returns errors of the layer in `dtype` over the largest value of the dense sum's in fp32, for
+    output and gradients."""
+    inputs = operands(shape, dtype)
+    fp32_inputs = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
-        found, wanted = (
-            jax.jit(partial(_pulled, by, shape.chosen))(dy, *arrays)
-            for by, (arrays, dy) in ((layer, given), (dense, wide))
+        results, expected = (
+            jax.jit(partial(_pulled, function, shape.chosen))(dy, *arrays)
+            for function, (arrays, dy) in ((layer, inputs), (dense, fp32_inputs))
         )
     names = ("y", "dx", "drouter", "dgate", "dup", "ddown")
-    pairs = zip(names, jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    pairs = zip(names, jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     return {f"{name}_error": error(a, b) for name, a, b in pairs}
 
 
 def _pulled(
     layer: Layer, k: int, dy: jax.Array, x: jax.Array, router: jax.Array, weights: Weights
 ) -> object:
-    """The output, and the gradients."""
+    """Returns the output and the gradients."""
     y, pull = jax.vjp(lambda x, router, weights: layer(x, router, weights, k), x, router, weights)
     return y, pull(dy)
 

@@ -1,5 +1,5 @@
-"""One layer of attention by each kernel that the platform runs: held against the dense reference in
-fp32, outputs and gradients, and timed."""
+"""One layer of attention by each kernel of the platform: compared with the dense reference in fp32,
+outputs and gradients, and timed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BACKWARD = 2.5
 
 
 def measure(setting: Setting, name: str) -> None:
-    """A kernel's rows: errors in the cases it takes, then seconds of each layer."""
+    """Reports a kernel's rows: errors in the cases it supports, then seconds of each layer."""
     kernel, platform = KERNELS[name], PLATFORMS.get(name)
     if platform is not None and platform != setting.platform:
         if not (setting.dry and name in INTERPRETED):
@@ -63,7 +63,7 @@ def measure(setting: Setting, name: str) -> None:
 
 
 def _tell(setting: Setting, row: str, find: Callable[[], Row]) -> None:
-    """What a kernel refuses is a finding too."""
+    """Reports a row, or that the kernel refuses the case."""
     try:
         setting.tell({"row": row} | find())
     except ValueError as error:
@@ -73,31 +73,31 @@ def _tell(setting: Setting, row: str, find: Callable[[], Row]) -> None:
 def check(
     setting: Setting, kernel: AttentionKernel, packed: bool, window: int | None = None
 ) -> Row:
-    """The largest error of o, the log-sum-exp and each gradient, over the largest value of the
-    reference's: of the same inputs, in fp32."""
+    """Returns the largest error of o, the log-sum-exp and each gradient, over the largest value of
+    the reference's for the same inputs in fp32."""
     shape = setting.sizes.checked
     arrays, do, starts = operands(shape, setting.sizes.mean, packed)
     scoring = Scoring(AttentionMask(window=window), scale=shape.head_dim**-0.5, softcap=None)
 
-    def by(kernel: AttentionKernel, starts: jax.Array | None, *arrays: jax.Array) -> Arrays:
+    def outputs(kernel: AttentionKernel, starts: jax.Array | None, *arrays: jax.Array) -> Arrays:
         def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
             return kernel(q, k, v, starts, scoring)
 
         (o, lse), pull = jax.vjp(both, *arrays)
         return o, lse, *pull((do.astype(o.dtype), jnp.zeros_like(lse)))
 
-    found = jax.jit(partial(by, kernel))(starts, *arrays)
+    results = jax.jit(partial(outputs, kernel))(starts, *arrays)
     with jax.default_matmul_precision("highest"):
-        wide = (x.astype(jnp.float32) for x in arrays)
-        wanted = jax.jit(partial(by, Reference()))(starts, *wide)
+        fp32_arrays = (x.astype(jnp.float32) for x in arrays)
+        expected = jax.jit(partial(outputs, Reference()))(starts, *fp32_arrays)
     names = ("o", "lse", "dq", "dk", "dv")
-    pairs = zip(names, found, wanted, strict=True)
+    pairs = zip(names, results, expected, strict=True)
     return {f"{name}_error": error(a, b) for name, a, b in pairs}
 
 
-def error(found: jax.Array, wanted: jax.Array) -> float:
-    """max |found - wanted| / max |wanted|; NaN where one of them is."""
-    a, b = (np.asarray(x, np.float32) for x in (found, wanted))
+def error(result: jax.Array, expected: jax.Array) -> float:
+    """Returns max |result - expected| / max |expected|; NaN where one of them is."""
+    a, b = (np.asarray(x, np.float32) for x in (result, expected))
     return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
 
 
@@ -115,21 +115,21 @@ def _timed(setting: Setting, kernel: AttentionKernel, shape: AttentionShape, pac
     def both(starts: jax.Array | None, *arrays: jax.Array) -> Arrays:
         return jax.vjp(partial(forward, starts), *arrays)[1](do)
 
-    once = timed(lambda: forward(starts, *arrays), round_s=sizes.round_s)
-    whole = timed(lambda: both(starts, *arrays), round_s=sizes.round_s)
+    one_pass = timed(lambda: forward(starts, *arrays), round_s=sizes.round_s)
+    both_passes = timed(lambda: both(starts, *arrays), round_s=sizes.round_s)
     flops = (1 + BACKWARD) * Attention(shape.heads, shape.head_dim).flops(pairs(shape, starts))
     return {
-        "forward_ms": once.seconds * 1e3,
-        "both_ms": whole.seconds * 1e3,
-        "spread": whole.spread,
-        "tflops": flops / whole.seconds / 1e12,
-        "of_peak": setting.share(flops / whole.seconds),
+        "forward_ms": one_pass.seconds * 1e3,
+        "both_ms": both_passes.seconds * 1e3,
+        "spread": both_passes.spread,
+        "tflops": flops / both_passes.seconds / 1e12,
+        "of_peak": setting.share(flops / both_passes.seconds),
     }
 
 
 def pairs(shape: AttentionShape, starts: jax.Array | None) -> int:
-    """(query, key) pairs that are not masked, in all rows: what a kernel that skips the others
-    computes."""
+    """Returns the number of (query, key) pairs that are not masked, in all rows: the work of a
+    kernel that skips the others."""
     if starts is None:
         return shape.rows * shape.seq * (shape.seq + 1) // 2
     seen = np.arange(1, shape.seq + 1)[None] - np.asarray(starts)

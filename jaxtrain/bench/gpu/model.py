@@ -1,5 +1,5 @@
-"""`experiments/llama3_1b.py` on synthetic packed documents: the largest batch whose program fits,
-told by its compiler before anything runs, the step's time there, and what each choice is worth."""
+"""`experiments/llama3_1b.py` on synthetic packed documents: the largest batch that fits by the
+compiler's memory estimate, the step's time there, and the effect of each option."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ would not fit otherwise."""
 
 
 class Need(NamedTuple):
-    """Of a compiled step: bytes at its peak, and FLOPs of the products it makes."""
+    """Peak bytes of a compiled step, and FLOPs of its products."""
 
     peak: int
     flops: float
@@ -51,7 +51,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """The step in one of its ways. batch: rows a step, in one microbatch. chunk_tokens: None is the
+    """Options of the step. batch: rows a step, in one microbatch. chunk_tokens: None for the
     model's own. options: of the compiler."""
 
     batch: int
@@ -62,7 +62,7 @@ class Variant:
 
 @dataclass
 class Compiled:
-    """A variant made ready on the device of the setting."""
+    """A variant compiled for the device of the setting."""
 
     setting: Setting
     variant: Variant
@@ -98,8 +98,8 @@ class Compiled:
         }
 
     def train(self) -> Row:
-        """Steps on one batch again and again, a round of them handed to the device at once; fewer
-        where they are long, so that a part ends in its time."""
+        """Returns the row of a training on one batch. A round of steps is dispatched at once, and
+        is shorter if steps are long, so that a part ends in time."""
         a, e = self.assembly, self.assembly.experiment
         state, steps = initialise(a, self.shardings), self.setting.sizes.steps
         round_s = self.setting.sizes.longest_round_s
@@ -134,12 +134,13 @@ class Compiled:
 
 
 def held_bytes() -> int:
-    """The most that the device has held, 0 where it does not say."""
+    """Returns the peak bytes of the device, 0 where they are not counted."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def experiment(setting: Setting, variant: Variant) -> Experiment:
-    """The experiment on synthetic documents, in one microbatch, without all that is not a step."""
+    """Returns the experiment on synthetic documents, in one microbatch, with training steps
+    only."""
     if not EXPERIMENT.is_file():
         raise Skipped(f"there is no {EXPERIMENT}; run from a checkout of jaxtrain")
     e = load_experiment(EXPERIMENT)
@@ -163,7 +164,7 @@ def experiment(setting: Setting, variant: Variant) -> Experiment:
 
 
 def usable_bytes(setting: Setting) -> int:
-    """What a program may take of the device."""
+    """Returns the bytes of the device that a program may use."""
     if setting.sizes.usable is not None:
         return setting.sizes.usable
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -171,21 +172,21 @@ def usable_bytes(setting: Setting) -> int:
 
 
 def largest_batch(need: Callable[[int], Need], usable: int, most: int) -> int:
-    """The largest batch up to `most` whose program fits as it is, to a sixteenth; 0 where that of
-    one row does not.
+    """Returns the largest batch up to `most` whose program fits without recomputation, to a
+    sixteenth; 0 where one row does not fit.
 
-    Memory grows by the same bytes with each row, so two programs tell where to look. Where what XLA
-    makes there does not fit, halfway between is asked for.
+    Memory grows by the same bytes with each row, so two programs predict the batch. If the program
+    there does not fit, bisects.
     """
-    one, two = need(1), need(2)
+    first, second = need(1), need(2)
 
     def fits(batch: int) -> bool:
-        found = need(batch)
-        return found.peak <= usable and found.flops <= MORE * batch * one.flops
+        needed = need(batch)
+        return needed.peak <= usable and needed.flops <= MORE * batch * first.flops
 
-    if one.peak > usable:
+    if first.peak > usable:
         return 0
-    low, high = 1, min(most, 1 + (usable - one.peak) // max(1, two.peak - one.peak))
+    low, high = 1, min(most, 1 + (usable - first.peak) // max(1, second.peak - first.peak))
     if fits(high):
         return high
     while high - low > max(1, low // 16):
@@ -195,7 +196,7 @@ def largest_batch(need: Callable[[int], Need], usable: int, most: int) -> int:
 
 
 def search(setting: Setting, remat: str) -> Variant:
-    """The largest batch with a policy. Raises Skipped where not one row fits."""
+    """Returns the largest batch with a policy. Raises Skipped where not one row fits."""
     usable, on_gpu = usable_bytes(setting), setting.platform == "gpu"
     options = QUICK if on_gpu and not option_violations(QUICK, jax.devices()[0]) else {}
 
@@ -209,47 +210,47 @@ def search(setting: Setting, remat: str) -> Variant:
     return Variant(batch, remat)
 
 
-def step(setting: Setting, which: str) -> None:
-    """The default: the largest `batch`, and the time there, and at half of it."""
-    if which == "batch":
-        found, usable = search(setting, REMAT), usable_bytes(setting) / 1e9
-        setting.tell({"row": "largest batch", "batch": found.batch, "usable_gb": usable})
+def step(setting: Setting, case: str) -> None:
+    """Measures the default: the largest `batch`, the time there, and at half of it."""
+    if case == "batch":
+        variant, usable = search(setting, REMAT), usable_bytes(setting) / 1e9
+        setting.tell({"row": "largest batch", "batch": variant.batch, "usable_gb": usable})
         return
     largest = setting.rows(f"{MODEL}/batch")[-1]["batch"]
-    batch = largest if which == "largest" else max(1, largest // 2)
-    setting.tell({"row": f"jaxtrain, {which}", **Compiled(setting, Variant(batch)).train()})
+    batch = largest if case == "largest" else max(1, largest // 2)
+    setting.tell({"row": f"jaxtrain, {case}", **Compiled(setting, Variant(batch)).train()})
 
 
 def best_batch(setting: Setting) -> int:
-    """That of the most tokens a second. Raises Skipped where none was timed."""
-    parts = [f"{MODEL}/{which}" for which in ("largest", "half")]
-    rows = [row for part in parts for row in setting.found.get(part, [])]
+    """Returns the batch of the most tokens a second. Raises Skipped where none was timed."""
+    parts = [f"{MODEL}/{case}" for case in ("largest", "half")]
+    rows = [row for part in parts for row in setting.earlier.get(part, [])]
     if not rows:
         raise Skipped(f"needs what {' or '.join(parts)} finds, which found nothing")
     return max(rows, key=lambda row: row["tokens_per_s"])["batch"]
 
 
 def again(setting: Setting, turn: str) -> None:
-    """The default at its best batch, once more, in its turn beside torch."""
+    """Measures the default at its best batch again, alternating with torch. turn: names the row."""
     best = Compiled(setting, Variant(best_batch(setting)))
     setting.tell({"row": f"jaxtrain, turn {turn}", **best.train()})
 
 
 def other_remat(setting: Setting, remat: str) -> None:
-    """At the largest batch of its own."""
+    """Measures a remat policy at its own largest batch."""
     variant = search(setting, remat)
     setting.tell({"row": f"remat {remat}", **Compiled(setting, variant).train()})
 
 
 def chunk(setting: Setting, tokens: str) -> None:
-    """The head in chunks of so many tokens."""
+    """Measures the head in chunks of `tokens`."""
     variant = Variant(best_batch(setting), chunk_tokens=int(tokens))
     setting.tell({"row": f"chunks of {tokens} tokens", **Compiled(setting, variant).train()})
 
 
 def flag(setting: Setting, name: str) -> None:
-    """With options of the compiler."""
+    """Measures the step with options of the compiler."""
     options = FLAGS[name]
-    found = Compiled(setting, Variant(best_batch(setting), options=options)).train()
-    given = ", ".join(f"{option}={value}" for option, value in options.items())
-    setting.tell({"row": name, **found, "options": given})
+    row = Compiled(setting, Variant(best_batch(setting), options=options)).train()
+    shown = ", ".join(f"{option}={value}" for option, value in options.items())
+    setting.tell({"row": name, **row, "options": shown})

@@ -1,5 +1,6 @@
-"""The parts of `bench gpu`, in the order in which they are run: what others need, and what says the
-most, first. A name is that of groups within groups; this knows which function measures a group."""
+"""The parts of `bench gpu` in the order of their runs: those that others need and the most
+informative first. A name is that of groups within groups; this module maps a group to the function
+that measures it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from jaxtrain.bench.gpu.setting import Setting
 
 KERNELS = ("cudnn", "triton", "splash", "blockwise", "blockwise_1024")
 REMAT = ("none", "attention", "dots", "full")
-"""Beside the default of accelerators, which all other parts have."""
+"""Policies other than the default of accelerators, which all other parts use."""
 CHUNKS = (2048, 8192, 16384)
 """Tokens of the head's chunks, beside the chip's own: 4096 on an H100 or H200."""
 FLAGS: dict[str, dict[str, bool | str]] = {
@@ -28,9 +29,9 @@ MODEL = "llama3_1b"
 PARTS = (
     "calibration",
     *(f"attention/{kernel}" for kernel in KERNELS),
-    *(f"{MODEL}/{which}" for which in ("batch", "largest", "half")),
+    *(f"{MODEL}/{case}" for case in ("batch", "largest", "half")),
     *(f"{MODEL}/torch/{batch}" for batch in BATCHES),
-    *(f"{MODEL}/turn/{who}/{turn}" for turn in (1, 2) for who in ("jaxtrain", "torch")),
+    *(f"{MODEL}/turn/{library}/{turn}" for turn in (1, 2) for library in ("jaxtrain", "torch")),
     *(f"sweep/remat/{policy}" for policy in REMAT),
     *(f"sweep/chunk/{tokens}" for tokens in CHUNKS),
     *(f"sweep/flag/{name}" for name in FLAGS),
@@ -53,25 +54,25 @@ _MEASURED_BY = {
 
 
 def within(part: str, group: str) -> bool:
-    """Whether it is the group's, or the group itself."""
+    """True if the part belongs to the group, or is the group itself."""
     return part == group or part.startswith(f"{group}/")
 
 
 def groups_of(part: str) -> list[str]:
-    """Those it is within, the outermost first; itself where it is in none."""
+    """Returns the groups of a part, the outermost first; the part itself where it has none."""
     words = part.split("/")
     return ["/".join(words[:n]) for n in range(1, len(words))] or [part]
 
 
 def of_torch(part: str) -> bool:
-    """Whether torch has the device in it."""
+    """True if torch uses the device in this part."""
     return any(within(part, f"{MODEL}/{group}") for group in ("torch", "turn/torch"))
 
 
 def measured_by(part: str) -> tuple[Callable[[Setting, str], None], str]:
-    """The function that measures a part, given a setting and what is returned beside it: what
-    follows the name of its group. Only its own module is imported."""
+    """Returns (function, argument) that measure a part: function(setting, argument). The argument
+    follows the group in the part's name. Only the function's own module is imported."""
     group = next(group for group in _MEASURED_BY if within(part, group))
     module, _, name = _MEASURED_BY[group].partition(":")
-    found = getattr(import_module(f"{__package__}.{module}"), name)
-    return found, part.removeprefix(group).removeprefix("/")
+    function = getattr(import_module(f"{__package__}.{module}"), name)
+    return function, part.removeprefix(group).removeprefix("/")

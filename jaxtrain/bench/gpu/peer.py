@@ -18,16 +18,16 @@ FULL = "out_of_memory"
 
 
 def measure(setting: Setting, batch: str) -> None:
-    """At this batch."""
-    smaller = [row for n in BATCHES if n < int(batch) for row in setting.found.get(_part(n), [])]
+    """Measures torch at this batch."""
+    smaller = [row for n in BATCHES if n < int(batch) for row in setting.earlier.get(_part(n), [])]
     if full := [row["batch"] for row in smaller if row.get(FULL)]:
         raise Skipped(f"a batch of {full[0]} does not fit")
     setting.tell({"row": f"torch, batch {batch}", **_trained(setting, int(batch))})
 
 
 def again(setting: Setting, turn: str) -> None:
-    """At the batch of the most tokens a second, once more, in its turn beside ours."""
-    rows = [row for n in BATCHES for row in setting.found.get(_part(n), [])]
+    """Measures torch at its best batch once more, in its turn with ours."""
+    rows = [row for n in BATCHES for row in setting.earlier.get(_part(n), [])]
     fit = [row for row in rows if not row.get(FULL)]
     if not fit:
         raise Skipped("torch has trained at no batch")
@@ -49,16 +49,16 @@ def _trained(setting: Setting, batch: int) -> Row:
     peak = setting.chip.peak_flops("bfloat16")
     options = {"compiled": not setting.dry, "device": device, "peak_flops": peak}
     try:
-        found = llama.measure(config, dtype="bf16", steps=steps, **options)
+        result = llama.measure(config, dtype="bf16", steps=steps, **options)
     except llama.torch.OutOfMemoryError:
         return {"batch": batch, FULL: True}
     names = ("step_s", "spread", "tokens_per_s", "mfu_causal", "mfu_full", "first_loss", "loss")
-    kept = {name: found[name] for name in names}
-    return {"batch": batch, **kept, "peak_gb": found["peak_bytes"] / 1e9}
+    selected = {name: result[name] for name in names}
+    return {"batch": batch, **selected, "peak_gb": result["peak_bytes"] / 1e9}
 
 
 def device_name(*, dry: bool) -> str:
-    """As torch calls the device. Raises Skipped without torch, or where it sees no GPU."""
+    """Returns torch's name of the device. Raises Skipped without torch, or where it sees no GPU."""
     torch = baseline().torch
     if dry:
         return "cpu"
@@ -68,7 +68,7 @@ def device_name(*, dry: bool) -> str:
 
 
 def baseline() -> ModuleType:
-    """The yardstick's module. Raises Skipped where it, or torch, is not here."""
+    """Returns the baseline's module. Raises Skipped where it, or torch, is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise Skipped("torch is not installed")
     if not BASELINE.is_file():

@@ -1,4 +1,4 @@
-"""What parts have found: a line of JSON for each, and the same as tables."""
+"""Results of parts: a line of JSON for each, and the same as tables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DONE, SKIPPED, FAILED = "done", "skipped", "failed"
 
 @dataclass(frozen=True)
 class PartResult:
-    """state: `done`, `skipped` or `failed`, with the reason in `why`. device: what was measured,
-    None where the part did not get so far. dry: at sizes that mean nothing. rows: those that were
-    told, before it failed too."""
+    """state: `done`, `skipped` or `failed`, with the reason in `why`. device: the measured one,
+    None where the part ended earlier. dry: at sizes that mean nothing. rows: the reported ones,
+    also before a failure."""
 
     part: str
     state: str
@@ -32,25 +32,25 @@ class PartResult:
 
     @property
     def reason(self) -> str:
-        """Why it is not done, in one line: of the last words of a process the last one."""
+        """Why the part is not done, in one line: the last line of a process's output."""
         lines = (self.why or "").strip().split("\n")
         return lines[-1] if lines[0].startswith("process ") else lines[0]
 
 
 def read_results(out: Path) -> dict[str, PartResult]:
-    """By part, of each the latest. Raises ValueError for a file that is something else."""
+    """Returns the latest result of each part. Raises ValueError for a file in another format."""
     path = out / LINES
     if not path.exists():
         return {}
     try:
-        found = [PartResult(**line) for line in read_lines(path)]
+        results = [PartResult(**line) for line in read_lines(path)]
     except TypeError as error:
         raise ValueError(f"{path} holds no results of bench gpu: {error}") from error
-    return {each.part: each for each in found}
+    return {result.part: result for result in results}
 
 
 def add_result(out: Path, result: PartResult) -> None:
-    """Append it, and write the tables anew."""
+    """Appends a result, and writes the tables again."""
     add_line(out / LINES, asdict(result))
     (out / TABLES).write_text(tables(read_results(out).values()) + "\n", encoding="utf-8")
 
@@ -60,16 +60,19 @@ def tables(results: Iterable[PartResult]) -> str:
     groups: dict[str, list[PartResult]] = {}
     for result in results:
         groups.setdefault(groups_of(result.part)[0], []).append(result)
-    return "\n\n".join(_group(name, found) for name, found in groups.items())
+    return "\n\n".join(_group(name, members) for name, members in groups.items())
 
 
 def over_torch(results: Mapping[str, PartResult]) -> float | None:
-    """Our tokens a second over torch's, each the mean of its turns."""
+    """Returns our tokens a second over torch's, each the mean of its turns; None until both have
+    one."""
 
-    def pace(who: str) -> list[float]:
-        group = f"{MODEL}/turn/{who}"
-        found = [row for part, each in results.items() if within(part, group) for row in each.rows]
-        return [row["tokens_per_s"] for row in found if "tokens_per_s" in row]
+    def pace(library: str) -> list[float]:
+        group = f"{MODEL}/turn/{library}"
+        rows = [
+            row for part, result in results.items() if within(part, group) for row in result.rows
+        ]
+        return [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
 
     ours, theirs = pace("jaxtrain"), pace("torch")
     return fmean(ours) / fmean(theirs) if ours and theirs else None
@@ -96,11 +99,11 @@ def _group(name: str, results: list[PartResult]) -> str:
 
 
 def _joined(rows: list[Row]) -> list[Row]:
-    """Rows of one name as one."""
-    found: dict[str, Row] = {}
+    """Returns rows with the same name joined into one."""
+    by_name: dict[str, Row] = {}
     for row in rows:
-        found.setdefault(row["row"], {}).update(row)
-    return list(found.values())
+        by_name.setdefault(row["row"], {}).update(row)
+    return list(by_name.values())
 
 
 def _line(cells: list[str]) -> str:
@@ -115,5 +118,5 @@ def _cell(value: Any) -> str:
 
 
 def devices(results: Mapping[str, PartResult]) -> set[str]:
-    """What they were measured on."""
-    return {each.device for each in results.values() if each.device is not None}
+    """Returns the devices on which the results were measured."""
+    return {result.device for result in results.values() if result.device is not None}

@@ -1,7 +1,8 @@
-"""`bench gpu`: every part in a process of its own, within a time, its findings kept at once.
+"""`bench gpu`: every part in a process of its own, with a time limit; its results are stored at
+once.
 
-A part that crashes, hangs or runs out of memory costs that part, and gives its memory back. What is
-in the results is not measured again: the same command goes on where it was stopped.
+A part that crashes, hangs or runs out of memory affects only itself, and frees its memory. Parts
+with results are not measured again: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ Command = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class GpuReport:
-    """results: of every part that is known, in the order of their names in `PARTS`. out: where they
-    are kept."""
+    """results: of every known part, in the order of their names in `PARTS`. out: their folder."""
 
     results: Mapping[str, PartResult]
     out: Path
@@ -67,47 +67,47 @@ def bench_gpu(
     command: Command | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> GpuReport:
-    """Measure what `out` does not have yet, what failed included, or `parts` (names or groups),
-    again if it has them.
+    """Measures the parts that `out` lacks, and failed ones; or `parts` (names or groups), again if
+    it has them.
 
     mesh: a mesh file of one device, for one that is not in the table of chips. dry_run: all parts
-    at sizes that mean nothing, on a CPU. limit_s: seconds a part may take. command: what a part's
-    process is started with.
+    at sizes that mean nothing, on a CPU. limit_s: seconds a part may take. command: arguments of a
+    part's process.
 
-    Raises ValueError for parts that there are not, results of another device, and where there is no
-    accelerator that is known.
+    Raises ValueError for unknown parts, results of another device, and where there is no known
+    accelerator.
     """
     out = local_path("out", out)
-    asked, known = chosen(parts), read_results(out)
-    if any(each.dry != dry_run for each in known.values()):
+    requested, earlier = chosen(parts), read_results(out)
+    if any(result.dry != dry_run for result in earlier.values()):
         had, have = ("measured", "a dry run's") if dry_run else ("a dry run's", "measured")
         raise ValueError(
             f"{out / LINES} has results that are {had}, not {have}; give another --out"
         )
     out.mkdir(parents=True, exist_ok=True)
-    ended = {part for part, found in known.items() if found.state != FAILED}
-    waiting = asked if parts is not None else [part for part in asked if part not in ended]
+    ended = {part for part, result in earlier.items() if result.state != FAILED}
+    waiting = requested if parts is not None else [part for part in requested if part not in ended]
     run = command or _command(out, mesh, dry_run)
     for number, part in enumerate(waiting, 1):
         progress(f"{number} of {len(waiting)}: {part}")
         env = environment(part, dry=dry_run, out=out, environ=dict(os.environ))
-        found = _one(part, (run(part), env), dry=dry_run, limit_s=limit_s)
-        others = devices(read_results(out)) - {found.device}
-        if found.device is not None and others:
+        result = _one(part, (run(part), env), dry=dry_run, limit_s=limit_s)
+        other_devices = devices(read_results(out)) - {result.device}
+        if result.device is not None and other_devices:
             raise ValueError(
-                f"{out / LINES} was measured on {', '.join(sorted(others))}, and this is "
-                f"{found.device}; give another --out"
+                f"{out / LINES} was measured on {', '.join(sorted(other_devices))}, and this is "
+                f"{result.device}; give another --out"
             )
-        add_result(out, found)
-        reason = f": {found.reason}" if found.why else ""
-        progress(f"  {found.state} in {found.seconds:.0f} s{reason}")
+        add_result(out, result)
+        reason = f": {result.reason}" if result.why else ""
+        progress(f"  {result.state} in {result.seconds:.0f} s{reason}")
     results = read_results(out)
     return GpuReport({part: results[part] for part in PARTS if part in results}, out)
 
 
-def chosen(given: Sequence[str] | None) -> list[str]:
-    """The parts of these names or groups, in their order in `PARTS`; None: all."""
-    if given is None:
+def chosen(selection: Sequence[str] | None) -> list[str]:
+    """Returns the parts with these names or groups, in the order of `PARTS`; None: all."""
+    if selection is None:
         return list(PARTS)
     groups = dict.fromkeys(group for part in PARTS for group in groups_of(part))
     names = [*PARTS, *groups]
@@ -115,12 +115,12 @@ def chosen(given: Sequence[str] | None) -> list[str]:
         [
             f"there is no part {name!r}{did_you_mean(name, names)}; parts are those of "
             f"{', '.join(groups)}"
-            for name in given
+            for name in selection
             if name not in names
         ],
         "bench gpu",
     )
-    return [part for part in PARTS if any(within(part, name) for name in given)]
+    return [part for part in PARTS if any(within(part, name) for name in selection)]
 
 
 def _command(out: Path, mesh: str | None, dry_run: bool) -> Command:
@@ -131,25 +131,25 @@ def _command(out: Path, mesh: str | None, dry_run: bool) -> Command:
 def _one(
     part: str, command: tuple[Sequence[str], Mapping[str, str]], *, dry: bool, limit_s: float
 ) -> PartResult:
-    """What a part's process tells until its end, or the limit. Raises ValueError with what it
-    refuses."""
-    began, said = time.monotonic(), list[dict[str, Any]]()
-    why = None
+    """Returns the result of a part's process, which runs until its end or the limit. Raises
+    ValueError with the process's refusal."""
+    began, lines = time.monotonic(), list[dict[str, Any]]()
+    error_text = None
     try:
         for (line,) in answers([command], silent_s=math.inf, limit_s=limit_s):
-            said.append(line)
+            lines.append(line)
     except RuntimeError as error:
-        why = str(error)
-    told: dict[str, Any] = {}
-    for line in said:
-        told |= line
-    skipped = told.get("skipped")
+        error_text = str(error)
+    facts: dict[str, Any] = {}
+    for line in lines:
+        facts |= line
+    skipped = facts.get("skipped")
     return PartResult(
         part=part,
-        state=FAILED if why is not None else SKIPPED if skipped is not None else DONE,
-        device=told.get("device"),
+        state=FAILED if error_text is not None else SKIPPED if skipped is not None else DONE,
+        device=facts.get("device"),
         dry=dry,
         seconds=time.monotonic() - began,
-        rows=[line["row"] for line in said if "row" in line],
-        why=told.get("failed") or why or skipped,
+        rows=[line["row"] for line in lines if "row" in line],
+        why=facts.get("failed") or error_text or skipped,
     )

@@ -1,4 +1,5 @@
-"""A checkpoint of a state on the device: how long the loop waits for it, and the step behind it."""
+"""A checkpoint of a state on the device: the time that a save blocks the loop, and the next
+step's."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from jaxtrain.bench.checkpoint import WAYS, one_round, state_of
 from jaxtrain.bench.gpu.setting import Setting, Skipped
 
 STEPS = 3
-"""Saves that there must be room for: the one before is removed when the next is written."""
+"""Saves that must fit on the disk: the previous one is removed when the next is written."""
 
 
 def measure(setting: Setting, _: str) -> None:
-    """The first save, which imports its library, and a later one."""
+    """Reports the first save, which imports its library, and a later one."""
     size, free = setting.sizes.saved, shutil.disk_usage(setting.out).free
     if free < STEPS * size:
         raise Skipped(

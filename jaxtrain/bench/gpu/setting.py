@@ -1,4 +1,4 @@
-"""What a part of `bench gpu` is given: the device, sizes, and what earlier parts have found."""
+"""Inputs of a part of `bench gpu`: the device, sizes, and rows of earlier parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Row = dict[str, Any]
 
 
 class Skipped(Exception):
-    """A part cannot be measured here, and why."""
+    """A part cannot be measured here; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one layer: q [rows, seq, heads, head_dim], k and v with kv_heads."""
+    """Sizes of one layer: q [rows, seq, heads, head_dim], k and v with kv_heads."""
 
     rows: int
     seq: int
@@ -32,7 +32,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Of one mixture: every token goes through `chosen` of the experts."""
+    """Sizes of one mixture: every token goes through `chosen` of the experts."""
 
     tokens: int
     embed: int
@@ -43,15 +43,14 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measured things are.
+    """Sizes of all measurements.
 
-    matmul: rows of a square product. copied: bytes read, and as many written. launches: of a
-    chain of small kernels. mean: tokens of a document. round_s: seconds of one of three rounds.
-    checked: the layer that is held against the dense reference, with this window too; layers: those
-    that are timed, by name. shrunk: whether the model is made small. most: the largest batch that
-    is looked for. usable: bytes that its program may take, None for what the device says. experts,
-    checked_experts: likewise of a mixture. saved: bytes of a state. steps: of a model, in each of
-    three rounds.
+    matmul: rows of a square product. copied: bytes read, and as many written. launches: of a chain
+    of small kernels. mean: tokens of a document. round_s: seconds of one of three rounds. checked:
+    the layer that is compared with the dense reference, also with this window; layers: timed ones,
+    by name. shrunk: True for a small model. most: the largest batch of the search. usable: bytes
+    that its program may use, None for the device's own number. experts, checked_experts: the same
+    of a mixture. saved: bytes of a state. steps: of a model, in each of three rounds.
     """
 
     matmul: int
@@ -115,16 +114,15 @@ DRY = Sizes(
 
 @dataclass(frozen=True)
 class Setting:
-    """dry: every part at sizes that mean nothing, on a CPU, to see that it runs. device: its name;
-    no part asks JAX for it, since torch's must have the memory that JAX would take. mesh: a mesh
-    file of one device; None looks the device up in the table of chips. found: rows of the parts
-    that are done. out: a directory for what is written. tell: takes a row as soon as it is known.
-    """
+    """dry: every part at sizes that mean nothing, on a CPU, to test that it runs. device: its name;
+    no part asks JAX for it, since torch's parts need the memory that JAX would allocate. mesh: a
+    mesh file of one device; None looks the device up in the table of chips. earlier: rows of the
+    parts that are done. out: a directory for files. tell: called with each row when it is known."""
 
     dry: bool
     device: str
     mesh: str | None
-    found: Mapping[str, list[Row]]
+    earlier: Mapping[str, list[Row]]
     out: Path
     tell: Callable[[Row], None]
 
@@ -134,7 +132,7 @@ class Setting:
 
     @cached_property
     def spec(self) -> MeshSpec:
-        """The device that is measured. Raises ValueError for one that nothing is known of."""
+        """The measured device. Raises ValueError for an unknown one."""
         if self.dry:
             return mesh_from_axes(fsdp=1)
         if self.mesh is None:
@@ -158,11 +156,11 @@ class Setting:
         return "cpu" if self.dry else self.chip.platform
 
     def share(self, flops_per_s: float, dtype: str = "bfloat16") -> float:
-        """Of the chip's dense peak."""
+        """Share of the chip's dense peak."""
         return flops_per_s / self.chip.peak_flops(dtype)
 
     def rows(self, part: str) -> list[Row]:
-        """What an earlier part has found. Raises Skipped where it found nothing."""
-        if not self.found.get(part):
+        """Returns the rows of an earlier part. Raises Skipped where it has none."""
+        if not self.earlier.get(part):
             raise Skipped(f"needs what {part} finds, which found nothing")
-        return self.found[part]
+        return self.earlier[part]

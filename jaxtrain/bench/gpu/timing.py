@@ -1,4 +1,4 @@
-"""Seconds of a call on a device, which is given the next before it has done the last."""
+"""Seconds of a call on a device; the next call is dispatched before the previous one has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Timed(NamedTuple):
 
 
 def timed(call: Callable[[], Any], *, round_s: float) -> Timed:
-    """Measured in rounds of `round_s` seconds or one call, after two calls that are not."""
+    """Returns the time in rounds of `round_s` seconds or one call, after two untimed calls."""
     jax.block_until_ready(call())
     once = _round(call, 1)
     count = min(MOST, max(1, math.ceil(round_s / max(once, 1e-9))))
@@ -32,7 +32,7 @@ def timed(call: Callable[[], Any], *, round_s: float) -> Timed:
 
 
 def summary(rounds: list[float]) -> Timed:
-    """Of the mean seconds of each round."""
+    """Returns the median of the rounds' mean seconds, and their spread over the median."""
     middle = statistics.median(rounds)
     return Timed(middle, (max(rounds) - min(rounds)) / middle)
 

@@ -1,7 +1,7 @@
-"""One part of `bench gpu` in a process of its own, which speaks in lines, a JSON object each.
+"""One part of `bench gpu` in a process of its own, which prints lines, a JSON object each.
 
-First `device` and `chip`, as JAX calls it and as a mesh file does; then `row`, for each that it
-finds; `skipped` or `failed` with the reason. What refuses the whole benchmark is `refused`.
+First `device` and `chip`, JAX's name and the mesh file's; then `row`, for each result; `skipped` or
+`failed` with the reason. `refused` is the reason to end the whole benchmark.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def environment(part: str, *, dry: bool, out: Path, environ: dict[str, str]) -> dict[str, str]:
-    """Of a part's process: one device and nearly all of its memory, where the user has not set
-    others, and programs that are compiled once, kept under `out`. In torch's parts JAX has no
+    """Returns the environment of a part's process: one device and nearly all of its memory, unless
+    the user has set others, and a compilation cache below `out`. In torch's parts JAX has no
     device."""
-    here = str(Path(__file__).parents[3])
-    path = os.pathsep.join(p for p in (here, environ.get("PYTHONPATH")) if p)
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join(p for p in (root, environ.get("PYTHONPATH")) if p)
     own = {
         "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
         "TORCHINDUCTOR_CACHE_DIR": str(out / "torch"),
@@ -42,8 +42,9 @@ def environment(part: str, *, dry: bool, out: Path, environ: dict[str, str]) -> 
 
 
 def device_name(part: str, *, dry: bool) -> str:
-    """Of what is measured; of torch's parts as torch says, for which JAX must not take the memory.
-    Raises Skipped where torch has none, ValueError where this is no accelerator."""
+    """Returns the name of the measured device; for torch's parts torch's name, since JAX must not
+    allocate its memory. Raises Skipped where torch has none, ValueError where there is no
+    accelerator."""
     if parts.of_torch(part):
         return peer.device_name(dry=dry)
     if dry:
@@ -64,12 +65,12 @@ def _main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     end_with_parent()
-    found = {name: each.rows for name, each in read_results(options.out).items()}
+    earlier = {name: result.rows for name, result in read_results(options.out).items()}
     try:
         device = device_name(options.part, dry=options.dry_run)
-        setting = Setting(options.dry_run, device, options.mesh, found, options.out, _tell)
+        setting = Setting(options.dry_run, device, options.mesh, earlier, options.out, _tell)
         _say(device=device, chip=setting.chip.name)
-        measure, what = parts.measured_by(options.part)
+        measure, argument = parts.measured_by(options.part)
     except Skipped as reason:
         _say(skipped=str(reason))
         return 0
@@ -77,7 +78,7 @@ def _main() -> int:
         _say(refused=str(error))
         return REFUSED
     try:
-        measure(setting, what)
+        measure(setting, argument)
     except Skipped as reason:
         _say(skipped=str(reason))
     except Exception as error:
@@ -91,7 +92,7 @@ def _tell(row: Row) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: a number that is not finite is a text."""
+    """Returns a value for JSON: a number that is not finite as a text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

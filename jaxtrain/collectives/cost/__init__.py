@@ -1,8 +1,8 @@
-"""What a collective costs: steps, messages, exact bytes, and alpha-beta time over one kind of link.
+"""Cost of a collective: steps, messages, exact bytes, and alpha-beta time over one kind of link.
 
-All of it is counted from the steps in `steps.py`; a step takes latency + bytes / bandwidth (Hockney
-1994). With latency a, b bytes on n devices, and b/B the time of them all at full bandwidth, that
-comes over a switch to
+All are counted from the steps in `steps.py`; a step takes latency + bytes / bandwidth (Hockney
+1994). With latency a, b bytes on n devices, and b/B the time to send b bytes at full bandwidth, the
+time over a switch is
 
 - ring_1, all_gather or reduce_scatter: (n-1) a + (n-1)/n b/B; all_reduce: both, 2(n-1) a +
   2(n-1)/n b/B, the fewest bytes that do it (Patarasuk & Yuan 2009; Chan et al. 2007);
@@ -36,8 +36,8 @@ ALGORITHMS = (*SCHEDULES, DOUBLE_TREE)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is sent. `steps`: one after another; `device_bytes`: by the device that sends most;
-    `total_bytes`, `messages`: by all devices together."""
+    """Messages of a collective. `steps`: one after another; `device_bytes`: of the device that
+    sends most; `total_bytes`, `messages`: of all devices together."""
 
     steps: int
     device_bytes: float
@@ -115,13 +115,13 @@ def best(
     dtype: str = "float32",
     candidates: Iterable[str] | None = None,
 ) -> list[Cost]:
-    """The costs of `candidates` (those of ALGORITHMS that can run there), cheapest first; of
-    equals, the one first in `candidates`. Arguments and errors as for `cost`."""
+    """Returns the costs of `candidates`, cheapest first; equals stay in the order of `candidates`.
+    Default: the ALGORITHMS that can run there. Arguments and errors as for `cost`."""
     if candidates is None:
         trees = collective == "all_reduce" and link.ports == 1
         candidates = ALGORITHMS if trees else SCHEDULES
     costs = [cost(collective, name, n, buffer_bytes, link, dtype) for name in candidates]
-    return sorted(costs, key=lambda each: each.time_us)
+    return sorted(costs, key=lambda cost: cost.time_us)
 
 
 def time_us(steps: Iterable[Step], n: int, link: Link) -> float:
@@ -206,18 +206,19 @@ def hierarchical(
         raise ValueError(f"levels of {sizes} devices; give (n, link) of one or more, n >= 1")
     message = read_message("all_reduce", algorithm, ALGORITHMS, 1, buffer_bytes, dtype)
     part = math.prod(n for n, _ in levels[:-1])
-    held, group, found = -(-message.elements // part) * part, 1, []
+    elements, group, result = -(-message.elements // part) * part, 1, []
     phases, kind = ("reduce_scatter", "all_gather"), message.kind
     for depth, (n, link) in enumerate(levels, start=1):
         if depth == len(levels):
             phases = ("all_reduce",)
         costs = [
-            cost(phase, algorithm, n, held * kind.itemsize, link, kind.dtype) for phase in phases
+            cost(phase, algorithm, n, elements * kind.itemsize, link, kind.dtype)
+            for phase in phases
         ]
-        sent = sum(each.traffic.device_bytes for each in costs)
-        found.append(Level(n, link, sent, group * sent, sum(each.time_us for each in costs)))
-        held, group = held // n, group * n
-    return found
+        sent, time_us = sum(c.traffic.device_bytes for c in costs), sum(c.time_us for c in costs)
+        result.append(Level(n, link, sent, group * sent, time_us))
+        elements, group = elements // n, group * n
+    return result
 
 
 def _tree_traffic(collective: str, n: int, buffer_bytes: int) -> Traffic:
@@ -236,19 +237,19 @@ def _tree_traffic(collective: str, n: int, buffer_bytes: int) -> Traffic:
 
 
 def _tree_us(sent: Traffic, link: Link) -> float:
-    """Cut in k pieces that follow one another: steps + k - 1 rounds, in each of which a device
-    sends at most one piece of all it has to send. k is the best: the root of (steps - 1) times
-    device_bytes / bandwidth / latency (Sanders, Speck & Traff 2009)."""
+    """Time in us if the buffer is sent in k pieces, one after another: steps + k - 1 rounds, in
+    each of which a device sends at most one piece of its bytes. The best k is the root of (steps -
+    1) times device_bytes / bandwidth / latency (Sanders, Speck & Traff 2009)."""
     if link.ports > 1:
         raise ValueError(
             f"double_tree needs a switch, and {link.name} is a torus; use ring_2 or recursive"
         )
-    whole, more = _us(sent.device_bytes, link.bandwidth_gbytes), max(0, sent.steps - 1)
+    unsplit, further = _us(sent.device_bytes, link.bandwidth_gbytes), max(0, sent.steps - 1)
     if not link.latency_us:
-        return whole  # in ever smaller pieces
-    ideal = math.sqrt(more * whole / link.latency_us)
+        return unsplit  # the limit of ever smaller pieces
+    ideal = math.sqrt(further * unsplit / link.latency_us)
     pieces = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
-    times = [(more + k) * (link.latency_us + whole / k) for k in pieces]
+    times = [(further + k) * (link.latency_us + unsplit / k) for k in pieces]
     return min(times) if sent.steps else 0.0
 
 

@@ -88,17 +88,17 @@ def read_message(
     buffer_bytes: int,
     dtype: str,
 ) -> Message:
-    """What is asked for, checked. Raises ValueError with everything that is wrong: names that are
-    not known, n < 1, bytes that are negative, no whole elements or do not split over n."""
+    """Returns the message of a collective. Raises ValueError with all violations: unknown names,
+    n < 1, and bytes that are negative, no whole elements or do not split over n."""
     problems = []
-    for what, word, known in (
+    for field, value, allowed in (
         ("collective", collective, COLLECTIVES),
         ("algorithm", algorithm, algorithms),
     ):
-        if word not in known:
-            names = ", ".join(known)
-            near = did_you_mean(word, known).removesuffix(f"; use one of {names}")
-            problems.append(f"{what} {word!r} is none of {names}{near}")
+        if value not in allowed:
+            names = ", ".join(allowed)
+            near = did_you_mean(value, allowed).removesuffix(f"; use one of {names}")
+            problems.append(f"{field} {value!r} is none of {names}{near}")
     if n < 1:
         problems.append(f"n={n} devices; a collective has at least 1")
     if buffer_bytes < 0:
@@ -140,8 +140,8 @@ def _neighbours(message: Message, size: float, directions: int, unroll: bool) ->
     left = n - 1 - right
 
     def chains(to_right: Permute, to_left: Permute) -> list[Step]:
-        both, rest = Step((to_right, to_left), left), Step((to_right,), right - left)
-        return [step for step in (both, rest) if step.times]
+        both, single = Step((to_right, to_left), left), Step((to_right,), right - left)
+        return [step for step in (both, single) if step.times]
 
     round_all = chains(tile(everyone, 1), tile(everyone, -1))
     scatter = chains(tile(range(right), 1), tile(range(0, -left, -1), -1))
@@ -165,7 +165,7 @@ def _neighbours(message: Message, size: float, directions: int, unroll: bool) ->
 def _recursive(message: Message) -> list[Step]:
     """`recursive.Recursive()`: ceil(log2 n) steps, in each a partner at distance 1, 2, 4, ..."""
     n, everyone = message.n, range(message.n)
-    whole = message.kind.of(message.elements)
+    buffer = message.kind.of(message.elements)
     tile = message.elements // n
 
     def tiles(count: int) -> Callable[..., Permute]:
@@ -173,12 +173,12 @@ def _recursive(message: Message) -> list[Step]:
 
     up = [1 << k for k in range((n - 1).bit_length())]
     inner = 1 << (n.bit_length() - 1)
-    doubling = [whole(range(inner), d, exchange=True) for d in up if d < inner]
-    if inner < n:  # those beyond a power of two hand theirs in, and get the sum at the end
+    doubling = [buffer(range(inner), d, exchange=True) for d in up if d < inner]
+    if inner < n:  # devices beyond a power of two send theirs first, and get the sum at the end
         doubling = [
-            whole(range(inner, n), -inner),
+            buffer(range(inner, n), -inner),
             *doubling,
-            whole(range(n - inner), inner),
+            buffer(range(n - inner), inner),
         ]
     if n == inner:
         gather = [tiles(d)(everyone, d, exchange=True) for d in up]
@@ -189,8 +189,8 @@ def _recursive(message: Message) -> list[Step]:
         "reduce_scatter": [replace(step, distance=abs(step.distance)) for step in gather[::-1]],
         "all_reduce": doubling,
         "all_to_all": [tiles(sum(i & d > 0 for i in everyone))(everyone, d) for d in up],
-        "broadcast": [whole(range(min(d, n - d)), d) for d in up],
-        "reduce": [whole(range(d, min(2 * d, n)), -d) for d in up[::-1]],
+        "broadcast": [buffer(range(min(d, n - d)), d) for d in up],
+        "reduce": [buffer(range(d, min(2 * d, n)), -d) for d in up[::-1]],
         "gather": [tiles(d)(range(d, n, 2 * d), -d) for d in up],
         "scatter": [tiles(d)(range(0, n - d, 2 * d), d) for d in up[::-1]],
     }

@@ -53,13 +53,13 @@ class AttentionConfig:
         return embed // self.heads if self.head_dim is None else self.head_dim
 
     def rotary_size(self, embed: int) -> int:
-        """The head_dim that its rotary embedding is of, in a model of this width."""
+        """head_dim of its rotary embedding, in a model of this width."""
         return self.size(embed)
 
     def empty_cache(self, embed: int, shape: tuple[int, ...], dtype: Any) -> Cache:
-        """Of `shape` [..., rows, max_seq] tokens."""
-        whole = (*shape, self.key_heads, self.size(embed))
-        return Cache(jnp.zeros(whole, dtype), jnp.zeros(whole, dtype))
+        """Returns an empty cache of `shape` [..., rows, max_seq] tokens."""
+        sizes = (*shape, self.key_heads, self.size(embed))
+        return Cache(jnp.zeros(sizes, dtype), jnp.zeros(sizes, dtype))
 
 
 class Cache(NamedTuple):
@@ -136,28 +136,28 @@ class Attention(nnx.Module):
 
     def _normed_across_heads(self, flat: list[jax.Array], comm: Communicator) -> list[jax.Array]:
         """Queries and keys [tokens, part of the heads' dims], each divided by the root of its mean
-        square over all heads; the squares of both are summed over devices at once."""
+        square over all heads. One reduction sums the squares of both over devices."""
         wide = [y.astype(jnp.float32) for y in flat]
         squares = comm.sum_over_heads(jnp.stack([jnp.sum(y * y, axis=-1) for y in wide], axis=-1))
         out = []
-        for at, (y, norm) in enumerate(zip(wide, (self.query_norm, self.key_norm), strict=True)):
+        for index, (y, norm) in enumerate(zip(wide, (self.query_norm, self.key_norm), strict=True)):
             dims = self.config.size(self.place.embed) * (
-                self.config.key_heads if at else self.config.heads
+                self.config.key_heads if index else self.config.heads
             )
-            out.append(norm.scaled(y, squares[:, at, None] / dims).astype(flat[at].dtype))
+            out.append(norm.scaled(y, squares[:, index, None] / dims).astype(flat[index].dtype))
         return out
 
 
 def extend(cache: jax.Array, new: jax.Array, index: Index) -> jax.Array:
-    """The cache [rows, max_seq, ...] with [rows, new, ...] written behind `index` tokens."""
+    """Returns the cache [rows, max_seq, ...] with [rows, new, ...] written after `index` tokens."""
     return jax.lax.dynamic_update_slice_in_dim(cache, new, start_index=index, axis=1)
 
 
 def seen_in_cache(index: jax.Array, new: int, max_seq: int, window: int | None = None) -> jax.Array:
-    """[new, max_seq]: which tokens of a cache each of the `new` ones behind `index` others sees."""
-    at = index + jnp.arange(new)[:, None]
+    """Mask [new, max_seq] of the cached tokens that each `new` token after `index` others sees."""
+    position = index + jnp.arange(new)[:, None]
     seen = jnp.arange(max_seq)[None, :]
-    return (seen <= at) if window is None else (seen <= at) & (seen > at - window)
+    return (seen <= position) if window is None else (seen <= position) & (seen > position - window)
 
 
 def _attend_cache(

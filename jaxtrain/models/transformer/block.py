@@ -52,11 +52,11 @@ class Block(nnx.Module):
                 setattr(self, f"{branch}_norm", Norm(config.norm, place.embed))
             if config.post_norm is not None:
                 setattr(self, f"{branch}_post_norm", Norm(config.post_norm, place.embed))
-        given, own = config.attention, named_key(key, "attention")
+        attention, own = config.attention, named_key(key, "attention")
         self.attention: Any = (
-            LatentAttention(given, place, key=own)
-            if isinstance(given, LatentAttentionConfig)
-            else Attention(given, place, key=own)
+            LatentAttention(attention, place, key=own)
+            if isinstance(attention, LatentAttentionConfig)
+            else Attention(attention, place, key=own)
         )
         own, mlp = named_key(key, "mlp"), config.mlp
         self.mlp = (

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: the keys and values of all heads out of one small vector of a token.
+"""Multi-head latent attention: keys and values of all heads from one small vector of a token.
 
-DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 (equations 9 to 19, and appendix C). A token's *latent*
-is all that its keys and values are made of, but for one rotary key that the heads share. In
-training each head's keys and values are expanded from it; in generation the expansion is absorbed
-into queries and outputs, so that the cache has the latent and the rotary key alone.
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 (equations 9 to 19, and appendix C). All keys and
+values of a token come from its *latent*, except one rotary key that the heads share. In training
+each head's keys and values are expanded from it. In generation the expansion is absorbed into
+queries and outputs, so that the cache holds only the latent and the rotary key.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class LatentAttentionConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys, both parts."""
+        """head_dim of queries and keys, both parts."""
         return self.nope_head_dim + self.rope_head_dim
 
     def rotary_size(self, embed: int) -> int:
-        """The head_dim that its rotary embedding is of, in a model of this width."""
+        """head_dim of its rotary embedding, in a model of this width."""
         return self.rope_head_dim
 
     def empty_cache(self, embed: int, shape: tuple[int, ...], dtype: Any) -> LatentCache:
-        """Of `shape` [..., rows, max_seq] tokens."""
+        """Returns an empty cache of `shape` [..., rows, max_seq] tokens."""
         sizes = (self.latent, self.rope_head_dim)
         return LatentCache(*(jnp.zeros((*shape, size), dtype) for size in sizes))
 
     def scoring_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         if self.scale is not None:
             return self.scale
         scaling, m = self.rope.scaling, 1.0
@@ -79,8 +79,8 @@ class LatentAttentionConfig:
 
 
 class LatentCache(NamedTuple):
-    """Of past tokens the normed latents [rows, max_seq, latent], and the rotary keys, turned,
-    [rows, max_seq, rope_head_dim]."""
+    """Normed latents of past tokens [rows, max_seq, latent], and their rotated rotary keys [rows,
+    max_seq, rope_head_dim]."""
 
     latents: jax.Array
     rope_keys: jax.Array
@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
         return row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1])), cache
 
     def _queries(self, x: jax.Array, comm: Communicator) -> jax.Array:
-        """[tokens, heads * head_dim], nothing turned."""
+        """Queries [tokens, heads * head_dim], not rotated."""
         if self.config.query_latent is None:
             return column(comm, self, ("query",), x)[0]
         latent = self.query_norm(replicated(comm, self, "query_down", x))
@@ -146,7 +146,7 @@ class LatentAttention(nnx.Module):
         context: Context,
         comm: Communicator,
     ) -> Float[Array, "rows seq heads value_head_dim"]:
-        """Attention to keys and values of each head, made of the latents of all tokens."""
+        """Attention to keys and values of each head, expanded from the latents of all tokens."""
         c, shape = self.config, context.positions.shape
         (up,) = column(comm, self, ("latent_up",), latent)
         rope_key = comm.all_tokens(rope_key).reshape(*shape, 1, -1)
@@ -158,7 +158,7 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([query, rope_query], axis=-1)
         k = jnp.concatenate([key, shared], axis=-1)
         size = max(c.head_dim, c.value_head_dim)
-        q, k, v = (_padded(each, size) for each in (q, k, value))
+        q, k, v = (_padded(heads, size) for heads in (q, k, value))
         kernel = SelfAttention(kernel=self.place.kernel, scale=c.scoring_scale())
         return comm.attend(kernel, q, k, v, context.starts)[..., : c.value_head_dim]
 
@@ -170,8 +170,8 @@ class LatentAttention(nnx.Module):
         context: Context,
         cache: LatentCache,
     ) -> tuple[Float[Array, "rows new heads value_head_dim"], LatentCache]:
-        """The same of a few new tokens, in which no key or value of a past one is made: of a head's
-        key W c and query q it is q . W c = (W^T q) . c, and a value is expanded after the sum."""
+        """Attention of a few new tokens, without expanded keys or values of past ones. For a head's
+        key W c and query q, q . W c = (W^T q) . c; a value is expanded after the sum."""
         c, shape = self.config, context.positions.shape
         assert context.index is not None, "a cache is read at an index"
         query, rope_query = self._turned(q.reshape(*shape, -1, c.head_dim), context)
@@ -189,11 +189,12 @@ class LatentAttention(nnx.Module):
         scores = scores.astype(jnp.float32) * c.scoring_scale()
         seen = seen_in_cache(context.index, shape[1], cache.latents.shape[1])
         weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -1e30), axis=-1)
-        found = jnp.einsum("bhqs,bsl->bqhl", weights.astype(latent.dtype), cache.latents)
-        return jnp.einsum("bqhl,lhd->bqhd", found, to_value), cache
+        latents = jnp.einsum("bhqs,bsl->bqhl", weights.astype(latent.dtype), cache.latents)
+        return jnp.einsum("bqhl,lhd->bqhd", latents, to_value), cache
 
     def _turned(self, q: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """The nope part of queries [rows, seq, heads, head_dim], and the rotary one, turned."""
+        """Returns the nope part of queries [rows, seq, heads, head_dim], and the rotary part,
+        rotated."""
         query, rope_query = jnp.split(q, [self.config.nope_head_dim], axis=-1)
         return query, self._rotate(context, rope_query)[0]
 
@@ -206,5 +207,5 @@ class LatentAttention(nnx.Module):
 def _padded(
     x: Float[Array, "rows seq heads _"], size: int
 ) -> Float[Array, "rows seq heads {size}"]:
-    """Heads of fewer dims with zeros behind: no score and no sum sees them."""
+    """Appends zeros to heads of fewer dims: they change no score and no sum."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))

@@ -1,4 +1,4 @@
-"""A mixture of feed-forward layers in the place of one."""
+"""A mixture of feed-forward layers in place of one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MoeConfig:
 
 class Moe(nnx.Module):
     router_tally: nnx.Param | None = None
-    """Where a step counts (`moe.tally`), which gives the router one."""
+    """Counts of a step (`moe.tally`), if the router has been given a tally."""
 
     def __init__(self, config: MoeConfig, place: Place, *, key: jax.Array) -> None:
         self.config = config
@@ -77,8 +77,8 @@ class Moe(nnx.Module):
             self.gate = normal(key, "gate", (n, embed, hidden), into, std=std)
         self.up = normal(key, "up", (n, embed, hidden), into, std=std)
         if config.shared is not None:
-            given = MlpConfig(config.shared.hidden, config.activation, config.gated)
-            self.shared = Mlp(given, place, key=named_key(key, "shared"))
+            shared = MlpConfig(config.shared.hidden, config.activation, config.gated)
+            self.shared = Mlp(shared, place, key=named_key(key, "shared"))
             if config.shared.weighed:
                 size = (embed, 1)
                 self.shared_router = normal(key, "shared_router", size, ("embed", None), std=std)
@@ -88,7 +88,7 @@ class Moe(nnx.Module):
     def __call__(self, x: jax.Array, context: Context, comm: Communicator) -> jax.Array:
         """x [tokens share, embed] -> same shape."""
         config = self.config
-        # What is generated comes token by token: no others compete with it.
+        # Generation adds single tokens: no others compete with them.
         alone = context.index is not None
         layer = ExpertLayer(
             config.experts_per_token,
@@ -103,21 +103,21 @@ class Moe(nnx.Module):
 
     @property
     def _parts(self) -> tuple[Any, ...]:
-        """What has matrices, and may have adapters beside them."""
+        """Modules with matrices, which may have adapters."""
         return (self,) if self.config.shared is None else (self, self.shared)
 
     def _leaves(self) -> ExpertLeaves:
         names = ("gate", "up", "down") if self.config.gated else ("up", "down")
 
         def one(name: str) -> jax.Array | None:
-            found = getattr(self, name, None)
-            return None if found is None else found[...]
+            leaf = getattr(self, name, None)
+            return None if leaf is None else leaf[...]
 
         weights, *shared = (
             tuple(getattr(part, name)[...] for name in names) for part in self._parts
         )
-        found = [tuple(adapter(part, name) for name in names) for part in self._parts]
-        adapters, *of_shared = (pairs if any(pairs) else () for pairs in found)
+        pairs_of_part = [tuple(adapter(part, name) for name in names) for part in self._parts]
+        adapters, *of_shared = (pairs if any(pairs) else () for pairs in pairs_of_part)
         return ExpertLeaves(
             self.router[...],
             weights,

@@ -1,4 +1,5 @@
-"""What every part of a block is built with, and what all blocks of a forward pass share."""
+"""Arguments that all parts of a block are built with, and facts that all blocks of a forward pass
+share."""
 
 from __future__ import annotations
 
@@ -14,13 +15,12 @@ from jaxtrain.nn.rotary.rope import Rope
 
 
 class Context(NamedTuple):
-    """What all blocks of a forward pass share; arrays only, none differentiated.
+    """Facts that all blocks of a forward pass share; arrays only, none differentiated.
 
-    positions [rows, seq]; starts [rows, seq of a whole row], of each position the first of its
-    document, or None;
-    ropes: (cos, sin) of each of `Place.ropes`; keys: dropout's, None in evaluation; index: tokens
-    already in the caches (generation); facts: of [rows * seq] tokens, what layers of experts are
-    told.
+    positions [rows, seq]. starts [rows, seq of a complete row]: the first position of each
+    position's document, or None. ropes: (cos, sin) of each of `Place.ropes`. keys: dropout's, None
+    in evaluation. index: tokens already in the caches (generation). facts: of [rows * seq] tokens,
+    for layers of experts.
     """
 
     positions: jax.Array
@@ -32,7 +32,7 @@ class Context(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Static facts a block is built with."""
+    """Static facts with which a block is built."""
 
     embed: int
     layers: int

@@ -1,5 +1,5 @@
-"""Leaves of a layer, some of them in 8 bits, on their way into a shard_map: how they lie, how wide
-they are there, and what of them has a gradient that comes back."""
+"""Leaves of a layer, some in 8 bits, on their way into a shard_map: their specs, their dtypes
+there, and the parts that have gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxtrain.mesh.sharding import Dims, partition_spec
 from jaxtrain.nn.quantized.products import QuantizedWeight
 
 
-def each(function: Callable[..., Any], leaves: Any, *beside: Any) -> Any:
-    """`function` of each leaf, one in 8 bits as a whole, and of what lies in its place beside."""
-    return jax.tree.map(function, leaves, *beside, is_leaf=_in_8_bits)
+def each(function: Callable[..., Any], leaves: Any, *trees: Any) -> Any:
+    """Maps `function` over leaves (a matrix in 8 bits is one leaf) and the leaves of `trees`."""
+    return jax.tree.map(function, leaves, *trees, is_leaf=_in_8_bits)
 
 
 def _in_8_bits(weight: object) -> bool:
@@ -26,21 +26,21 @@ def _in_8_bits(weight: object) -> bool:
 
 
 def moved(weight: Any) -> Any:
-    """What of a weight has a gradient: of one in 8 bits neither its numbers nor their scale."""
+    """Differentiable part of a weight. In 8 bits its numbers and their scale have no gradient."""
     return (weight.stand_in, weight.scales) if _in_8_bits(weight) else weight
 
 
-def with_moved(weight: Any, by: Any) -> Any:
-    return replace(weight, stand_in=by[0], scales=by[1]) if _in_8_bits(weight) else by
+def with_moved(weight: Any, leaf: Any) -> Any:
+    return replace(weight, stand_in=leaf[0], scales=leaf[1]) if _in_8_bits(weight) else leaf
 
 
-def cotangent(weight: Any, found: Any) -> Any:
-    whole = with_moved(weight, found)
-    return replace(whole, value=None, seen=None) if _in_8_bits(weight) else whole
+def cotangent(weight: Any, gradient: Any) -> Any:
+    result = with_moved(weight, gradient)
+    return replace(result, value=None, seen=None) if _in_8_bits(weight) else result
 
 
 def widened(dtype: DTypeLike, weight: Any) -> Any:
-    """A weight whose gradient is at least as wide as `dtype`."""
+    """Casts a weight so that its gradient is at least as wide as `dtype`."""
     if not _in_8_bits(weight):
         return weight.astype(jnp.promote_types(weight.dtype, dtype))
     if weight.stand_in is None:
@@ -49,18 +49,18 @@ def widened(dtype: DTypeLike, weight: Any) -> Any:
 
 
 def specs(weight: Any, split: Dims) -> Any:
-    """Where the parts of a weight lie whose dims are split so; of one in 8 bits each expert's scale
-    with its numbers, and the leaves of delayed scales whole, as they rest."""
+    """PartitionSpecs of the parts of a weight whose dims are split by `split`. In 8 bits each
+    expert's scale is split as its numbers are; leaves of delayed scales are replicated."""
     spec = partition_spec(split)
     if not _in_8_bits(weight):
         return spec
-    of_each = partition_spec(split[:1])
-    made = jax.tree.map(lambda _: partition_spec(()), weight)
+    per_expert = partition_spec(split[:1])
+    result = jax.tree.map(lambda _: partition_spec(()), weight)
     return replace(
-        made,
-        value=replace(made.value, numbers=spec, scale=of_each),
+        result,
+        value=replace(result.value, numbers=spec, scale=per_expert),
         stand_in=None if weight.stand_in is None else spec,
-        seen=None if weight.seen is None else of_each,
+        seen=None if weight.seen is None else per_expert,
     )
 
 
@@ -71,5 +71,5 @@ def on_device(axes: MeshAxes, experts: MeshAxes, weight: Any, dtype: DTypeLike) 
         return weight.astype(dtype)
     assert weight.ways is not None, "matrices of experts without ways"
     maxima = tuple(axis for axis in axes if axis not in experts)
-    made = replace(weight, ways=replace(weight.ways, maxima=maxima))
-    return made if made.stand_in is None else replace(made, stand_in=made.stand_in.astype(dtype))
+    part = replace(weight, ways=replace(weight.ways, maxima=maxima))
+    return part if part.stand_in is None else replace(part, stand_in=part.stand_in.astype(dtype))

@@ -1,7 +1,7 @@
-"""Formats of 8 bits: how an array becomes such numbers and one scale, and back.
+"""Formats of 8 bits: conversion of an array to 8-bit numbers with one scale, and back.
 
-A scale is of a whole tensor, from the greatest magnitude in it ("current" scaling, per tensor):
-number * scale is about x, and nothing lies beyond the largest number.
+The scale of a whole tensor comes from its greatest magnitude ("current" scaling, per tensor):
+number * scale is about x, and no number exceeds the largest one.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
 SMALLEST_SCALE = 2.0**-126
-"""fp32's least number that no platform takes for zero: of less a scale's inverse would be none."""
+"""fp32's least number that no platform flushes to zero; a scale below it has no finite inverse."""
 
 
 @dataclass(frozen=True)
 class Format:
     """A type of numbers.
 
-    dtype: NumPy's name of it. largest: the greatest finite one.
+    dtype: its NumPy name. largest: its greatest finite number.
     """
 
     dtype: str
     largest: float
 
     @property
-    def whole(self) -> bool:
-        """Whether its numbers are whole ones."""
+    def is_integer(self) -> bool:
+        """True for an integer type."""
         return self.dtype.startswith("int")
 
     def scale(self, greatest: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-        """What numbers of a tensor are multiplied by, from its `greatest` magnitude.
+        """Scale of a tensor's numbers, from its `greatest` magnitude.
 
-        Of floats the least power of two that keeps all of them within the largest. A float has the
-        same relative error at every scale, so a power of two costs a binade of range at the most;
-        it makes scaling, and unscaling a product, exact, and 8-bit numbers of a tensor and of twice
-        it the same. Of whole numbers that would double the error, and it is greatest / largest
-        (Jacob et al. 2018). 1 for a tensor of zeros; infinite for one that has a number that is not
-        finite, so that all that is made of it is none.
+        For floats: the least power of two that keeps all numbers within the largest. A float has
+        the same relative error at every scale, so a power of two costs at most a binade of range.
+        It makes scaling, and unscaling a product, exact, and gives a tensor and twice it the same
+        8-bit numbers. For integers that would double the error; they take greatest / largest (Jacob
+        et al. 2018). 1 for a tensor of zeros; infinite if `greatest` is not finite, so that all
+        results are not finite.
         """
-        if self.whole:
+        if self.is_integer:
             scale = greatest / self.largest
         else:
             top, high = jnp.frexp(jnp.float32(self.largest))
@@ -54,10 +54,10 @@ class Format:
         return jnp.where(jnp.isfinite(greatest), scale, jnp.inf)
 
     def numbers(self, x: Float[Array, "*n"], scale: Float32[Array, "*m"]) -> Shaped[Array, "*n"]:
-        """The numbers nearest to x / scale, of two as near the even one. scale: one, or one for
-        each of x's first dims."""
+        """Rounds x / scale to the nearest number, ties to even. scale: one, or one for each of x's
+        first dims."""
         shrunk = x.astype(jnp.float32) / along(scale, x)
-        return (jnp.round(shrunk) if self.whole else shrunk).astype(self.dtype)
+        return (jnp.round(shrunk) if self.is_integer else shrunk).astype(self.dtype)
 
 
 E4M3 = Format("float8_e4m3fn", 448.0)
@@ -71,15 +71,15 @@ INT8 = Format("int8", 127.0)
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers", "scale"), meta_fields=())
 @dataclass(frozen=True)
 class Scaled:
-    """An array of 8-bit `numbers` that are meant times `scale`, a scalar in fp32, or one for each
-    matrix of a stack."""
+    """8-bit `numbers` that stand for numbers * scale. scale: an fp32 scalar, or one for each matrix
+    of a stack."""
 
     numbers: jax.Array
     scale: jax.Array
 
 
 def along(scale: Float32[Array, "*m"], x: Shaped[Array, "*n"]) -> Float32[Array, ...]:
-    """The scales of x's first dims, to multiply all of it by; one of all of x as it is."""
+    """Broadcasts scales of x's first dims to x's number of dims; a scalar scale stays as it is."""
     return scale if not scale.ndim else scale.reshape(*scale.shape, *(1,) * (x.ndim - scale.ndim))
 
 
@@ -89,14 +89,14 @@ def greatest_of_matrices(x: Float[Array, "*stack m n"]) -> Float32[Array, "*stac
 
 
 def greatest_magnitude(x: Float[Array, "*n"]) -> Float32[Array, ""]:
-    """max|x|, 0 of an empty array; infinite where a number is not finite, NaN too: a maximum passes
-    over NaN on XLA:CPU, and on the way between devices may do so elsewhere."""
+    """max|x|; 0 for an empty array, infinite if a number is not finite. NaN becomes infinite since
+    a maximum skips NaN on XLA:CPU, and perhaps elsewhere between devices."""
     return _greatest(x, None)
 
 
 def _greatest(x: jax.Array, axis: tuple[int, ...] | None) -> jax.Array:
-    known = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
-    return jnp.max(known, axis=axis, initial=0.0).astype(jnp.float32)
+    magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
+    return jnp.max(magnitudes, axis=axis, initial=0.0).astype(jnp.float32)
 
 
 def quantize(x: Float[Array, "*n"], form: Format) -> Scaled:

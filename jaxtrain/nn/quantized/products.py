@@ -1,14 +1,14 @@
 """Products x @ w of a layer in 8 bits, forward and backward written out.
 
-Three products of 8-bit numbers with sums in fp32 (int32 of whole numbers), times both scales: y of
-x and w, dx of dy and w, dw of x and dy. Scales are those of the moment, or of the steps before
-(`delayed`). What follows from rounding has no derivative: gradients are
-those of x @ w at what was rounded (straight-through, Bengio et al. 2013).
+Three products of 8-bit numbers with sums in fp32 (int32 for integers), times both scales: y of x
+and w, dx of dy and w, dw of x and dy. Scales are current ones, or come from the steps before
+(`delayed`). Rounding has no derivative: gradients are those of x @ w at the rounded values
+(straight-through, Bengio et al. 2013).
 
-The backward pass keeps x as 8-bit numbers, on a device its own tokens alone: where others' are
-needed for dw they are gathered again, a byte each, so that nothing of a collective matmul but its
-outputs needs to be kept (Korthikanti et al. 2022, section 4.2.2). All that is gathered travels as
-bytes: compilers widen or rewrite narrow floats. Sums travel in the dtypes that they have anyway.
+The backward pass keeps a device's own tokens of x as 8-bit numbers. It gathers those of other
+devices again for dw, a byte each, so that of a collective matmul only the outputs are kept
+(Korthikanti et al. 2022, section 4.2.2). All gathered numbers travel as bytes: compilers widen or
+rewrite narrow floats. Sums travel in the dtypes that they have anyway.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxtrain.nn.remat import PRODUCT
 Value = TypeVar("Value")
 Outputs = tuple[Float[Array, "all_tokens _"], ...]
 MOST_TERMS = (2**31 - 1) // 127**2
-"""So many products of whole numbers int32 holds the sum of, however large they are."""
+"""Largest number of integer products whose sum always fits int32."""
 
 
 @partial(
@@ -51,14 +51,14 @@ MOST_TERMS = (2**31 - 1) // 127**2
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [k, columns] in 8 bits, in the place of the array of `dtype` that it was made of; or
-    one for each expert, [experts, k, columns], each with a scale of its own.
+    """A matrix [k, columns] in 8 bits, in place of its array of `dtype`; or one for each expert,
+    [experts, k, columns], each with its own scale.
 
-    value: its numbers and scale. stand_in: what gets the gradient of that array: one of its shape
-    and dtype; or a `Tiled` without `whole`, whose tile does; None where nobody asks. Its numbers
-    are not read. Of delayed scaling, else None: scales, the matrix's leaf of them, whose gradient
-    is what the products of a step see; seen, that of the array, on this device. ways: of experts',
-    which no communicator multiplies by.
+    value: its numbers and scale. stand_in: receives the gradient of that array, and is never read:
+    an array of its shape and dtype, or a `Tiled` without `whole`, whose tile receives it; None
+    without a gradient. With delayed scaling, else None: scales, the matrix's leaf of them, whose
+    gradient is what a step's products see; seen, the local array's own scale. ways: for experts'
+    matrices, by which no communicator multiplies.
     """
 
     value: PyTree  # a Scaled, or what JAX puts in its place
@@ -76,8 +76,8 @@ class QuantizedWeight:
     def ndim(self) -> int:
         return self.value.numbers.ndim
 
-    def __getitem__(self, at: object) -> QuantizedWeight:
-        if at is ...:
+    def __getitem__(self, index: object) -> QuantizedWeight:
+        if index is ...:
             return self
         return self.__jax_array__()
 
@@ -91,12 +91,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class Ways:
-    """How the operands of a layer's products come together.
+    """Settings of a layer's products in 8 bits.
 
-    products: what is rounded to what. dtype: of outputs and gradients. maxima: mesh axes whose
-    devices hold parts of one x, over which its greatest magnitude is taken. tensor: those over
-    which tokens are gathered before a column-split weight, and sums scattered after a row-split
-    one; by: the algorithm of both.
+    products: formats and scaling. dtype: of outputs and gradients. maxima: mesh axes whose devices
+    hold parts of one x, over which its greatest magnitude is taken. tensor: mesh axes over which
+    tokens are gathered before a column-split weight, and sums scattered after a row-split one. by:
+    the algorithm of both.
     """
 
     products: Products
@@ -107,13 +107,13 @@ class Ways:
 
     @property
     def ring(self) -> Ring | None:
-        """The ring that products are part of; None where they are by themselves."""
+        """The ring that overlaps with products; None if the collectives run apart from them."""
         return self.by if isinstance(self.by, Ring) and self.tensor else None
 
 
 def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes) -> list[Scaled]:
-    """Each array in `form`, each matrix of a stack with the scale of all its parts on the devices
-    of `axes`: by one all-reduce of the greatest magnitudes of all."""
+    """Returns each array in `form`. Each matrix of a stack has one scale for its parts on the
+    devices of `axes`. One all-reduce serves all arrays."""
     scales = scales_alike([greatest_of_matrices(x) for x in arrays], form, axes)
     return [Scaled(form.numbers(x, scale), scale) for x, scale in zip(arrays, scales, strict=True)]
 
@@ -121,50 +121,50 @@ def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAx
 def scales_alike(
     greatest: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes
 ) -> list[Float[Array, ...]]:
-    """The scales of tensors of which devices of `axes` have parts with these greatest magnitudes,
-    by one all-reduce."""
-    found = jnp.concatenate([each.reshape(-1) for each in greatest])
+    """Scales of tensors whose parts on the devices of `axes` have these greatest magnitudes, by one
+    all-reduce."""
+    magnitudes = jnp.concatenate([array.reshape(-1) for array in greatest])
     if axes:
-        found = vary(lax.pmax(found, axes), varying_axes(found))
-    ends = np.cumsum([each.size for each in greatest])
-    parts = jnp.split(form.scale(found), ends[:-1])
-    return [part.reshape(each.shape) for part, each in zip(parts, greatest, strict=True)]
+        magnitudes = vary(lax.pmax(magnitudes, axes), varying_axes(magnitudes))
+    ends = np.cumsum([array.size for array in greatest])
+    parts = jnp.split(form.scale(magnitudes), ends[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, greatest, strict=True)]
 
 
 def scaled_before(
     weight: Float[Array, "*stack k columns"], scales: Float[Array, "*stack 3*256"], form: Format
 ) -> QuantizedWeight:
-    """A matrix in `form`, with the scale that its leaf of delayed scales has for it."""
-    made, found = quantized_by(scale_of(scales, "w"), weight, form), greatest_of_matrices(weight)
-    return QuantizedWeight(made, None, weight.dtype, seen=entry(found, form))
+    """Returns a matrix in `form`, with the scale of its leaf of delayed scales."""
+    value, top = quantized_by(scale_of(scales, "w"), weight, form), greatest_of_matrices(weight)
+    return QuantizedWeight(value, None, weight.dtype, seen=entry(top, form))
 
 
 def differentiated(weight: Value) -> Value | jax.Array:
-    """What a layer is differentiated by in the place of a weight: an array itself; of a quantised
-    one a zero in its shape."""
+    """The variable by which a layer is differentiated for a weight: an array itself, or a zero of
+    the shape of a quantised weight."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     zero = jnp.zeros(weight.shape, weight.dtype)
     return vary(zero, varying_axes(weight.value.numbers))
 
 
-def standing_for(weight: Any, by: Any) -> Any:
-    """The weight as a layer is given it, `by` being what it is differentiated by."""
-    return replace(weight, stand_in=by) if isinstance(weight, QuantizedWeight) else by
+def standing_for(weight: Any, variable: Any) -> Any:
+    """The weight that a layer uses when it is differentiated by `variable`."""
+    return replace(weight, stand_in=variable) if isinstance(weight, QuantizedWeight) else variable
 
 
 def cotangent(weight: Any) -> Any:
-    """Of a cotangent of `standing_for` that of what stood there."""
+    """Gradient of the full-precision weight, from the cotangent of `standing_for`'s result."""
     return weight.stand_in if isinstance(weight, QuantizedWeight) else weight
 
 
 def as_sent(weight: Any) -> jax.Array:
-    """A weight, or a part of one, as it travels."""
+    """Array that is sent for a weight, or for a part of one."""
     return as_bytes(weight.value.numbers) if isinstance(weight, QuantizedWeight) else weight
 
 
 def received(weight: Any, sent: jax.Array) -> Any:
-    """What has come of `as_sent` of each device's part, as the weight it is."""
+    """Returns the weight whose `as_sent` arrived from all devices as `sent`."""
     if not isinstance(weight, QuantizedWeight):
         return sent
     numbers = lax.bitcast_convert_type(sent, weight.value.numbers.dtype)
@@ -174,56 +174,56 @@ def received(weight: Any, sent: jax.Array) -> Any:
 def column(
     ways: Ways, x: Float[Array, "tokens k"], weights: tuple[QuantizedWeight, ...]
 ) -> Outputs:
-    """x @ w for weights split by column, x this device's share of the tokens: what
-    `Communicator.column` is."""
+    """`Communicator.column` in 8 bits: x @ w for weights split by column. x: this device's share of
+    the tokens."""
     return tuple(checkpoint_name(y, PRODUCT) for y in _column(ways, x, weights))
 
 
 def row(
     ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
 ) -> Float[Array, "tokens columns"]:
-    """x @ w for a weight split by row, summed, of which the result is this device's share of the
-    tokens: what `Communicator.row` is."""
+    """`Communicator.row` in 8 bits: x @ w for a weight split by row, summed. The result is this
+    device's share of the tokens."""
     return checkpoint_name(_row(ways, x, weight), PRODUCT)
 
 
 def product(x: Shaped[Array, "m k"], w: Scaled) -> Float[Array, "m n"]:
-    """x @ w of 8-bit numbers, times w's scale, in fp32: as `product_of_numbers`."""
+    """x @ w of 8-bit numbers, times w's scale, in fp32; as `product_of_numbers`."""
     return product_of_numbers(x, w.numbers) * w.scale
 
 
 def product_of_numbers(x: Shaped[Array, "m k"], w: Shaped[Array, "k n"]) -> Float[Array, "m n"]:
     """x @ w of 8-bit numbers, in fp32.
 
-    Of floats every term is exact in fp32, in which they are added; but for what Hopper's tensor
-    cores, at the default precision, add of a forward product in fewer bits ("fast accumulation").
-    Products with gradients ask for all. Of whole numbers the sums are exact, and rounded to fp32:
-    in int32, and of more than `MOST_TERMS` by parts.
+    Every term of floats is exact in fp32, in which terms are added, except in forward products on
+    Hopper: its tensor cores add them in fewer bits ("fast accumulation") at the default precision.
+    Products with gradients ask for full precision. Integer sums are exact and then rounded to fp32:
+    in int32, and in several parts beyond `MOST_TERMS`.
     """
     dims = (((1,), (0,)), ((), ()))
     if x.dtype != jnp.int8:
         precision = lax.Precision.HIGHEST if E5M2.dtype in (x.dtype, w.dtype) else None
-        how: Any = dict(precision=precision, preferred_element_type=jnp.float32)
-        return lax.dot_general(x, w, dims, **how)
+        options: Any = dict(precision=precision, preferred_element_type=jnp.float32)
+        return lax.dot_general(x, w, dims, **options)
     parts = [
         lax.dot_general(
-            x[:, at : at + MOST_TERMS],
-            w[at : at + MOST_TERMS],
+            x[:, start : start + MOST_TERMS],
+            w[start : start + MOST_TERMS],
             dims,
             preferred_element_type=jnp.int32,
         ).astype(jnp.float32)
-        for at in range(0, max(x.shape[1], 1), MOST_TERMS)
+        for start in range(0, max(x.shape[1], 1), MOST_TERMS)
     ]
     return sum(parts[1:], start=parts[0])
 
 
 def as_bytes(numbers: Shaped[Array, ...]) -> UInt8[Array, ...]:
-    """8-bit numbers as they travel."""
+    """8-bit numbers as the bytes that are sent."""
     return lax.bitcast_convert_type(numbers, jnp.uint8)
 
 
 def _times(w: Scaled, scale: jax.Array) -> Scaled:
-    """w, for a product with numbers that are meant times `scale`."""
+    """w with its scale times `scale`, for a product with numbers that have that scale."""
     return Scaled(w.numbers, w.scale * scale)
 
 
@@ -234,48 +234,48 @@ def _transposed(w: Scaled) -> Scaled:
 def _gathered(
     ways: Ways, x: Scaled, weights: Sequence[Scaled]
 ) -> tuple[Outputs, Shaped[Array, "all_tokens k"]]:
-    """Tokens of all devices times each weight, and the tokens' numbers."""
+    """Returns the tokens of all devices times each weight, and the tokens' numbers."""
     dtype, kind = ways.dtype, x.numbers.dtype
     weights = tuple(_times(w, x.scale) for w in weights)
     if ways.ring is None:
-        whole = _all_tokens(ways, x)
-        return tuple(product(whole, w).astype(dtype) for w in weights), whole
+        tokens = _all_tokens(ways, x)
+        return tuple(product(tokens, w).astype(dtype) for w in weights), tokens
 
     def of_bytes(tile: UInt8[Array, "tokens k"], w: Scaled) -> Float[Array, "tokens columns"]:
         return product(lax.bitcast_convert_type(tile, kind), w).astype(dtype)
 
-    given = (as_bytes(x.numbers), weights, ways.tensor, ways.ring)
-    outs, whole = gather_products(*given, product=of_bytes)
-    return outs, lax.bitcast_convert_type(whole, kind)
+    arguments = (as_bytes(x.numbers), weights, ways.tensor, ways.ring)
+    outs, tokens = gather_products(*arguments, product=of_bytes)
+    return outs, lax.bitcast_convert_type(tokens, kind)
 
 
 def _all_tokens(ways: Ways, x: Scaled) -> Shaped[Array, "all_tokens k"]:
-    """The numbers of the tokens of all devices."""
+    """Gathers the numbers of the tokens of all devices."""
     if not ways.tensor:
         return x.numbers
-    whole = all_gather(as_bytes(x.numbers), ways.tensor, 0, ways.by)
-    return lax.bitcast_convert_type(whole, x.numbers.dtype)
+    tokens = all_gather(as_bytes(x.numbers), ways.tensor, 0, ways.by)
+    return lax.bitcast_convert_type(tokens, x.numbers.dtype)
 
 
 def _scattered(
     ways: Ways, reduction: str, xs: Sequence[Scaled], weights: Sequence[Scaled]
 ) -> Float[Array, "tokens columns"]:
-    """The sum of x @ w over the pairs and the devices, of which each gets its tokens, by the
-    reduction of that name."""
+    """Sum of x @ w over the pairs and the devices, each device keeping its tokens. `reduction` is
+    the registered name of the sum."""
     weights = tuple(_times(w, x.scale) for x, w in zip(xs, weights, strict=True))
     numbers = tuple(x.numbers for x in xs)
     if ways.ring is not None:
         check_divides(numbers[0], ways.tensor, 0)
         scatter = PRODUCT_SCATTERS[f"{reduction} matmul"]
         return scatter(numbers, weights, ways.tensor, ways.ring, ways.dtype, product=product)
-    first, *others = (product(x, w) for x, w in zip(numbers, weights, strict=True))
-    total = sum(others, start=first).astype(ways.dtype)
+    first, *later = (product(x, w) for x, w in zip(numbers, weights, strict=True))
+    total = sum(later, start=first).astype(ways.dtype)
     return sum_scatter(reduction, total, ways.tensor, 0, ways.by)
 
 
 def _input(ways: Ways, x: Float[Array, "_ k"], weight: QuantizedWeight) -> tuple[Scaled, Any]:
-    """The input of a product with that weight (and with those of the same input), and what was seen
-    of it for its delayed scale."""
+    """Returns the input of a product with that weight (and others of the same input), and what its
+    delayed scale sees of it."""
     form = ways.products.forward
     if weight.scales is None:
         return scaled_alike([x], form, ways.maxima)[0], None
@@ -285,45 +285,45 @@ def _input(ways: Ways, x: Float[Array, "_ k"], weight: QuantizedWeight) -> tuple
 def _output_gradients(
     ways: Ways, weights: Sequence[QuantizedWeight], dys: Sequence[Float[Array, ...]], of_x: Any
 ) -> tuple[list[Scaled], list[Any]]:
-    """The gradients of the outputs of each weight, and the cotangent of its leaf of delayed
-    scales."""
+    """Returns the gradients of the outputs of each weight, and the cotangents of the leaves of
+    delayed scales."""
     form = ways.products.backward
     if weights[0].scales is None:
         return scaled_alike(dys, form, ways.maxima), [None for _ in weights]
     pairs = list(zip(weights, dys, strict=True))
     narrow = [quantized_by(scale_of(w.scales, "dy"), dy, form) for w, dy in pairs]
-    found = [jnp.concatenate([of_x, w.seen, seen(dy, form)]) for w, dy in pairs]
+    cotangents = [jnp.concatenate([of_x, w.seen, seen(dy, form)]) for w, dy in pairs]
     return narrow, [
-        vary(each.astype(w.scales.dtype), varying_axes(w.scales))
-        for w, each in zip(weights, found, strict=True)
+        vary(scales.astype(w.scales.dtype), varying_axes(w.scales))
+        for w, scales in zip(weights, cotangents, strict=True)
     ]
 
 
-def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, found: Any) -> QuantizedWeight:
-    """The cotangent of a weight in whose place `kept` has been; found: that of its scales."""
-    wanted, made = weight.stand_in, None
-    if isinstance(wanted, Tiled):
+def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, dscales: Any) -> QuantizedWeight:
+    """Cotangent of a weight that was saved by `kept`. dscales: that of its scales."""
+    stand_in, gradient = weight.stand_in, None
+    if isinstance(stand_in, Tiled):
         scale = x.scale * dy.scale
 
         def scaled(left: jax.Array, right: jax.Array) -> Float[Array, "m n"]:
             return product(left, Scaled(right, scale))
 
-        made = wanted.gradient(x.numbers, dy.numbers, product=scaled)
-    elif wanted is not None:
-        made = product(x.numbers.T, _times(dy, x.scale)).astype(weight.dtype)
-    return replace(weight, value=None, stand_in=made, scales=found, seen=None)
+        gradient = stand_in.gradient(x.numbers, dy.numbers, product=scaled)
+    elif stand_in is not None:
+        gradient = product(x.numbers.T, _times(dy, x.scale)).astype(weight.dtype)
+    return replace(weight, value=None, stand_in=gradient, scales=dscales, seen=None)
 
 
 def kept(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight for the backward pass: its stand-in without an array of that size."""
+    """The weight that is saved for the backward pass, without a stand-in array of its size."""
     stand_in = weight.stand_in
     if isinstance(stand_in, Tiled):
         return replace(weight, stand_in=replace(stand_in, tile=None))
     return weight if stand_in is None else replace(weight, stand_in=stand_in[:0])
 
 
-# Remat policies do not look into a function with a derivative of its own: what they save of a
-# product is its named output, whatever it is made of, and what they have made again is all of it.
+# Remat policies do not look into a function with a custom derivative. Of a product they save only
+# its named output; otherwise the product is recomputed completely.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _column_outputs(ways: Ways, x: Scaled, weights: tuple[Scaled, ...]) -> Outputs:
     return _gathered(ways, x, weights)[0]
@@ -361,16 +361,16 @@ def _column_backward(
     ways: Ways, saved: tuple[Scaled, Any, tuple[QuantizedWeight, ...]], dys: Outputs
 ) -> tuple[Float[Array, "tokens k"], tuple[QuantizedWeight, ...]]:
     x, of_x, weights = saved
-    narrow, found = _output_gradients(ways, weights, dys, of_x)
+    narrow, of_scales = _output_gradients(ways, weights, dys, of_x)
     transposed = [_transposed(w.value) for w in weights]
     dx = _scattered(ways, "column gradients", narrow, transposed)
-    whole = x
+    tokens = x
     if any(w.stand_in is not None for w in weights):
-        # Not before the gradients are there: what is gathered is as large as all that is kept.
+        # Wait for the gradients, since the gathered tokens take as much memory as all saved ones.
         numbers, narrow = lax.optimization_barrier((x.numbers, narrow))
-        whole = Scaled(_all_tokens(ways, Scaled(numbers, x.scale)), x.scale)
-    each = zip(weights, narrow, found, strict=True)
-    return dx, tuple(_gradient(w, whole, dy, scales) for w, dy, scales in each)
+        tokens = Scaled(_all_tokens(ways, Scaled(numbers, x.scale)), x.scale)
+    operands = zip(weights, narrow, of_scales, strict=True)
+    return dx, tuple(_gradient(w, tokens, dy, scales) for w, dy, scales in operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -391,9 +391,9 @@ def _row_backward(
     ways: Ways, saved: tuple[Scaled, Any, QuantizedWeight], dy: Float[Array, "tokens columns"]
 ) -> tuple[Float[Array, "all_tokens k"], QuantizedWeight]:
     x, of_x, weight = saved
-    (narrow,), (found,) = _output_gradients(ways, [weight], [dy], of_x)
-    (dx,), whole = _gathered(ways, narrow, [_transposed(weight.value)])
-    return dx, _gradient(weight, x, Scaled(whole, narrow.scale), found)
+    (narrow,), (of_scales,) = _output_gradients(ways, [weight], [dy], of_x)
+    (dx,), tokens = _gathered(ways, narrow, [_transposed(weight.value)])
+    return dx, _gradient(weight, x, Scaled(tokens, narrow.scale), of_scales)
 
 
 _column.defvjp(_column_forward, _column_backward)

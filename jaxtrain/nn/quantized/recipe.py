@@ -1,4 +1,4 @@
-"""What products in 8 bits round to what, and by which scales: values of an experiment."""
+"""Recipes of products in 8 bits, as values of an experiment: number formats and scales."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from jaxtrain.nn.quantized.formats import E4M3, E5M2, INT8, Format
 @dataclass(frozen=True)
 class Fp8Products:
     """Products in 8-bit floats: activations and weights as e4m3, the gradients of outputs as e5m2
-    (Micikevicius et al. 2022), each tensor with one scale, a power of two
-    (`formats.Format.scale`).
+    (Micikevicius et al. 2022), each tensor with one scale, a power of two (`formats.Format.scale`).
 
-    scaling: None takes it from the tensor's greatest magnitude of the moment, for which devices
-    wait for each other in every product; `Delayed()` from those of the steps before.
+    scaling: None takes the scale from the tensor's current greatest magnitude, for which devices
+    wait for each other in every product. `Delayed()` takes it from the steps before.
     """
 
     scaling: Delayed | None = None
@@ -29,38 +28,38 @@ class Fp8Products:
             )
 
     rate: ClassVar[str] = "fp8"
-    """Of `mesh.hardware.Chip`'s rates, that of such products."""
+    """Name of the rate of such products in `mesh.hardware.Chip`."""
 
     @property
     def forward(self) -> Format:
-        """Of x and w."""
+        """Format of x and w."""
         return E4M3
 
     @property
     def backward(self) -> Format:
-        """Of dy."""
+        """Format of dy."""
         return E5M2
 
 
 @dataclass(frozen=True)
 class Int8Products:
-    """Products of whole numbers from -127 to 127, each tensor with one scale, its greatest
-    magnitude / 127, rounded to nearest; dy as x and w, so that all three products are of 8 bits
-    (as AQT trains: Abdolrashidi et al. 2021, "Pareto-optimal quantized ResNet is mostly 4-bit")."""
+    """Products of integers from -127 to 127, each tensor with one scale, its greatest magnitude /
+    127, rounded to nearest. dy is int8 too, so that all three products are of 8 bits (as AQT
+    trains: Abdolrashidi et al. 2021, "Pareto-optimal quantized ResNet is mostly 4-bit")."""
 
     rate: ClassVar[str] = "int8"
-    """Of `mesh.hardware.Chip`'s rates, that of such products."""
+    """Name of the rate of such products in `mesh.hardware.Chip`."""
     scaling: ClassVar[None] = None
-    """Scales are of the moment."""
+    """Scales are current ones."""
 
     @property
     def forward(self) -> Format:
-        """Of x and w."""
+        """Format of x and w."""
         return INT8
 
     @property
     def backward(self) -> Format:
-        """Of dy."""
+        """Format of dy."""
         return INT8
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the rotation, and what stretches it over longer sequences.
+"""Rotary position embedding: the rotation, and its scalings for longer sequences.
 
 To read first: Su et al. 2021 (RoFormer), and Peng et al. 2023 (YaRN), whose section 2 goes through
 the scalings before it.

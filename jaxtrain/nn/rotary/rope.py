@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, RoFormer), in the half-split convention of Llama.
 
 Pair i of a head is dims (i, i + head_dim/2), turned by position * frequency_i with frequency_i =
-theta ** (-2i / head_dim), or what a `RopeScaling` makes of it. Tables are computed once and serve
-q and k of every layer.
+theta ** (-2i / head_dim), possibly changed by a `RopeScaling`. Tables are computed once and serve q
+and k of every layer.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ class Rope:
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         return 1.0 if self.scaling is None else self.scaling.attention_scaling
 
     @property
     def switch(self) -> int | None:
-        """The length beyond which all positions of a sequence are turned by other frequencies;
-        None where there is no such length."""
+        """Length beyond which all positions of a sequence are turned by other frequencies; None if
+        there is no such length."""
         return self.scaling.original_seq if isinstance(self.scaling, LongRope) else None
 
     def turned_dims(self, head_dim: int) -> int:
-        """How many dims of a head are turned."""
+        """Number of dims of a head that are turned."""
         return int(head_dim * self.partial_rotary_factor)
 
     def frequencies(self, head_dim: int, seq: Seq) -> Scaled:
         """Radians per position of each pair of dims, in a sequence of `seq` tokens. Raises
-        ValueError where the dims to turn are no pairs, or not those that the scaling is of."""
+        ValueError on `violations`."""
         if problems := self.violations(head_dim):
             raise ValueError("; ".join(problems))
         dims = self.turned_dims(head_dim)
-        found = self.theta ** (-np.arange(0, dims, 2) / dims)
-        return found if self.scaling is None else self.scaling.scaled(found, self.theta, seq)
+        unscaled = self.theta ** (-np.arange(0, dims, 2) / dims)
+        return unscaled if self.scaling is None else self.scaling.scaled(unscaled, self.theta, seq)
 
     def violations(self, head_dim: int) -> list[str]:
-        """Why heads of this size cannot be turned."""
+        """Reasons why heads of this size cannot be turned."""
         dims = self.turned_dims(head_dim)
         if dims % 2 or dims == 0:
             near = f"use {' or '.join(map(str, sorted({max(dims - 1, 2), dims + 1})))}"
@@ -103,8 +103,8 @@ def rotate(
     cos: Float32[Array, "#batch seq pairs"],
     sin: Float32[Array, "#batch seq pairs"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """x turned by the tables, its dims beyond their pairs left as they are; computed in fp32, x's
-    dtype back.
+    """Returns x turned by the tables, in x's dtype; dims beyond the tables' pairs stay unchanged.
+    Computed in fp32.
 
     A rotation: norms are kept where tables are not scaled, and q.k depends on the difference of
     positions only.

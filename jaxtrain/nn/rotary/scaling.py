@@ -1,9 +1,9 @@
-"""What changes rotary frequencies so that longer sequences are read than a model was trained with.
+"""Scalings of rotary frequencies, for longer sequences than a model was trained with.
 
-Two of them, `DynamicNtk` and `LongRope`, go by the length of the sequence. In training that is the
-length of a row, packed or not, so that all steps turn alike. A model that generates has at each
-call the tokens so far, those of the call included. Keys that are in its cache stay as `DynamicNtk`
-turned them when they came; where `LongRope` changes its factors the cache is made anew.
+Two of them, `DynamicNtk` and `LongRope`, depend on the length of the sequence. In training that is
+the length of a row, packed or not, so all steps turn alike. In generation it is the number of
+tokens so far, including those of the call. Cached keys stay as `DynamicNtk` turned them when they
+were added; where `LongRope` changes its factors the cache is computed anew.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from jaxtyping import Array, Float, Float64, Int
 Frequencies = Float64[np.ndarray, " pairs"]
 """Radians per position of each pair of dims."""
 Seq = int | Int[Array, ""]
-"""Tokens of a sequence; an array where a program is one for many lengths."""
+"""Tokens of a sequence; an array where one program serves many lengths."""
 Scaled = Frequencies | Float[Array, " pairs"]
-"""An array of JAX's only where the length is one."""
+"""A JAX array only if the length is one."""
 
 
 @runtime_checkable
 class RopeScaling(Protocol):
-    """Changes the frequencies so that a longer context is read."""
+    """Changes the frequencies so that a longer context can be read."""
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by, so scores by its square."""
+        """Factor of cos and sin; scores get its square."""
         ...
 
     def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
-        """Of pair i, frequencies[i] is theta ** (-i / pairs)."""
+        """Returns the changed frequencies. frequencies[i] of pair i is theta ** (-i / pairs)."""
         ...
 
 
 class _Unscaled:
-    """Cos and sin as they are."""
+    """Leaves cos and sin unscaled."""
 
     @property
     def attention_scaling(self) -> float:
@@ -100,8 +100,8 @@ class Llama3Scaling(_Unscaled):
     def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
         turns = self.original_seq * frequencies / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unchanged = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequencies * (unchanged + (1 - unchanged) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class DynamicNtk(_Unscaled):
         return frequencies * grown ** (-np.arange(pairs) / (pairs - 1))
 
     def unfit(self, pairs: int) -> list[str]:
-        """Why heads of so many pairs cannot be scaled."""
+        """Reasons why heads of so many pairs cannot be scaled."""
         if pairs > 1:
             return []
         return [
@@ -217,7 +217,7 @@ class LongRope:
         problems = _shortens(self.factor) + _no_length(self.original_seq, least=2)
         problems += _negative("attention_factor", self.attention_factor)
         for name in ("short_factor", "long_factor"):
-            wrong = [each for each in getattr(self, name) if not 0 < each < math.inf]
+            wrong = [factor for factor in getattr(self, name) if not 0 < factor < math.inf]
             if wrong:
                 problems.append(f"{name} has {wrong[0]}; divide frequencies by numbers above 0")
         _raise(problems)
@@ -235,10 +235,10 @@ class LongRope:
         return jnp.where(seq > self.original_seq, jnp.asarray(long), jnp.asarray(short))
 
     def unfit(self, pairs: int) -> list[str]:
-        """Why heads of so many pairs cannot be scaled."""
-        given = {name: len(getattr(self, name)) for name in ("short_factor", "long_factor")}
+        """Reasons why heads of so many pairs cannot be scaled."""
+        counts = {name: len(getattr(self, name)) for name in ("short_factor", "long_factor")}
         return [
             f"{name} has {count} numbers and heads turn {pairs} pairs of dims; give {pairs}"
-            for name, count in given.items()
+            for name, count in counts.items()
             if count != pairs
         ]

@@ -1,5 +1,5 @@
-"""What a pipelined step sends and computes, by arithmetic on its schedule's tables.
+"""Predicts what a pipelined step sends and computes, from its schedule's tables.
 
-What is the same on every mesh is in planner/; nothing here imports a tracer. To read first:
-Narayanan et al. 2021 (Megatron-LM on clusters), Qi et al. 2023 (zero bubble).
+Parts common to every mesh are in planner/; nothing here imports a tracer. To read first: Narayanan
+et al. 2021 (Megatron-LM on clusters), Qi et al. 2023 (zero bubble).
 """

@@ -1,7 +1,8 @@
-"""What attention sends where rows are cut over devices: keys that travel, tokens traded for heads.
+"""Predicts what attention sends if rows are split over devices: keys that travel, and tokens traded
+for heads.
 
-By arithmetic on `context/`: the hops of `schemes.py`, the permutes of `ring.py`, the all-to-alls of
-`exchange.py`. Keys and values go together, and so do sums of their gradients, in fp32.
+The numbers follow `context/`: the hops of `schemes.py`, the permutes of `ring.py`, the all-to-alls
+of `exchange.py`. Keys and values are sent together, and so are sums of their gradients, in fp32.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, itemsize_o
 from jaxtrain.planner.values import Moved
 
 
-def forward(facts: StepFacts, axes: MeshAxes, found: Moved, why: str = "") -> Iterator[Sent]:
-    """Of these values, made in a forward pass; axes: that split heads."""
+def forward(facts: StepFacts, axes: MeshAxes, values: Moved, why: str = "") -> Iterator[Sent]:
+    """Yields the forward collectives of these values. axes: mesh axes that split heads."""
     s = facts.sequence
-    for kind, call in found if s is not None else ():
+    for kind, call in values if s is not None else ():
         assert s is not None
         if kind == "attention":
             yield from _keys(facts, s, axes, call, f"keys{why}")
@@ -25,10 +26,10 @@ def forward(facts: StepFacts, axes: MeshAxes, found: Moved, why: str = "") -> It
             yield from _trade(facts, s, axes, call, kind, why)
 
 
-def backward(facts: StepFacts, axes: MeshAxes, found: Moved) -> Iterator[Sent]:
-    """Of the gradients that flow through these."""
+def backward(facts: StepFacts, axes: MeshAxes, values: Moved) -> Iterator[Sent]:
+    """Yields the collectives of the gradients that flow through these values."""
     s = facts.sequence
-    for kind, call in found if s is not None else ():
+    for kind, call in values if s is not None else ():
         assert s is not None
         if kind != "attention":
             yield from _trade(facts, s, axes, call, kind, ", backward")
@@ -40,18 +41,20 @@ def backward(facts: StepFacts, axes: MeshAxes, found: Moved) -> Iterator[Sent]:
 def _keys(
     facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, why: str
 ) -> Iterator[Sent]:
-    """All that come to a device, once."""
+    """Yields the sends that bring all keys and values to a device once."""
     size = _key_elements(facts, axes, call)
     if s.gathered:
-        whole = size * ways(facts, s.axes)
-        yield from collective_traffic(facts, why, "all_gather", "lax", s.axes, facts.compute, whole)
+        gathered_size = size * ways(facts, s.axes)
+        yield from collective_traffic(
+            facts, why, "all_gather", "lax", s.axes, facts.compute, gathered_size
+        )
         return
     hops, chunks = _hops(s, call)
     if not hops:
         return
     last = _moved(facts, s, why, facts.compute, size, chunks, 1)
     yield from times(last, hops - 1)
-    # Past half of the line no first chunk has anything before it that is not there already.
+    # Beyond half of the line, no first chunk has earlier keys that have not arrived already.
     yield from last[: len(last) - (chunks and hops >= s.groups)]
 
 
@@ -60,8 +63,10 @@ def _key_gradients(
 ) -> Iterator[Sent]:
     size, why = _key_elements(facts, axes, call), "gradients of keys"
     if s.gathered:
-        whole = size * ways(facts, s.axes)
-        yield from collective_traffic(facts, why, "reduce_scatter", "lax", s.axes, "float32", whole)
+        global_size = size * ways(facts, s.axes)
+        yield from collective_traffic(
+            facts, why, "reduce_scatter", "lax", s.axes, "float32", global_size
+        )
         return
     hops, chunks = _hops(s, call)
     if hops:
@@ -72,7 +77,8 @@ def _key_gradients(
 def _trade(
     facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, kind: str, why: str
 ) -> Iterator[Sent]:
-    """Tokens for heads, of queries, keys and values before attention and of its output after it."""
+    """Yields the exchange of tokens for heads: of queries, keys and values before attention, of its
+    output after it."""
     if s.group == 1:
         return
     heads = call.heads + 2 * call.kv_heads if kind == "spread" else call.heads
@@ -81,17 +87,17 @@ def _trade(
     if s.groups == 1:
         yield from collective_traffic(facts, line, "all_to_all", "lax", s.axes, facts.compute, size)
         return
-    each = size // s.group
-    yield from times([_permute(facts, s, line, facts.compute, each)], s.group - 1)
+    part_size = size // s.group
+    yield from times([_permute(facts, s, line, facts.compute, part_size)], s.group - 1)
 
 
 def _key_elements(facts: StepFacts, axes: MeshAxes, call: AttentionCall) -> int:
-    """Keys and values of a device: as many where tokens are traded for heads."""
+    """Elements of a device's keys and values; the same if tokens are traded for heads."""
     return facts.tokens * 2 * call.kv_heads // ways(facts, axes) * call.head_dim
 
 
 def _hops(s: SequenceFacts, call: AttentionCall) -> tuple[int, bool]:
-    """How often keys travel, and whether in two chunks (`schemes.Chunks`)."""
+    """Returns how often keys travel, and whether in two chunks (`schemes.Chunks`)."""
     together = s.local * s.group
     window = call.window if (call.window or 0) < s.groups * together else None
     if window is None:
@@ -102,22 +108,24 @@ def _hops(s: SequenceFacts, call: AttentionCall) -> tuple[int, bool]:
 
 
 def _moved(
-    facts: StepFacts, s: SequenceFacts, why: str, dtype: str, size: int, chunks: bool, by: int
+    facts: StepFacts, s: SequenceFacts, why: str, dtype: str, size: int, chunks: bool, shift: int
 ) -> list[Sent]:
-    """What all places of a ring have, `by` places on (`ring.Seats.moved`)."""
+    """Returns the permutes that move the values of all places of a ring by `shift` places
+    (`ring.Seats.moved`)."""
     if not chunks:
         return [_permute(facts, s, why, dtype, size)]
     line = 2 * s.groups
     ways_on = set()
     for place in range(line):
-        (of, seat), (to, there) = (_seat(at % line, s.groups) for at in (place, place + by))
-        if seat != there:
-            ways_on.add((of, to))
+        ends = (place, place + shift)
+        (source, seat), (target, next_seat) = (_seat(end % line, s.groups) for end in ends)
+        if seat != next_seat:
+            ways_on.add((source, target))
     return [_permute(facts, s, why, dtype, size // 2) for _ in ways_on]
 
 
 def _seat(place: int, groups: int) -> tuple[bool, int]:
-    """(whether it is the second of its seat, the seat) of a place in the line."""
+    """Returns (True if it is the second of its seat, the seat) for a place in the line."""
     return (True, 2 * groups - 1 - place) if place >= groups else (False, place)
 
 

@@ -1,5 +1,5 @@
-"""What a mixture of experts sends by itself: rows to the devices of their experts and back, and the
-loads that its auxiliary loss is made of. Tokens are gathered before it, and scattered after it, as
+"""Predicts what a mixture of experts itself sends: rows to the devices of their experts and back,
+and the loads for its auxiliary loss. Tokens are gathered before it and scattered after it like
 those of a dense layer (`traffic.py`)."""
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ EXPERT = ("expert",)
 
 
 def forward(facts: StepFacts, call: ExpertCall, why: str = "") -> Iterator[Sent]:
-    """Of one layer: rows there and back; why: what is added to the names of its lines."""
+    """Yields the collectives of one layer: rows to experts and back. why: added to the names of its
+    lines."""
     chunks, axes = _chunks(facts, call), _axes(facts)
     size = call.experts + ways(facts, axes)
-    found = [
+    sent = [
         *_rows(facts, call, f"rows to their experts{why}"),
         *_rows(facts, call, f"rows back from their experts{why}"),
     ]
     line = f"rows of each expert, and the first of each device{why}"
-    found += collective_traffic(facts, line, "all_to_all", "lax", axes, "int32", size)
-    yield from times(found, chunks)
+    sent += collective_traffic(facts, line, "all_to_all", "lax", axes, "int32", size)
+    yield from times(sent, chunks)
 
 
 def again(facts: StepFacts, call: ExpertCall) -> Iterator[Sent]:
-    """What a remat policy makes again of one layer: nothing of chunks, which make their own again
-    whatever the policy."""
+    """Yields the collectives of one layer that a remat policy repeats. Nothing for chunks, which
+    are recomputed whatever the policy."""
     if _chunks(facts, call) == 1:
         yield from forward(facts, call, ", again")
 
 
 def backward(facts: StepFacts, call: ExpertCall, *, flow: bool) -> Iterator[Sent]:
-    """Of one layer. flow: the gradient of its input is needed. Loads are added up for the gradient
-    of an auxiliary loss: once, in whichever pass it is made."""
+    """Yields the backward collectives of one layer. flow: the gradient of its input is needed.
+    Loads are summed once for the gradient of an auxiliary loss, in whichever pass computes it."""
     chunks = _chunks(facts, call)
     if call.sums_loads:
         axes, size = tuple(a for a in facts.sizes if a in TOKEN_AXES), call.experts
@@ -49,16 +50,16 @@ def backward(facts: StepFacts, call: ExpertCall, *, flow: bool) -> Iterator[Sent
 
 
 def _rows(facts: StepFacts, call: ExpertCall, why: str) -> list[Sent]:
-    """All rows of a chunk, once: as many as there is room for, or, where none but rows are sent,
-    as if each choice were one, which are as many at the most."""
-    axes, by = _axes(facts), facts.by.experts
+    """Returns the sends of all rows of a chunk, once: as many as the buffers have room for. A
+    ragged exchange sends rows only; they count as one for each choice, which is the most."""
+    axes, algorithm = _axes(facts), facts.algorithms.experts
     devices, tokens = ways(facts, axes), facts.tokens // _chunks(facts, call)
-    given = (call.experts, devices, call.routing_group, call.rows_of_group)
-    rows, kind = devices * sent_rows(tokens, call.per_token, *given), "all_to_all"
-    if by == "ragged":
-        rows, kind, by = min(rows, tokens * call.per_token), "ragged_all_to_all", "lax"
+    sizes = (call.experts, devices, call.routing_group, call.rows_of_group)
+    rows, kind = devices * sent_rows(tokens, call.per_token, *sizes), "all_to_all"
+    if algorithm == "ragged":
+        rows, kind, algorithm = min(rows, tokens * call.per_token), "ragged_all_to_all", "lax"
     size = rows * facts.model.embed
-    return collective_traffic(facts, why, kind, by, axes, facts.compute, size)
+    return collective_traffic(facts, why, kind, algorithm, axes, facts.compute, size)
 
 
 def _axes(facts: StepFacts) -> tuple[str, ...]:

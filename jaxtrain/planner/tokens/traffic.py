@@ -1,4 +1,5 @@
-"""What moves tokens: tensor-parallel blocks, and the head and loss over a split vocabulary.
+"""Predicts what moves tokens: tensor-parallel blocks, and the head and loss over a split
+vocabulary.
 
 Sequence parallelism (Korthikanti et al. 2022): tokens are gathered before a column-split product
 and scattered after a row-split one, twice a block, and the other way round in the backward pass.
@@ -20,64 +21,72 @@ from jaxtrain.planner.values import Tensors, Tokens, Value, chain, gathered, mov
 
 
 def token_gathers(
-    facts: StepFacts, why: str, axes: MeshAxes, found: Iterable[Tokens]
+    facts: StepFacts, why: str, axes: MeshAxes, gathers: Iterable[Tokens]
 ) -> Iterator[Sent]:
-    """A microbatch's tokens on a device, gathered over `axes`."""
-    yield from _token_collectives(facts, why, "all_gather", axes, found)
+    """Yields the gathers over `axes` of a microbatch's tokens on a device."""
+    yield from _token_collectives(facts, why, "all_gather", axes, gathers)
 
 
 def token_scatters(
-    facts: StepFacts, why: str, axes: MeshAxes, found: Iterable[Tokens]
+    facts: StepFacts, why: str, axes: MeshAxes, scatters: Iterable[Tokens]
 ) -> Iterator[Sent]:
-    """The same, summed and scattered."""
-    yield from _token_collectives(facts, why, "reduce_scatter", axes, found)
+    """Yields the reduce-scatters over `axes` of a microbatch's tokens."""
+    yield from _token_collectives(facts, why, "reduce_scatter", axes, scatters)
 
 
 def stream(facts: StepFacts, count: int = 1) -> list[Tokens]:
-    """Those of the residual stream, so often."""
+    """Tokens of the residual stream, `count` times."""
     return [Tokens(facts.model.embed)] * count
 
 
 def _token_collectives(
-    facts: StepFacts, why: str, collective: str, axes: MeshAxes, found: Iterable[Tokens]
+    facts: StepFacts, why: str, collective: str, axes: MeshAxes, sent: Iterable[Tokens]
 ) -> Iterator[Sent]:
-    by = facts.by.tensor if axes == facts.tensor else "lax"
-    for each, count in Counter(found).items():
-        dtype, size = "uint8" if each.narrow else facts.compute, facts.tokens * each.width
-        yield from times(collective_traffic(facts, why, collective, by, axes, dtype, size), count)
+    algorithm = facts.algorithms.tensor if axes == facts.tensor else "lax"
+    for token, count in Counter(sent).items():
+        dtype, size = "uint8" if token.narrow else facts.compute, facts.tokens * token.width
+        yield from times(
+            collective_traffic(facts, why, collective, algorithm, axes, dtype, size), count
+        )
 
 
-def maxima(facts: StepFacts, why: str, axes: MeshAxes, found: Iterable[Tensors]) -> Iterator[Sent]:
-    """Greatest magnitudes of what products in 8 bits are made of, so many together: over all
-    devices that have parts of them, of a pipeline those of a stage unless `axes`, which split the
-    tokens, have all stages in them, of experts those that have the same ones. None where scales are
-    those of the steps before."""
+def maxima(
+    facts: StepFacts, why: str, axes: MeshAxes, tensors: Iterable[Tensors]
+) -> Iterator[Sent]:
+    """Yields all-reduces of maximum magnitudes for products in 8 bits, `count` together for each of
+    `tensors`.
+
+    They run over all devices that have parts of the tensors. In a pipeline these are a stage's
+    devices, unless `axes`, which split the tokens, include all stages; for experts, the devices
+    with the same ones. Nothing if scales are those of previous steps.
+    """
     if facts.scaling != "current":
         return
     p = facts.pipeline
     every = tuple(a for a in facts.sizes if p is None or a != p.axis or a in axes)
     apart = tuple(a for a in every if a in experts.EXPERT)
-    for count, of_experts in found:
+    for count, of_experts in tensors:
         over, size = every, count
         if of_experts:
             over, size = tuple(a for a in every if a not in apart), count // ways(facts, apart)
         yield from collective_traffic(facts, why, "all_reduce", "lax", over, "float32", size)
 
 
-def head_sums(facts: StepFacts, why: str, axes: MeshAxes, found: Iterable[int]) -> Iterator[Sent]:
-    """Sums over the devices that have parts of the heads, of so many numbers of each token."""
-    for each in found:
-        size = each * facts.tokens
+def head_sums(facts: StepFacts, why: str, axes: MeshAxes, widths: Iterable[int]) -> Iterator[Sent]:
+    """Yields all-reduces over the devices that split heads, of `widths` numbers of each token."""
+    for width in widths:
+        size = width * facts.tokens
         yield from collective_traffic(facts, why, "all_reduce", "lax", axes, "float32", size)
 
 
 def embedding_lookup(facts: StepFacts, axes: MeshAxes, why: str = "embedding") -> Iterator[Sent]:
-    """Tokens by the tables that are split over the vocabulary."""
+    """Yields the token scatters of tables that are split over the vocabulary."""
     yield from token_scatters(facts, why, axes, stream(facts, len(facts.model.lookups)))
 
 
 def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
-    """The gradients of those tables that are trained: of one sum, whose gradient is one."""
+    """Yields the gather for the gradients of those tables that are trained. The look-ups are
+    summed, so their gradient is one."""
     trained = facts.trains(*facts.model.lookups)
     yield from token_gathers(facts, "embedding, backward", axes, stream(facts, int(trained)))
 
@@ -85,7 +94,7 @@ def embedding_lookup_backward(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent
 def forward(
     facts: StepFacts, axes: MeshAxes, blocks: Iterable[Block], why: str = ""
 ) -> Iterator[Sent]:
-    """The forward pass of these blocks; why: what is added to the names of its lines."""
+    """Yields the forward collectives of these blocks. why: added to the names of its lines."""
     for block in blocks:
         values = chain((block,), facts.narrow)
         yield from forward_to(facts, axes, values, range(len(values)), why)
@@ -94,7 +103,7 @@ def forward(
 def forward_to(
     facts: StepFacts, axes: MeshAxes, values: Sequence[Value], needed: Iterable[int], why: str
 ) -> Iterator[Sent]:
-    """The forward pass as far as these values of a chain, by their numbers."""
+    """Yields the collectives of the forward pass for the values of a chain with these numbers."""
     needed = list(needed)
     scattered = [Tokens(values[n].width) for n in needed if values[n].kind == "scatter"]
     inputs = [n for number in needed for n in values[number].input_scales]
@@ -110,7 +119,7 @@ def forward_to(
 
 
 def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:
-    """The backward pass of one turn of the remat policy's body."""
+    """Yields the collectives of the backward pass of one turn of the remat policy's body."""
     yield from maxima(facts, "greatest gradients", axes, work.maxima)
     yield from token_gathers(facts, "rows, backward", axes, work.rows)
     yield from token_scatters(facts, "columns, backward", axes, work.columns)
@@ -130,12 +139,13 @@ def backward(facts: StepFacts, axes: MeshAxes, work: Work) -> Iterator[Sent]:
 
 
 def head(facts: StepFacts, axes: MeshAxes) -> Iterator[Sent]:
-    """The vocabulary-parallel head and loss: all tokens meet every slice of the vocabulary."""
+    """Yields the collectives of the vocabulary-parallel head and loss. Every slice of the
+    vocabulary sees all tokens."""
     yield from token_gathers(facts, "head", axes, stream(facts))
     alone = () if facts.model.tied else (facts.model.head.leaf,)
     below = any(leaf.trained for name, leaf in facts.leaves.items() if name not in alone)
     yield from token_scatters(facts, "head gradients", axes, stream(facts, int(below)))
     chunk = facts.tokens // facts.chunks
-    for why, each in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
-        sums = collective_traffic(facts, why, "all_reduce", "lax", axes, "float32", each)
+    for why, elements in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
+        sums = collective_traffic(facts, why, "all_reduce", "lax", axes, "float32", elements)
         yield from times(sums, facts.chunks)

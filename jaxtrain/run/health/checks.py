@@ -1,5 +1,5 @@
-"""Whether the numbers of a run are those that were computed: copies that are the same, and steps
-that come out the same when they are taken twice."""
+"""Detects wrong numbers in a run: copies of the state that differ, and steps that give another
+result when repeated."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.state import TrainState
 
 MOST_LEAVES = 3
-"""Named in an error; a wrong device has often more."""
+"""Most leaves that an error names; a wrong device often has more."""
 
 
 class WrongNumbers(RuntimeError):
-    """The state is not what the run computed. It is not saved: the newest checkpoint was compared
-    before it was written. `devices`: one or more of them computed or kept it wrongly. `processes`:
-    those that have such a device for certain."""
+    """The state is wrong, so it is not saved; the newest checkpoint was compared before it was
+    written. `devices`: one or more of them computed or stored it wrongly. `processes`: those that
+    certainly have such a device."""
 
-    def __init__(self, what: str, devices: Iterable[int], processes: tuple[int, ...]) -> None:
+    def __init__(self, message: str, devices: Iterable[int], processes: tuple[int, ...]) -> None:
         self.devices, self.processes = tuple(sorted(set(devices))), processes
-        super().__init__(what)
+        super().__init__(message)
 
 
 class HealthChecks:
-    """Those of a run, as `Health` asks for them. `tell` is given what the user should read."""
+    """Runs the checks that `Health` requests. `tell` prints messages for the user."""
 
     def __init__(self, health: Health, session: Session, tell: Callable[[str], None]) -> None:
         self._health, self._session, self._tell = health, session, tell
         self._compared = -1
 
     def begin(self) -> None:
-        """Before the first step of this start: the self-check, where it is asked for. Raises
+        """Runs the self-check before the first step of this start, if requested. Raises
         ValueError."""
         session, steps = self._session, self._health.self_check
         left = session.experiment.steps - session.start
@@ -65,37 +65,37 @@ class HealthChecks:
                 SelfCheck(session, self._copy).run(min(steps, left), self._tell)
 
     def step(self, step: int, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Take the step after `step`, twice where it is due. Raises WrongNumbers."""
+        """Takes the step after `step` steps, twice where a replay is due. Raises WrongNumbers."""
         every, session = self._health.replay, self._session
         if every is None or (step + 1) % every:
             return session.step(batch)
-        kept = self._copy(session.state)
+        previous = self._copy(session.state)
         metrics = session.step(batch)
-        first, second = self._rows_of(session.state), self._rows_of(session.again(kept, batch))
+        first, second = self._rows_of(session.state), self._rows_of(session.again(previous, batch))
         wrong = sorted(device for device in first if (first[device] != second[device]).any())
-        if told := all_gather_union(wrong):
-            raise self._told_of(
+        if all_wrong := all_gather_union(wrong):
+            raise self._wrong_numbers(
                 f"step {step + 1} was taken twice from the same state and batch, and came out "
-                f"different on {_named(told)}: it computes wrongly, or the program is not "
+                f"different on {_named(all_wrong)}: it computes wrongly, or the program is not "
                 "deterministic there (on GPUs: --xla_gpu_deterministic_ops)",
-                told,
-                sole(told, _process_of()),
+                all_wrong,
+                sole(all_wrong, _process_of()),
             )
         return metrics
 
     def after_step(self, done: int) -> None:
-        """Compare copies where it is due. Raises WrongNumbers."""
+        """Compares copies where due. Raises WrongNumbers."""
         every = self._health.replicas
         if every is not None and done % every == 0:
             self.compare(done)
 
     def before_save(self, done: int) -> None:
-        """So that no state is saved whose copies differ. Raises WrongNumbers."""
+        """Compares copies, so that no state with differing copies is saved. Raises WrongNumbers."""
         if self._health.replicas is not None:
             self.compare(done)
 
     def go_back(self) -> None:
-        """Steps that were compared come again."""
+        """Resets the comparison: steps that were compared come again."""
         self._compared = min(self._compared, 0)
 
     def compare(self, done: int) -> None:
@@ -104,35 +104,37 @@ class HealthChecks:
             return
         if self._compared < 0 and (share := covered(self._copies)) < 1:
             self._tell(f"NOTE {1 - share:.0%} of the state's bytes have one copy, uncompared")
-        mine, process = self._rows_of(self._session.state), jax.process_index()
-        held = [summary(mine, each) for each in self._shared if process in each.processes]
-        told = [json.loads(text) for text in all_gather_text(json.dumps(held))]
-        if unlike := differing(told, self._shared):
-            found = self._differences(mine, unlike)
-            devices = (device for each in found for device in each.devices)
-            raise self._told_of(_told(found, done), devices, certain(found, _process_of()))
+        own_rows, process = self._rows_of(self._session.state), jax.process_index()
+        summaries = [summary(own_rows, s) for s in self._shared if process in s.processes]
+        all_summaries = [json.loads(text) for text in all_gather_text(json.dumps(summaries))]
+        if unlike := differing(all_summaries, self._shared):
+            differences = self._differences(own_rows, unlike)
+            devices = (device for difference in differences for device in difference.devices)
+            raise self._wrong_numbers(
+                _describe(differences, done), devices, certain(differences, _process_of())
+            )
         self._compared = done
 
-    def _differences(self, mine: Rows, unlike: list[Shared]) -> list[Difference]:
-        """What `compare` finds with the rows of all devices: those that hold what is unlike send
-        theirs."""
-        wanted = {copies for each in unlike for copies in each.copies}
-        leaves = sorted({copies.leaf for copies in wanted})
-        holders = {device for copies in wanted for device in copies.devices}
-        sent = {d: row[leaves].tobytes().hex() for d, row in mine.items() if d in holders}
+    def _differences(self, own_rows: Rows, unlike: list[Shared]) -> list[Difference]:
+        """Differences within `unlike`, by the rows of all devices; only the devices that hold those
+        parts send theirs."""
+        suspects = {copies for shared in unlike for copies in shared.copies}
+        leaves = sorted({copies.leaf for copies in suspects})
+        holders = {device for copies in suspects for device in copies.devices}
+        sent = {d: row[leaves].tobytes().hex() for d, row in own_rows.items() if d in holders}
         rows: Rows = {}
         for text in all_gather_text(json.dumps(sent)):
             for device, digests in json.loads(text).items():
                 row = rows[int(device)] = np.zeros(len(self._paths), np.uint32)
                 row[leaves] = np.frombuffer(bytes.fromhex(digests), np.uint32)
-        return compare(rows, [each for each in self._copies if each in wanted], self._paths)
+        return compare(rows, [copies for copies in self._copies if copies in suspects], self._paths)
 
-    def _told_of(
-        self, what: str, devices: Iterable[int], processes: tuple[int, ...]
+    def _wrong_numbers(
+        self, message: str, devices: Iterable[int], processes: tuple[int, ...]
     ) -> WrongNumbers:
-        """The error, of which a supervisor hears too."""
+        """The error; a supervisor is informed of it."""
         self._session.phases.accuse(processes)
-        return WrongNumbers(what, devices, processes)
+        return WrongNumbers(message, devices, processes)
 
     @cached_property
     def _copies(self) -> list[Copies]:
@@ -151,7 +153,7 @@ class HealthChecks:
         session = self._session
         with session.phases.within("compile"):
             program = compile_digests(session.assembly.abstract, session.shardings, session.mesh)
-        session.beside.append(program)
+        session.other_programs.append(program)
         return partial(digests_of, program)
 
     @cached_property
@@ -164,12 +166,12 @@ def _copied(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 
 
-def _told(found: list[Difference], done: int) -> str:
+def _describe(leaves: list[Difference], done: int) -> str:
     lines = []
-    for path, devices, known in found[:MOST_LEAVES]:
-        verdict = "against most others" if known else "one of which is wrong"
+    for path, devices, by_majority in leaves[:MOST_LEAVES]:
+        verdict = "against most others" if by_majority else "one of which is wrong"
         lines.append(f"{path}: {_named(devices)}, {verdict}")
-    more = f", and {len(found) - MOST_LEAVES} leaves more" if len(found) > MOST_LEAVES else ""
+    more = f", and {len(leaves) - MOST_LEAVES} leaves more" if len(leaves) > MOST_LEAVES else ""
     return (
         f"copies of the state differ after step {done}: {'; '.join(lines)}{more}; go on from the "
         "newest checkpoint, whose copies were compared"
@@ -177,7 +179,7 @@ def _told(found: list[Difference], done: int) -> str:
 
 
 def _named(devices: Iterable[int]) -> str:
-    """Devices, and the processes they are of."""
+    """Names of devices, with their processes."""
     process_of = _process_of()
     names = [f"device {n} of process {process_of[n]}" for n in sorted(set(devices))]
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

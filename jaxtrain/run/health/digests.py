@@ -1,8 +1,8 @@
-"""A digest of what each device holds of each leaf of the state: nothing is sent for it.
+"""A digest of what each device holds of each leaf of the state, computed without communication.
 
-Copies of a leaf must have the same one, bit for bit, and a step that is taken twice from the same
-state must end in the same ones: what differs has been computed, or kept, wrongly (Dixit et al.,
-"Silent Data Corruptions at Scale", 2021).
+Copies of a leaf must have equal digests, bit for bit, and a step repeated from the same state must
+end in equal ones: a difference was computed or stored wrongly (Dixit et al., "Silent Data
+Corruptions at Scale", 2021).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.step.state import TrainState
 
 SPREAD = 0x9E3779B1
-"""2^32 / golden ratio, as Knuth has it for hashing: neighbours get unlike weights."""
+"""2^32 / golden ratio (Knuth's hashing constant): neighbours get different weights."""
 
 Rows = dict[int, np.ndarray]
 """Device id -> a digest for each leaf, uint32."""
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """A number of the bits of x, uint32: sum of word i times an odd w(i), modulo 2^32. A change of
-    any one word changes it, for an odd weight has an inverse there."""
+    """Digest of the bits of x, uint32: the sum of word i times an odd w(i), modulo 2^32. A change
+    of one word always changes it, since an odd weight has an inverse modulo 2^32."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
@@ -37,16 +37,16 @@ def digest(x: jax.Array) -> jax.Array:
     size = x.dtype.itemsize
     words = lax.bitcast_convert_type(x, f"uint{8 * size}" if size < 8 else jnp.uint32)
     words = words.astype(jnp.uint32)
-    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    index, stride = jnp.zeros(words.shape, jnp.uint32), 1
     for dim in reversed(range(words.ndim)):
-        place += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(stride % 2**32)
+        index += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(stride % 2**32)
         stride *= words.shape[dim]
-    weights = (place * np.uint32(SPREAD)) << np.uint32(1) | np.uint32(1)
+    weights = (index * np.uint32(SPREAD)) << np.uint32(1) | np.uint32(1)
     return jnp.sum(words * weights, dtype=jnp.uint32)
 
 
 def digests_of(program: jax.stages.Compiled, state: TrainState) -> Rows:
-    """The digests of this process's devices, by `compile_digests`; the state is kept."""
+    """Digests of this process's devices, by a compiled program; `state` is kept."""
     shards = program(state).addressable_shards
     return {shard.device.id: np.asarray(shard.data)[0] for shard in shards}
 
@@ -54,8 +54,8 @@ def digests_of(program: jax.stages.Compiled, state: TrainState) -> Rows:
 def compile_digests(
     abstract: TrainState, shardings: TrainState, mesh: jax.sharding.Mesh
 ) -> jax.stages.Compiled:
-    """The program by which each device digests what it holds of the leaves."""
-    specs = jax.tree.map(lambda where: where.spec, shardings)
+    """Compiles a program in which each device digests its shard of each leaf."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     every = (tuple(mesh.axis_names), ())
 
     def rows(state: TrainState) -> jax.Array:
@@ -71,7 +71,7 @@ def compile_digests(
 
 
 class Copies(NamedTuple):
-    """The devices that hold the same part of one leaf. bytes: of that part."""
+    """The devices that hold the same part of one leaf. bytes: size of that part."""
 
     leaf: int
     devices: tuple[int, ...]
@@ -79,104 +79,110 @@ class Copies(NamedTuple):
 
 
 def copies_of(abstract: TrainState, shardings: TrainState) -> list[Copies]:
-    """Of every leaf, by what its sharding says."""
-    found, known = [], dict[Any, list[tuple[int, ...]]]()
+    """Copies of every leaf, from its sharding."""
+    copies, devices_of = [], dict[Any, list[tuple[int, ...]]]()
     leaves, places = jax.tree.leaves(abstract), jax.tree.leaves(shardings)
-    for number, (leaf, where) in enumerate(zip(leaves, places, strict=True)):
-        if (where, leaf.shape) not in known:
+    for number, (leaf, sharding) in enumerate(zip(leaves, places, strict=True)):
+        if (sharding, leaf.shape) not in devices_of:
             groups = defaultdict(list)
-            for device, part in where.devices_indices_map(leaf.shape).items():
+            for device, part in sharding.devices_indices_map(leaf.shape).items():
                 box = tuple(cut.indices(n)[:2] for cut, n in zip(part, leaf.shape, strict=True))
                 groups[box].append(device.id)
-            known[where, leaf.shape] = [tuple(sorted(each)) for each in groups.values()]
-        parts = known[where, leaf.shape]
+            devices_of[sharding, leaf.shape] = [
+                tuple(sorted(devices)) for devices in groups.values()
+            ]
+        parts = devices_of[sharding, leaf.shape]
         itemsize = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-        found += [Copies(number, each, leaf.size * itemsize // len(parts)) for each in parts]
-    return found
+        copies += [Copies(number, devices, leaf.size * itemsize // len(parts)) for devices in parts]
+    return copies
 
 
 class Difference(NamedTuple):
-    """Copies of a leaf that are not the same. devices: those that are wrong, where most of three or
-    more agree against them; else all that hold it, one of which is."""
+    """Copies of a leaf that differ. by_majority: most of three or more copies agree, and `devices`
+    hold the others; else `devices` are all that hold it, and one of them is wrong."""
 
     path: str
     devices: tuple[int, ...]
-    known: bool
+    by_majority: bool
 
 
 def compare(
     rows: Mapping[int, np.ndarray], copies: list[Copies], paths: list[str]
 ) -> list[Difference]:
-    """The differences between copies. rows: of all devices; paths: of the leaves."""
-    found = []
+    """Differences between copies. rows: digests of all devices; paths: of the leaves."""
+    differences = []
     for leaf, devices, _ in copies:
         digests = {device: int(rows[device][leaf]) for device in devices}
         if len(set(digests.values())) == 1:
             continue
-        held = list(digests.values())
-        most = max(set(held), key=held.count)
-        known = held.count(most) > len(held) / 2
-        wrong = tuple(device for device in devices if not known or digests[device] != most)
-        found.append(Difference(paths[leaf], wrong, known))
-    return found
+        values = list(digests.values())
+        usual = max(set(values), key=values.count)
+        by_majority = values.count(usual) > len(values) / 2
+        wrong = tuple(device for device in devices if not by_majority or digests[device] != usual)
+        differences.append(Difference(paths[leaf], wrong, by_majority))
+    return differences
 
 
-def certain(found: Iterable[Difference], process_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The processes that have a wrong device for certain. process_of: device id -> its process."""
+def certain(differences: Iterable[Difference], process_of: Mapping[int, int]) -> tuple[int, ...]:
+    """Processes that certainly have a wrong device. process_of: device id -> its process."""
     wrong = set[int]()
-    for each in found:
-        processes = {process_of[device] for device in each.devices}
-        wrong |= processes if each.known or len(processes) == 1 else set()
+    for difference in differences:
+        processes = {process_of[device] for device in difference.devices}
+        wrong |= processes if difference.by_majority or len(processes) == 1 else set()
     return tuple(sorted(wrong))
 
 
 def sole(devices: Iterable[int], process_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The process of devices that came out unlike themselves, where it is one of several, none
-    where they are of more: what one computes wrongly reaches others through sums."""
-    found = {process_of[device] for device in devices}
-    return tuple(found) if len(found) == 1 < len(set(process_of.values())) else ()
+    """The process of `devices` if it is a single one of several, else empty: an error of one
+    process reaches others through sums."""
+    processes = {process_of[device] for device in devices}
+    return tuple(processes) if len(processes) == 1 < len(set(process_of.values())) else ()
 
 
 class Shared(NamedTuple):
-    """Copies that the same processes hold parts of: what one of them has to say of all is one
-    digest."""
+    """Copies whose parts are held by the same processes: one process summarises all of them in a
+    single digest."""
 
     processes: frozenset[int]
     copies: tuple[Copies, ...]
 
 
 def shared_copies(copies: list[Copies], process_of: Mapping[int, int]) -> list[Shared]:
-    """Copies by the processes that hold them; without what one device alone holds."""
-    found = defaultdict[frozenset[int], list[Copies]](list)
-    for each in copies:
-        if len(each.devices) > 1:
-            found[frozenset(process_of[device] for device in each.devices)].append(each)
-    return [Shared(processes, tuple(each)) for processes, each in found.items()]
+    """Copies grouped by the processes that hold them; parts held by one device are left out."""
+    groups = defaultdict[frozenset[int], list[Copies]](list)
+    for part in copies:
+        if len(part.devices) > 1:
+            groups[frozenset(process_of[device] for device in part.devices)].append(part)
+    return [Shared(processes, tuple(parts)) for processes, parts in groups.items()]
 
 
-def summary(mine: Rows, shared: Shared) -> str:
-    """Of the rows of one process; "" where devices of its own differ."""
-    whole = hashlib.blake2b(digest_size=8)
+def summary(rows: Rows, shared: Shared) -> str:
+    """Hex digest of shared copies in a process's rows; empty if its devices differ."""
+    hasher = hashlib.blake2b(digest_size=8)
     for leaf, devices, _ in shared.copies:
-        own = {int(mine[device][leaf]) for device in devices if device in mine}
+        own = {int(rows[device][leaf]) for device in devices if device in rows}
         if len(own) > 1:
             return ""
-        whole.update(own.pop().to_bytes(4, "little"))
-    return whole.hexdigest()
+        hasher.update(own.pop().to_bytes(4, "little"))
+    return hasher.hexdigest()
 
 
-def differing(told: Sequence[Sequence[str]], shared: Sequence[Shared]) -> list[Shared]:
-    """Those of which a difference has been told. told: of each process its `summary` of what it
-    holds parts of, in their order."""
-    said: list[set[str]] = [set() for _ in shared]
-    for process, summaries in enumerate(told):
-        held = [number for number, each in enumerate(shared) if process in each.processes]
-        for number, text in zip(held, summaries, strict=True):
-            said[number].add(text)
-    return [each for each, texts in zip(shared, said, strict=True) if "" in texts or len(texts) > 1]
+def differing(all_summaries: Sequence[Sequence[str]], shared: Sequence[Shared]) -> list[Shared]:
+    """Groups of copies that differ. all_summaries: for each process the `summary` of every group
+    that it holds parts of, in order."""
+    texts_of: list[set[str]] = [set() for _ in shared]
+    for process, summaries in enumerate(all_summaries):
+        indices = [number for number, group in enumerate(shared) if process in group.processes]
+        for number, text in zip(indices, summaries, strict=True):
+            texts_of[number].add(text)
+    return [
+        group
+        for group, texts in zip(shared, texts_of, strict=True)
+        if "" in texts or len(texts) > 1
+    ]
 
 
 def covered(copies: list[Copies]) -> float:
-    """The share of the state's bytes, without copies, that two or more devices hold."""
-    whole = sum(each.bytes for each in copies)
-    return sum(each.bytes for each in copies if len(each.devices) > 1) / max(whole, 1)
+    """Share of the state's bytes, each part counted once, that two or more devices hold."""
+    total = sum(part.bytes for part in copies)
+    return sum(part.bytes for part in copies if len(part.devices) > 1) / max(total, 1)

@@ -1,7 +1,7 @@
-"""The first steps of a start, held against the same steps taken in the plainest way there is.
+"""Compares the first steps of a start with the same steps in the plainest configuration.
 
-A kernel, an algorithm or a compiler option that computes something else than it should does so from
-the first step on, on every device alike: neither copies nor steps taken twice show it.
+A kernel, an algorithm or a compiler option that computes wrongly does so from the first step, on
+every device alike. Neither copies nor repeated steps show it.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ from jaxtrain.step.train_step import compile_step
 COMPARED = ("loss", "grad_norm")
 
 BOUND_STEPS = 5
-"""The bounds are the certificate's, which are for so many steps; rounding grows with more."""
+"""Steps that the bounds (the certificate's) are for; rounding grows with more."""
 
 DENSE_BYTES = 2**26
-"""Of scores on a device, in a layer: with more than that `Blockwise` is the plain kernel."""
+"""Bytes of scores per device and layer above which `Blockwise` is the plain kernel."""
 
-Given = tuple[Experiment, MeshSpec]
+Setup = tuple[Experiment, MeshSpec]
 Batches = Sequence[tuple[int, dict[str, jax.Array]]]
 
 
 class Aspect(NamedTuple):
-    """What the safe configuration has otherwise. plain: it instead; fix: what to try."""
+    """A setting that is not the safe one. plain: applies the safe one; fix: remedy."""
 
-    plain: Callable[[Experiment, MeshSpec], Given]
+    plain: Callable[[Experiment, MeshSpec], Setup]
     fix: str
 
 
-class Apart(NamedTuple):
-    """A number of a step that is not the same both ways. by: relative to the safe one."""
+class Deviation(NamedTuple):
+    """A metric of a step that differs too much. relative: distance over the safe value."""
 
     step: int
     name: str
     run: float
     safe: float
-    by: float
+    relative: float
     bound: float
 
     def __str__(self) -> str:
         return (
             f"step {self.step} has {self.name} {self.run:.8g} and in the safe configuration "
-            f"{self.safe:.8g}, {self.by:.1e} apart, at most {self.bound:.1e}"
+            f"{self.safe:.8g}, {self.relative:.1e} apart, at most {self.bound:.1e}"
         )
 
 
 def plain_kernel(devices: int) -> AttentionKernel:
-    """The dense definition of attention where a device's scores are few, else `Blockwise`."""
+    """The dense definition of attention if a device's scores are small, else `Blockwise`."""
 
     def kernel(
         q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts | None, scoring: Scoring
@@ -87,7 +87,7 @@ def plain_kernel(devices: int) -> AttentionKernel:
 
 
 class SelfCheck:
-    """Of a session that has taken no step. copy: of its state."""
+    """Check of a session that has taken no step. copy: copies its state."""
 
     def __init__(self, session: Session, copy: Callable[[TrainState], TrainState]) -> None:
         self._session, self._copy = session, copy
@@ -95,17 +95,17 @@ class SelfCheck:
         self.aspects = aspects_of(self._tested)
 
     def run(self, steps: int, tell: Callable[[str], None]) -> None:
-        """Take the next `steps` steps in both configurations; the session is as it was. Raises
-        ValueError, on all processes, where they differ."""
+        """Takes the next `steps` steps in both configurations; the session is unchanged. Raises
+        ValueError, on all processes, if they differ."""
         if not self.aspects:
             tell("NOTE self-check: this is the safe configuration already; nothing to hold it to")
             return
         batches = self._session.loader.peek(steps)
-        here, safe = self._taken(self._tested, batches), self._taken(self._plain(), batches)
-        found = self._apart(here, safe)
-        if any(all_gather_union([str(each) for each in found])):
-            raise ValueError(self._told(found, self._culprits(batches, safe)))
-        numbers = zip(sum(here, ()), sum(safe, ()), strict=True)
+        actual, safe = self._taken(self._tested, batches), self._taken(self._plain(), batches)
+        deviations = self._apart(actual, safe)
+        if any(all_gather_union([str(deviation) for deviation in deviations])):
+            raise ValueError(self._message(deviations, self._culprits(batches, safe)))
+        numbers = zip(sum(actual, ()), sum(safe, ()), strict=True)
         worst = max(_distance(a, b) for a, b in numbers)
         exact = "" if self._tested is self._session.assembly else ", sums not compressed,"
         tell(
@@ -114,32 +114,32 @@ class SelfCheck:
         )
 
     def _plain(self, keeps: Collection[str] = ()) -> Assembly:
-        """The safe configuration, but for the aspects that it keeps as the run has them."""
-        given = (self._tested.experiment, self._tested.spec)
+        """The safe configuration, with the aspects in `keeps` as the run has them."""
+        setup = (self._tested.experiment, self._tested.spec)
         for name, aspect in self.aspects.items():
             if name not in keeps:
-                given = aspect.plain(*given)
-        return assemble(*given, self._tested.fields)
+                setup = aspect.plain(*setup)
+        return assemble(*setup, self._tested.fields)
 
     def _taken(self, assembly: Assembly, batches: Batches) -> list[tuple[float, ...]]:
-        """The numbers of each step, all from a copy of the session's state."""
+        """Metrics of each step, from a copy of the session's state."""
         session, own = self._session, assembly is self._session.assembly
         state = self._copy(session.state)
         if not own:
             state = replace(state, residuals={})
         programs = dict(session.compiled) if own else {}
-        at_rest, found = AtRest(assembly, session.mesh), []
+        at_rest, results = AtRest(assembly, session.mesh), []
         for _, batch in batches:
             key = program_key(math.prod(batch["rows"].shape), Choice())
             if key not in programs:
                 programs[key] = self._compiled(assembly, at_rest.shardings, batch)
             # One at a time: simulated devices hang in the collectives of two programs.
             state, metrics = jax.block_until_ready(programs[key](state, batch))
-            found.append(tuple(float(metrics[name]) for name in COMPARED))
-        return found
+            results.append(tuple(float(metrics[name]) for name in COMPARED))
+        return results
 
     def _compiled(self, assembly: Assembly, shardings: TrainState, batch: Any) -> Any:
-        """Without rematerialisation only where the chip has room for what is kept then."""
+        """Compiles without rematerialisation if the activations fit the chip, else with it."""
         spec, mesh = assembly.spec, self._session.mesh
         try:
             program = compile_step(assembly, mesh, shardings, batch)
@@ -152,41 +152,41 @@ class SelfCheck:
         return compile_step(full, mesh, shardings, batch)
 
     def _apart(
-        self, here: Sequence[tuple[float, ...]], safe: Sequence[tuple[float, ...]]
-    ) -> list[Apart]:
+        self, actual: Sequence[tuple[float, ...]], safe: Sequence[tuple[float, ...]]
+    ) -> list[Deviation]:
         first, bound = self._session.start + 1, bound_of(self._tested)
-        found = []
-        for n, (run, plain) in enumerate(zip(here, safe, strict=True)):
+        deviations = []
+        for n, (run, plain) in enumerate(zip(actual, safe, strict=True)):
             most = bound * max(1.0, (n + 1) / BOUND_STEPS)
             for name, a, b in zip(COMPARED, run, plain, strict=True):
-                if not (by := _distance(a, b)) <= most:
-                    found.append(Apart(first + n, name, a, b, by, most))
-        return found
+                if not (relative := _distance(a, b)) <= most:
+                    deviations.append(Deviation(first + n, name, a, b, relative, most))
+        return deviations
 
     def _culprits(self, batches: Batches, safe: Sequence[tuple[float, ...]]) -> list[str]:
-        """The aspects with which alone the safe configuration comes out otherwise too."""
-        found = []
+        """Aspects that alone make the safe configuration differ too."""
+        culprits = []
         for name in self.aspects if len(self.aspects) > 1 else ():
             try:
-                one = self._plain(keeps=(name,))
-            except ValueError:  # it does not go without the others
+                candidate = self._plain(keeps=(name,))
+            except ValueError:  # this aspect needs the others
                 continue
-            if self._apart(self._taken(one, batches), safe):
-                found.append(name)
-        return found
+            if self._apart(self._taken(candidate, batches), safe):
+                culprits.append(name)
+        return culprits
 
-    def _told(self, found: Sequence[Apart], culprits: list[str]) -> str:
+    def _message(self, apart: Sequence[Deviation], culprits: list[str]) -> str:
         blamed = culprits or list(self.aspects)
         fixes = [self.aspects[name].fix for name in blamed]
         alone = f"; with {_list(culprits)} alone it differs too" if culprits else ""
         return (
-            f"self-check: {found[0] if found else 'another process found a difference'}; the two "
+            f"self-check: {apart[0] if apart else 'another process found a difference'}; the two "
             f"differ in {_list(self.aspects)}{alone}; nothing was saved: {', or '.join(fixes)}"
         )
 
 
 def uncompressed(assembly: Assembly) -> Assembly:
-    """The run's own; with exact sums where it compresses them, which changes what is learned."""
+    """The run's assembly, with exact sums instead of compressed ones, which change learning."""
     e = assembly.experiment
     reducer = e.execution.reducer
     if not isinstance(reducer, Compressed):
@@ -195,23 +195,23 @@ def uncompressed(assembly: Assembly) -> Assembly:
 
 
 def aspects_of(assembly: Assembly) -> dict[str, Aspect]:
-    """What the safe configuration has otherwise, by how the run has it; {} where nothing is."""
-    found, execution = {}, assembly.experiment.execution
+    """Settings in which the safe configuration differs, by the run's setting; {} if none."""
+    aspects, execution = {}, assembly.experiment.execution
     if options := dict(assembly.spec.compiler_options):
         named = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        found[f"compiler_options of the mesh ({named})"] = Aspect(
+        aspects[f"compiler_options of the mesh ({named})"] = Aspect(
             lambda e, spec: (e, replace(spec, compiler_options=())),
             "remove the compiler options from the mesh file",
         )
     if assembly.description is None:
-        return found
+        return aspects
     if not isinstance(execution.attention, Reference):
         plain = plain_kernel(math.prod(assembly.sizes.values()))
-        found[f"attention={execution.attention!r}"] = Aspect(
+        aspects[f"attention={execution.attention!r}"] = Aspect(
             lambda e, spec: (_with(e, attention=plain), spec), "use another execution.attention"
         )
     if any(kernel != str(BlockLoop()) for kernel in kernels_of(assembly, ExpertCall) or ()):
-        found[f"grouped_matmul={execution.grouped_matmul!r}"] = Aspect(
+        aspects[f"grouped_matmul={execution.grouped_matmul!r}"] = Aspect(
             lambda e, spec: (_with(e, grouped_matmul=BlockLoop()), spec),
             "use another execution.grouped_matmul",
         )
@@ -224,14 +224,14 @@ def aspects_of(assembly: Assembly) -> dict[str, Aspect]:
         reshard_after_forward=True,
     )
     if loop != plain_loop:
-        found[f"loop={loop!r}"] = Aspect(
+        aspects[f"loop={loop!r}"] = Aspect(
             lambda e, spec: (_with(e, loop=plain_loop), spec), f"use execution.loop={plain_loop!r}"
         )
-    return found | (_sums_of(assembly) if assembly.explicit else {})
+    return aspects | (_sums_of(assembly) if assembly.explicit else {})
 
 
 def _sums_of(assembly: Assembly) -> dict[str, Aspect]:
-    """Our collectives against XLA's own; in what XLA cannot do alone, against `lax`'s."""
+    """Our collectives against XLA's own; against `lax`'s for layouts that GSPMD cannot run."""
     e, spec = assembly.experiment, assembly.spec
     own = dict(
         collectives=assembly.collectives,
@@ -251,10 +251,10 @@ def _sums_of(assembly: Assembly) -> dict[str, Aspect]:
 
 
 def bound_of(assembly: Assembly) -> float:
-    """How far apart a number may be: as dtypes round, and as matrices are multiplied."""
+    """Largest relative distance allowed, by the dtypes and the precision of matmuls."""
     precision = assembly.experiment.precision
     dtypes = (precision.params, precision.compute, precision.reduce)
-    narrow = min(jnp.dtype(each).itemsize for each in dtypes) < 4
+    narrow = min(jnp.dtype(dtype).itemsize for dtype in dtypes) < 4
     narrow = narrow or isinstance(assembly.experiment.execution.reducer, Rounded)
     narrow = narrow or precision.products is not None
     passes = precision.matmul != "highest" and assembly.spec.platform != "cpu"
@@ -262,21 +262,21 @@ def bound_of(assembly: Assembly) -> float:
 
 
 def _with(experiment: Experiment, **fields: Any) -> Experiment:
-    """With another execution, in these fields."""
+    """The experiment with these fields of its execution replaced."""
     return replace(experiment, execution=replace(experiment.execution, **fields))
 
 
 def _distance(a: float, b: float) -> float:
-    """|a-b| / |b|; 0 of two that are not finite, infinite where one is."""
+    """|a-b| / |b|; 0 if neither is finite, infinite if one is not."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf if math.isfinite(a) or math.isfinite(b) else 0.0
     return abs(a - b) / max(abs(b), 1e-30)
 
 
 def _bytes_of(program: Any) -> int:
-    """What a device holds at once, with the state that waits for its own first step."""
-    found = program.memory_analysis()
-    return 2 * found.argument_size_in_bytes + found.temp_size_in_bytes
+    """Bytes on a device: the program, and the state that waits for its own first step."""
+    analysis = program.memory_analysis()
+    return 2 * analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 
 def _field(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run saves of itself as it goes, and how it goes back to what it has saved.
+"""Saves of a run, and the way back to them.
 
-Does not belong here: how a state is written and read (checkpoint/).
+Not here: how a state is written and read (checkpoint/).
 """

@@ -1,4 +1,4 @@
-"""The saves of a run: as they are due, as they are asked for, and when it leaves."""
+"""The saves of a run: those due, those requested, and the last one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jaxtrain.run.uninterrupted import Uninterrupted
 
 @dataclass
 class Saves:
-    """Saves the state after the steps that `result` has, through `saving`; nothing where that is
-    None. The others are those of the same run."""
+    """Saves the state after `result.steps` steps through `saving`; does nothing if that is None.
+    The other fields are the objects of the same run."""
 
     result: Result
     session: Session
@@ -39,28 +39,28 @@ class Saves:
     uninterrupted: Uninterrupted
     rollbacks: Rollbacks | None
     evaluated_at: int | None = None
-    """The step of which `result` has an evaluation."""
+    """The step that the evaluation in `result` is of."""
 
     @property
     def rated(self) -> bool:
-        """Whether saves need the values of an evaluation."""
+        """True if saves need the values of an evaluation."""
         return self.saving is not None and self.saving.rated
 
     def begin(self) -> None:
-        """Before the first step."""
+        """Prepares saving, before the first step."""
         if self.saving is not None:
             self.uninterrupted(self.saving.begin)
 
     def due(self, done: int) -> str | None:
-        """Which tier to save to after `done` steps."""
+        """The tier to save to after `done` steps, or None."""
         if self.saving is None:
             return None
         with self.session.phases.within("save"):
             return self.uninterrupted(self.saving.due, done)
 
     def save(self, *, last: bool, durable: bool = True) -> None:
-        """As `_save_now`, in one piece whatever interrupts it, and told to callbacks; the step's
-        metrics first, which a run that goes on from the save never has again."""
+        """Saves as `_save_now`, not cut short by interrupts, and calls the callbacks. Flushes
+        metrics first: a run that goes on from the save cannot recompute them."""
         if self.saving is None:
             return
         with self.session.phases.within("save"):
@@ -72,7 +72,7 @@ class Saves:
             self.hooks.tell("after_save", self.result.steps)
 
     def go_back(self) -> int | None:
-        """Act on the spike that is due; the step the run is at then, None for the one it is at.
+        """Acts on the due spike. Returns the step that the run goes back to, or None if it stays.
         Raises CheckpointError."""
         assert self.rollbacks is not None
         with self.rates.paused():
@@ -88,7 +88,7 @@ class Saves:
         return step
 
     def _ready(self, last: bool, durable: bool = True) -> bool:
-        """Whether there is a directory to save in, and a state worth it."""
+        """True if the directory is usable and the state passed its checks."""
         assert self.saving is not None
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
@@ -99,9 +99,9 @@ class Saves:
         return True
 
     def _save_now(self, last: bool, durable: bool = True) -> bool:
-        """Whether a save of this step has begun, unless it was there, or its loss is high. last:
-        nothing comes after it. Then it raises what is told otherwise: CheckpointError, and
-        ValueError where the run directory is gone and cannot be written again."""
+        """Returns True if a save of this step has begun: not if it exists, or if the loss is high.
+        last: the final save; failures raise CheckpointError, or ValueError if the run directory is
+        gone and cannot be written again."""
         assert self.saving is not None
         with self.rates.paused():
             step, metrics = self.result.steps, self._evaluation_at(self.result.steps)
@@ -116,8 +116,8 @@ class Saves:
         return begun
 
     def _directory_is_whole(self, last: bool) -> bool:
-        """Whether the run directory is there to save in, and can be gone on from: the same on every
-        process, for they all wait for each other in a save."""
+        """True if the run directory exists and the run can resume from it. Equal on every process,
+        as all wait for each other in a save."""
         try:
             share_failure(self._write_again)
         except (OSError, ValueError) as error:
@@ -128,27 +128,27 @@ class Saves:
         return True
 
     def _write_again(self) -> None:
-        """What was removed of the run directory. Raises ValueError and OSError."""
+        """Restores removed parts of the run directory. Raises ValueError and OSError."""
         assert self.saving is not None
-        found = self.directory.written_again() if self.directory else None
-        if found is not None:
+        message = self.directory.restore_missing() if self.directory else None
+        if message is not None:
             self.saving.manager.name_again()
-            self.run.tell(f"NOTE {found}")
+            self.run.tell(f"NOTE {message}")
             self.files.write_again(self.run)
 
     def _evaluation_at(self, step: int) -> dict[str, float]:
-        """What an evaluation after `step` found, for `Best`; {} where none was like the others."""
+        """Evaluation at `step`, for `Best`; {} if it used another number of batches."""
         e = self.session.experiment.evaluation
-        alike = e is not None and (step < self.run.whole or e.final_batches == e.batches)
-        if e is None or not alike or self.evaluated_at != step:
+        usable = e is not None and (step < self.run.planned_last or e.final_batches == e.batches)
+        if e is None or not usable or self.evaluated_at != step:
             return {}
         return {**self.result.evaluation, EVALUATED_BATCHES: e.batches or 0}
 
     def leave(self, word: str) -> None:
-        """Save what is whole: the state after the last finished step."""
+        """Saves the state after the last finished step."""
         tell = self.run.tell
-        self.hooks.own_alone()  # one of the others may be why it ends
-        if jax.process_count() > 1:  # a save is of all processes, and the others may go on
+        self.hooks.own_alone()  # a user callback may be the cause
+        if jax.process_count() > 1:  # a save needs all processes, and the others may go on
             latest = self.saving and self.saving.manager.latest()
             tell(f"{word} on one process of several; the newest save is {latest}")
             return
@@ -166,10 +166,10 @@ class Saves:
             self.readings.flush()
             self._save_now(last=True)
         tell(f"{word}; saved step {self.result.steps}")
-        self.files.write_held(self.run)
+        self.files.write_waiting(self.run)
 
     def after_error(self, error: Exception) -> None:
-        """As for an interrupt; what else fails then is noted on the error that came first."""
+        """Saves as for an interrupt; a second failure becomes a note on the first error."""
         try:
             self.leave("failed")
         except Exception as second:

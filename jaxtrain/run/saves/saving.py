@@ -1,4 +1,4 @@
-"""The saves of a run: one that fails is told and the run goes on, unless nothing comes after it."""
+"""Saves of a run. A failed save is reported and the run goes on, except for the last save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> Checkpoints | None:
-    """The checkpoints of a run directory, for a run on that mesh; None without one or the other."""
+    """Checkpoints of a run directory, for a run on this mesh; None without saves."""
     policy = experiment.checkpoints
     if run is None or policy is None:
         return None
@@ -33,12 +33,12 @@ def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> 
 
 
 def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
-    """Why a step that was saved with that metadata is none of the experiment's."""
+    """Reasons why a step with this metadata belongs to another experiment; [] if it does not."""
     if metadata.get("experiment") is None:
         return []
     try:
         config = config_of(experiment)
-        found = config_differences(
+        differences = config_differences(
             {"experiment": metadata["experiment"]},
             {"experiment": config},
             ignore=resumable(metadata["experiment"], config),
@@ -46,11 +46,13 @@ def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
         )
     except ValueError as error:
         return [f"its experiment cannot be read: {error}"]
-    return [f"it is of another experiment: {'; '.join(map(str, found))}"] if found else []
+    return (
+        [f"it is of another experiment: {'; '.join(map(str, differences))}"] if differences else []
+    )
 
 
 class Saving:
-    """Saves the state of `session` through `manager`; `tell` is given what the user should read."""
+    """Saves the state of `session` through `manager`; `tell` prints messages for the user."""
 
     def __init__(self, manager: Checkpoints, session: Session, tell: Callable[[str], None]) -> None:
         self.manager, self.session, self.tell = manager, session, tell
@@ -58,7 +60,7 @@ class Saving:
         self.watch = self.watch_at(session.start)
 
     def watch_at(self, step: int) -> LossWatch | None:
-        """What watches the losses that follow that step, which is 0 or saved; None for nothing."""
+        """The loss watch from `step` on, which is 0 or saved; None if spikes are not handled."""
         policy = self.session.experiment.execution.health.spikes
         if policy is None:
             return None
@@ -67,18 +69,18 @@ class Saving:
 
     @property
     def rated(self) -> bool:
-        """Whether saves need the values of an evaluation. Without, they come before it: nothing is
-        lost if the run is killed while it evaluates."""
+        """True if saves need the values of an evaluation. If not, saves come before it, so that a
+        kill during the evaluation loses nothing."""
         return self.manager.policy.keeping.best is not None
 
     def begin(self) -> None:
-        """Tell where the run goes on from, and leave behind what is newer. A step that only the
-        local tier has is saved durably before another is taken: a reboot would lose it."""
+        """Reports the start step and sets newer saves aside. A step that only the local tier has is
+        first saved durably: a reboot would lose it."""
         start, damaged = self.session.start, self.manager.damaged
         gone = self.manager.begin_after(start or None)
         for step, error in sorted(damaged.items(), reverse=True):
-            kept = f"; it is kept as {gone[step]}" if step in gone else ""
-            self.tell(f"DAMAGED {error}{kept}; going on from step {start}")
+            moved = f"; it is kept as {gone[step]}" if step in gone else ""
+            self.tell(f"DAMAGED {error}{moved}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
             if self.manager.latest() != start:
@@ -86,21 +88,21 @@ class Saving:
         self._tell_troubles()
 
     def whole_steps(self) -> list[int]:
-        """The steps of the durable tier that can be gone back to, ascending, once the save in
-        flight is there."""
+        """Steps of the durable tier that can be restored, ascending. Waits for the save in
+        flight."""
         self._succeeds(self.manager.wait)
         return self.manager.durable.whole_steps()
 
     def due(self, done: int) -> str | None:
-        """Which tier to save to after `done` steps. Tells first what became of saves in flight."""
+        """The tier to save to after `done` steps, or None. First reports failed saves in flight."""
         self._succeeds(self.manager.poll)
         if self.manager.agrees(done):
             jax.block_until_ready(self.session.state)
         return self.manager.should_save(done)
 
     def save(self, step: int, metrics: dict[str, float], *, durable: bool) -> bool:
-        """Begin to save the state after `step`, unless it is there already; whether it has begun. A
-        failure is told."""
+        """Begins to save the state after `step`, unless it is saved. Returns True if the save has
+        begun; reports a failure."""
         if durable:
             self._succeeds(self.manager.wait)  # what is in flight may be this very step
         if durable and self.manager.latest() == step:
@@ -108,8 +110,8 @@ class Saving:
         return self._succeeds(lambda: self._save(step, metrics, durable=durable))
 
     def save_last(self, step: int, metrics: dict[str, float]) -> bool:
-        """As `save`, and wait until it is there. Raises CheckpointError where it could not be: no
-        later save makes up for it."""
+        """Saves and waits; False if `step` is saved already. Raises CheckpointError if the save
+        fails, since no later one can replace it."""
         self._succeeds(self.manager.wait)
         try:
             if self.manager.latest() == step:
@@ -130,23 +132,23 @@ class Saving:
             "spikes": None if self.watch is None else self.watch.saved(),
         }
         state, slots = self.session.state, self.session.at_rest.slots
-        # An allocator that finds no memory looks for it for seconds: one failure is enough.
+        # A failing allocation takes seconds: do not repeat it.
         spare = 0 if self._copies_fail else self.session.spare_bytes()
         self.manager.save(step, state, metadata, slots, durable=durable, spare_bytes=spare)
         if failure := self.manager.copy_failure:
             self._copies_fail = True
-            told = (
+            note = (
                 f"NOTE the state could not be copied on its devices ({failure}); step {step} was "
                 "copied to the host first, and so are those that follow: the run waits for it"
             )
-            # What other processes tell nobody reads.
-            self.tell(told) if jax.process_index() == 0 else log.warning(told)
+            # Only the first process's output is read.
+            self.tell(note) if jax.process_index() == 0 else log.warning(note)
         if self._first:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
 
     def _succeeds(self, act: Callable[[], Any]) -> bool:
-        """Whether it succeeded; a failure is told."""
+        """Returns True if `act` succeeded; reports a failure."""
         failed = False
         try:
             act()

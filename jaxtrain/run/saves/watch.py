@@ -1,4 +1,4 @@
-"""Whether a loss is a spike: a function of the losses so far, the same in every start."""
+"""Detection of loss spikes: a function of the losses so far, equal in every start."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from jaxtrain.experiment import LossSpikes
 
 NORMAL = 1.4826
-"""Standard deviations of normal numbers in their median absolute deviation."""
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 class LossWatch:
-    """Sees the losses of a run one by one, by the rule of `LossSpikes`. What it knows is in every
-    save (`saved`), so that a run that goes on from there sees what one without a stop would.
+    """Takes the losses of a run one by one, by the rule of `LossSpikes`. Every save contains its
+    state (`saved`), so that a resumed run detects the same spikes as an uninterrupted one.
 
-    since: the first step of the high losses that came last, None where the last was not high.
-    seen: the step whose loss made them a spike; what comes after is not looked at, until the run
-    has gone back, or `begin_again`. acted: spikes that were acted on. taken_twice: the step up to
-    which steps are, or were, taken once more before any is skipped.
+    since: first step of the current high losses, None if the last loss was not high. seen: the step
+    whose loss made them a spike; later losses are ignored until the run went back, or
+    `begin_again`. acted: spikes that were acted on. taken_twice: up to this step, steps are or were
+    repeated before any batch is skipped.
     """
 
     def __init__(self, policy: LossSpikes, saved: Mapping[str, Any] | None = None) -> None:
-        self.policy, known = policy, saved or {}
-        self.losses = deque[float](known.get("losses", ()), maxlen=policy.window)
-        self.since: int | None = known.get("since")
-        self.seen: int | None = known.get("seen")
-        self.high: int = known.get("high", 0)
-        self.acted: int = known.get("acted", 0)
-        self.taken_twice: int = known.get("taken_twice", 0)
+        self.policy, state = policy, saved or {}
+        self.losses = deque[float](state.get("losses", ()), maxlen=policy.window)
+        self.since: int | None = state.get("since")
+        self.seen: int | None = state.get("seen")
+        self.high: int = state.get("high", 0)
+        self.acted: int = state.get("acted", 0)
+        self.taken_twice: int = state.get("taken_twice", 0)
 
     @property
     def bound(self) -> float:
-        """Above it the next loss is high."""
+        """Above this bound the next loss is high."""
         if len(self.losses) < self.policy.window:
             return math.inf
         middle = statistics.median(self.losses)
@@ -43,7 +43,7 @@ class LossWatch:
         return middle + max(self.policy.above * scale, self.policy.least)
 
     def add(self, step: int, loss: float) -> None:
-        """The loss of the step that comes next."""
+        """Takes the loss of the next step."""
         if self.seen is not None or not math.isfinite(loss):
             return
         if loss <= self.bound:
@@ -51,15 +51,15 @@ class LossWatch:
             self.since, self.high = None, 0
             return
         self.since, self.high = self.since or step, self.high + 1
-        if self.high >= self.policy.patience:  # it may be lower than in the start before
+        if self.high >= self.policy.patience:  # it may be lower than in the previous start
             self.seen = step
 
     def begin_again(self) -> None:
-        """A spike was left as it is: what comes now is judged by what comes now."""
+        """Ignores the last spike: later losses are compared with later losses only."""
         self.losses.clear()
         self.since, self.seen, self.high = None, None, 0
 
     def saved(self) -> dict[str, Any]:
-        """As JSON, for the metadata of a save."""
-        known = {"since": self.since, "seen": self.seen, "high": self.high, "acted": self.acted}
-        return {"losses": list(self.losses), "taken_twice": self.taken_twice, **known}
+        """The state as JSON, for the metadata of a save."""
+        state = {"since": self.since, "seen": self.seen, "high": self.high, "acted": self.acted}
+        return {"losses": list(self.losses), "taken_twice": self.taken_twice, **state}

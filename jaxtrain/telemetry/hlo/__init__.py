@@ -1,5 +1,5 @@
-"""A program as XLA has it, read: what it sends, in which order, how often, and what it multiplies.
+"""Reads a program as XLA prints it: what it sends, in which order, how often, and its matmuls.
 
 Text is parsed into computations (`text.py`); loops are multiplied out (`loops.py`, `values.py`,
-`totals.py`). To read first: the HLO operation semantics of OpenXLA.
+`totals.py`). Read first: the HLO operation semantics of OpenXLA.
 """

@@ -1,7 +1,7 @@
-"""What a compiled program computes and sends, read from its own text (`compiled.as_text()`).
+"""Reads what a compiled program computes and sends from its text (`compiled.as_text()`).
 
 XLA's `cost_analysis` counts the body of a loop once; these readers multiply by trip counts. All
-numbers are of one device: a sharded program's text is the program that each device runs.
+numbers are per device: a sharded program's text is the program that each device runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxtrain.telemetry.hlo.totals import fold
 def dot_flops(text: str) -> float:
     """Matmul FLOPs of one run: 2*M*N*K of every dot, convolution and library gemm, x trip counts.
 
-    Where a program does not say how often a conditional's branches are taken the dearest is
-    counted, and the result is an upper bound. Kernels that are opaque to XLA are not in it:
-    `opaque_kernels` lists them.
+    If a program does not say how often a conditional's branches run, the most expensive one counts,
+    and the result is an upper bound. Kernels that are opaque to XLA are left out: `opaque_kernels`
+    lists them.
 
     Raises `ValueError` when a matmul stands in a loop without a static trip count.
     """
@@ -38,15 +38,15 @@ _FREE_TARGETS = re.compile(
 
 
 def opaque_kernels(text: str) -> dict[str, int]:
-    """Kernels whose arithmetic XLA cannot see, with how often they run: Pallas, cuDNN, ragged dots.
+    """Number of runs of kernels whose arithmetic XLA cannot see: Pallas, cuDNN, ragged dots.
 
-    Empty means that `dot_flops` saw all. Runs in different branches are added.
+    Empty means that `dot_flops` counts everything. Runs in different branches are added.
     """
 
-    def own(body: Computation, each: Instruction) -> Counter[str]:
-        if each.opcode in ("ragged-dot", "scaled-dot"):
-            return Counter([each.opcode])
-        return Counter([_target(each)] if is_opaque(each) else [])
+    def own(body: Computation, instruction: Instruction) -> Counter[str]:
+        if instruction.opcode in ("ragged-dot", "scaled-dot"):
+            return Counter([instruction.opcode])
+        return Counter([_target(instruction)] if is_opaque(instruction) else [])
 
     def add(counts: list[Counter[str]]) -> Counter[str]:
         return sum(counts, Counter())
@@ -57,28 +57,28 @@ def opaque_kernels(text: str) -> dict[str, int]:
     return dict(fold(parse(text), own, add, times, choose=add))
 
 
-def is_opaque(each: Instruction) -> bool:
-    """Whether an instruction calls a kernel whose arithmetic XLA cannot see."""
-    called = each.opcode == "custom-call" and not is_gemm(each)
-    return called and not _FREE_TARGETS.search(_target(each))
+def is_opaque(instruction: Instruction) -> bool:
+    """True if an instruction calls a kernel whose arithmetic XLA cannot see."""
+    called = instruction.opcode == "custom-call" and not is_gemm(instruction)
+    return called and not _FREE_TARGETS.search(_target(instruction))
 
 
-def _target(each: Instruction) -> str:
-    return each.attributes.get("custom_call_target", "").strip('"')
+def _target(instruction: Instruction) -> str:
+    return instruction.attributes.get("custom_call_target", "").strip('"')
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective instruction (one per dtype, where a variadic one mixes them).
 
-    `buffer_bytes` is the whole logical buffer on one device: the operand, or for all-gather the
+    `buffer_bytes` is the full logical buffer on one device: the operand, or for all-gather the
     result. `wire_bytes` is what one device sends each time, by a bandwidth-optimal algorithm
     (Patarasuk & Yuan 2009): 2(n-1)/n of the buffer for all-reduce, (n-1)/n for all-gather,
-    reduce-scatter and all-to-all (for the ragged one an upper bound), all of it for
-    collective-permute, which names the groups its pairs connect. `groups` are positions in the
-    flattened mesh. `count` is how often it runs in one run of the program
-    (`in_branch`: at most, for the program does not say how often a branch is taken);
-    `arrays`: how many buffers of that dtype a combiner has put into it.
+    reduce-scatter and all-to-all (an upper bound for the ragged one), all of it for
+    collective-permute, whose groups are the devices that its pairs connect. `groups` are positions
+    in the flattened mesh. `count` is the number of runs in one run of the program (`in_branch`: at
+    most, since the program does not say how often a branch runs); `arrays`: buffers of that dtype
+    that a combiner merged into it.
     """
 
     name: str
@@ -104,21 +104,21 @@ def collectives(text: str) -> list[Collective]:
     """Every collective of a program in printed order; a start and its done are one.
 
     Raises `ValueError` when one stands in a loop without a static trip count, or names its groups
-    in a way that is not known here.
+    in an unknown form.
     """
     module = parse(text)
 
-    def own(body: Computation, each: Instruction) -> list[Collective]:
-        return _own_collectives(module, body, each)
+    def own(body: Computation, instruction: Instruction) -> list[Collective]:
+        return _own_collectives(module, body, instruction)
 
     def add(parts: list[list[Collective]]) -> list[Collective]:
-        return [each for part in parts for each in part]
+        return [collective for part in parts for collective in part]
 
     def times(part: list[Collective], n: int) -> list[Collective]:
-        return [replace(each, count=each.count * n) for each in part]
+        return [replace(item, count=item.count * n) for item in part]
 
     def choose(parts: list[list[Collective]]) -> list[Collective]:
-        return [replace(each, in_branch=True) for each in add(parts)]
+        return [replace(item, in_branch=True) for item in add(parts)]
 
     return fold(module, own, add, times, choose)
 
@@ -132,12 +132,14 @@ SENT = {
     "collective-broadcast": lambda n: (n - 1) / n,
     "collective-permute": lambda n: float(n > 1),
 }
-"""The part of the whole buffer that a device sends, from the group size n."""
+"""Share of the full buffer that a device sends, from the group size n."""
 
 
-def _own_collectives(module: Module, body: Computation, each: Instruction) -> list[Collective]:
-    kind = each.opcode.removesuffix("-start")
-    attributes = each.attributes
+def _own_collectives(
+    module: Module, body: Computation, instruction: Instruction
+) -> list[Collective]:
+    kind = instruction.opcode.removesuffix("-start")
+    attributes = instruction.attributes
     if kind == "send" and "_source_target_pairs" in attributes.get("frontend_attributes", ""):
         kind = "collective-permute"  # as GPU pipelining rewrites it
     if kind not in SENT:
@@ -149,51 +151,51 @@ def _own_collectives(module: Module, body: Computation, each: Instruction) -> li
     if chained and not any(_starts_chain(other) for other in body.instructions.values()):
         return []
     in_place = '"is_sync":true' in attributes.get("backend_config", "")
-    deferred = chained or (each.opcode != kind and not in_place)
+    deferred = chained or (instruction.opcode != kind and not in_place)
     groups = _groups(module, kind, attributes)
     size = max(map(len, groups), default=1)
     buffers: Counter[str] = Counter()
     arrays: Counter[str] = Counter()
-    operands = [leaf for leaves in body.operand_shapes(each) for leaf in leaves]
+    operands = [leaf for leaves in body.operand_shapes(instruction) for leaf in leaves]
     if kind == "ragged-all-to-all":
         operands = [ragged_buffer(operands)]
-    if kind in ("all-reduce", "reduce-scatter") and len(each.shapes) == len(operands):
+    if kind in ("all-reduce", "reduce-scatter") and len(instruction.shapes) == len(operands):
         # TPU takes bf16 and gives fp32: what travels are partial sums, in the result's type.
-        pairs = zip(operands, each.shapes, strict=True)
+        pairs = zip(operands, instruction.shapes, strict=True)
         operands = [Shape(result.dtype, operand.dims) for operand, result in pairs]
     for shape in operands:
         buffers[shape.dtype] += shape.bytes * (size if kind == "all-gather" else 1)
         arrays[shape.dtype] += 1
-    # Without a dim to split, an all-to-all takes a tile for each device apart.
+    # Without a split dim, an all-to-all takes one operand for each device.
     tiles = size if kind == "all-to-all" and "dimensions" not in attributes else 1
     return [
         Collective(
-            name=each.name,
+            name=instruction.name,
             kind=kind,
             dtype=dtype,
-            buffer_bytes=whole,
-            wire_bytes=whole * SENT[kind](size),
+            buffer_bytes=buffer_bytes,
+            wire_bytes=buffer_bytes * SENT[kind](size),
             group_size=size,
             groups=groups,
             count=1,
             arrays=arrays[dtype] // tiles,
             is_async=deferred,
             in_branch=False,
-            op_name=each.op_name,
+            op_name=instruction.op_name,
         )
-        for dtype, whole in buffers.items()
+        for dtype, buffer_bytes in buffers.items()
         if dtype != "token"
     ]
 
 
 def ragged_buffer(operands: Sequence[Shape]) -> Shape:
-    """Of a ragged all-to-all's operands what holds all that it may move: the smaller of the array
-    it reads and the one it writes to, the first two."""
+    """The operand of a ragged all-to-all that bounds what it moves: the smaller of its first two,
+    the array it reads and the one it writes to."""
     return min(operands[:2], key=lambda shape: shape.bytes)
 
 
-def _starts_chain(each: Instruction) -> bool:
-    return "AsyncCollectiveStart" in each.attributes.get("custom_call_target", "")
+def _starts_chain(instruction: Instruction) -> bool:
+    return "AsyncCollectiveStart" in instruction.attributes.get("custom_call_target", "")
 
 
 def _groups(module: Module, kind: str, attributes: dict[str, str]) -> Groups:
@@ -209,9 +211,11 @@ def _groups(module: Module, kind: str, attributes: dict[str, str]) -> Groups:
     groups = replica_groups(text) or (tuple(range(everyone)),)
     reduces = kind in ("all-reduce", "all-gather", "reduce-scatter")
     if reduces and across and attributes.get("use_global_device_ids") != "true":
-        # Then groups hold replicas, and each replica stands for all its partitions.
-        each = range(module.partitions)
-        groups = tuple(tuple(r * len(each) + p for r in group for p in each) for group in groups)
+        # Then groups list replicas, and a replica means all its partitions.
+        partitions = range(module.partitions)
+        groups = tuple(
+            tuple(r * len(partitions) + p for r in group for p in partitions) for group in groups
+        )
     return groups
 
 
@@ -223,19 +227,19 @@ def peak_memory(compiled: jax.stages.Compiled) -> dict[str, int | None]:
     """
     stats = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
-    found: dict[str, int | None] = {
+    sizes: dict[str, int | None] = {
         f"{name}_bytes": getattr(stats, f"{name}_size_in_bytes", None)
         for name in (*names, "host_temp")
     }
-    argument, output, alias, temp = (found[f"{name}_bytes"] for name in names)
+    argument, output, alias, temp = (sizes[f"{name}_bytes"] for name in names)
     if argument is None or output is None or alias is None or temp is None:
-        return {**found, "peak_bytes": None}
+        return {**sizes, "peak_bytes": None}
     reported = getattr(stats, "peak_memory_in_bytes", 0)
     bound = argument + output - alias + temp
-    return {**found, "peak_bytes": reported if reported and not _on_cpu(compiled) else bound}
+    return {**sizes, "peak_bytes": reported if reported and not _on_cpu(compiled) else bound}
 
 
 def _on_cpu(compiled: jax.stages.Compiled) -> bool:
-    # The program may be compiled for a machine that is not here: ask it, not the process.
+    # The program may be compiled for another machine: ask it, not the process.
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return any(device.platform == "cpu" for each in shardings[:1] for device in each.device_set)
+    return any(device.platform == "cpu" for item in shardings[:1] for device in item.device_set)

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, from the ways XLA writes it down."""
+"""The device groups of a collective, from the forms in which XLA prints them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UNKNOWN = "replica_groups={!r} is in no form known here: list, iota or mesh axe
 
 
 def replica_groups(text: str) -> Groups:
-    """Groups of device positions, in the order stated; `()` for `{}`, which means all in one.
+    """Groups of device positions, in the order stated; `()` for `{}`, which means one group of all.
 
     Three forms: `{{0,1},{2,3}}`; iota `[2,4]<=[4,2]T(1,0)`; mesh axes `mesh['a'=2,'b'=4] {'b'}`
-    (jax 0.11), perhaps with `device_ids` and sub-axes `'b':(1)2`. Raises `ValueError` otherwise.
+    (jax 0.11), with optional `device_ids` and sub-axes `'b':(1)2`. Raises `ValueError` otherwise.
     """
     if re.fullmatch(r"[{}\d, ]*", text):
         listed = re.findall(r"\{([\d, ]+)\}", text)
@@ -58,7 +58,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _device_ids(text: str) -> np.ndarray:
-    """A list `0,2,1,3`, an iota, or an iota's short form `[2,4]T(1,0)` over its own shape."""
+    """Device ids of a list `0,2,1,3`, an iota, or its short form `[2,4]T(1,0)`."""
     short = re.fullmatch(r"\[([\d,]+)\](T\([\d,]+\))?", text)
     if short:
         text = f"<=[{short[1]}]{short[2] or ''}"
@@ -82,8 +82,8 @@ def _mesh_groups(text: str) -> Groups:
     for part in (part for part in chosen.split(",") if part):
         name, _, sub = part.partition(":")
         axis = names.index(name)
-        before, size = _numbers(sub) if sub else (1, sizes[axis])
-        step = sizes[axis] // (before * size)
+        pre_size, size = _numbers(sub) if sub else (1, sizes[axis])
+        step = sizes[axis] // (pre_size * size)
         coordinate = position[axis] // step % size
         inside = inside * size + coordinate
         outside[axis] -= coordinate * step

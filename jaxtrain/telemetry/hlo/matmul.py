@@ -10,30 +10,30 @@ import numpy as np
 from jaxtrain.telemetry.hlo.text import Computation, Instruction
 
 
-def matmul_flops(body: Computation, each: Instruction) -> float:
-    """2*M*N*K of one instruction; 0 for whatever is not a matmul or a convolution."""
-    if each.opcode == "dot":
-        lhs = body.operand_shapes(each)[0][0].dims
-        contracted = each.names("lhs_contracting_dims")
-        return 2.0 * each.shapes[0].elements * math.prod(lhs[int(dim)] for dim in contracted)
-    if each.opcode == "convolution":
-        return _convolution_flops(body, each)
-    if each.opcode == "custom-call" and is_gemm(each):
-        return _gemm_flops(body, each)
+def matmul_flops(body: Computation, instruction: Instruction) -> float:
+    """2*M*N*K of one instruction; 0 if it is no matmul and no convolution."""
+    if instruction.opcode == "dot":
+        lhs = body.operand_shapes(instruction)[0][0].dims
+        contracted = instruction.names("lhs_contracting_dims")
+        return 2.0 * instruction.shapes[0].elements * math.prod(lhs[int(dim)] for dim in contracted)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(body, instruction)
+    if instruction.opcode == "custom-call" and is_gemm(instruction):
+        return _gemm_flops(body, instruction)
     return 0.0
 
 
-def is_gemm(each: Instruction) -> bool:
-    """Whether a custom call is a library's plain matmul (cuBLAS, cuBLASLt, oneDNN)."""
-    target = each.attributes.get("custom_call_target", "")
+def is_gemm(instruction: Instruction) -> bool:
+    """True if a custom call is a library's plain matmul (cuBLAS, cuBLASLt, oneDNN)."""
+    target = instruction.attributes.get("custom_call_target", "")
     return re.search(r"\$(gemm|lt\$matmul|matmul)", target) is not None
 
 
-def _gemm_flops(body: Computation, each: Instruction) -> float:
+def _gemm_flops(body: Computation, instruction: Instruction) -> float:
     """cuBLAS and oneDNN matmuls: a batch of [M, K] x [K, N], in any layout, rhs batched or not."""
-    lhs, rhs = (shapes[0] for shapes in body.operand_shapes(each)[:2])
-    result = each.shapes[0]
-    config = each.attributes.get("backend_config", "").replace("\\", "")
+    lhs, rhs = (shapes[0] for shapes in body.operand_shapes(instruction)[:2])
+    result = instruction.shapes[0]
+    config = instruction.attributes.get("backend_config", "").replace("\\", "")
     named = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
     if named:
         contracted = math.prod(lhs.dims[int(dim)] for dim in re.findall(r"\d+", named[1]))
@@ -44,18 +44,18 @@ def _gemm_flops(body: Computation, each: Instruction) -> float:
     return 2.0 * result.elements * contracted
 
 
-def _convolution_flops(body: Computation, each: Instruction) -> float:
-    """Multiply-adds that meet a real element of the input: not padding, not a dilation hole.
+def _convolution_flops(body: Computation, instruction: Instruction) -> float:
+    """FLOPs of multiply-adds on real input elements: no padding, no dilation holes.
 
-    TPU programs write batched dots as convolutions whose window meets one element per position.
+    TPU programs write batched dots as convolutions with one input element per output position.
     """
-    lhs, rhs = (shapes[0].dims for shapes in body.operand_shapes(each)[:2])
-    labels = re.split(r"_|->", each.attributes["dim_labels"])
-    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", each.attributes.get("window", "")))
+    lhs, rhs = (shapes[0].dims for shapes in body.operand_shapes(instruction)[:2])
+    labels = re.split(r"_|->", instruction.attributes["dim_labels"])
+    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", instruction.attributes.get("window", "")))
     spatial = sorted(label for label in labels[0] if label.isdigit())
     size_of = [
         dict(zip(label, dims, strict=True))
-        for label, dims in zip(labels, (lhs, rhs, each.shapes[0].dims), strict=True)
+        for label, dims in zip(labels, (lhs, rhs, instruction.shapes[0].dims), strict=True)
     ]
 
     def field(name: str, position: int, default: str) -> list[int]:
@@ -67,6 +67,8 @@ def _convolution_flops(body: Computation, each: Instruction) -> float:
         (stride,), (hole,) = field("stride", position, "1"), field("lhs_dilate", position, "1")
         (spread,), pad = field("rhs_dilate", position, "1"), field("pad", position, "0_0")
         out = np.arange(size_of[2][dim])[:, None] * stride - pad[0]
-        at = out + np.arange(size_of[1][dim])[None, :] * spread
-        pairs *= int(((at >= 0) & (at <= (size_of[0][dim] - 1) * hole) & (at % hole == 0)).sum())
+        index = out + np.arange(size_of[1][dim])[None, :] * spread
+        pairs *= int(
+            ((index >= 0) & (index <= (size_of[0][dim] - 1) * hole) & (index % hole == 0)).sum()
+        )
     return 2.0 * pairs * size_of[2]["b"] * size_of[2]["f"] * size_of[1]["i"]

@@ -1,7 +1,7 @@
 """The collectives of a program as it is handed to XLA (StableHLO), before XLA rewrites any.
 
-In what dtype something is sent is settled there: XLA:CPU compiles 16-bit collectives as fp32, and
-a compiled program does not tell those from what was sent as fp32 by mistake.
+The dtype of what is sent is visible only here: XLA:CPU compiles 16-bit collectives as fp32, so a
+compiled program does not show what was sent as fp32 by mistake.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DTYPES = {"i1": "pred", "i": "s", "ui": "u"}
 
 
 def lowered_collectives(lowered: jax.stages.Lowered) -> list[Collective]:
-    """Every collective of what `jax.jit(...).lower(...)` has made, in program order.
+    """Returns every collective of a lowered program (`jax.jit(...).lower(...)`), in program order.
 
-    Nothing is left out that XLA will find unused, and of a conditional all branches are counted as
-    if each was always taken (`in_branch`): so `count` is the most that may run.
+    Code that XLA will later remove is included, and all branches of a conditional count as always
+    taken (`in_branch`): so `count` is the most that may run.
 
     Raises `ValueError` when one stands in a loop without a static trip count.
     """
@@ -41,34 +41,34 @@ def lowered_collectives(lowered: jax.stages.Lowered) -> list[Collective]:
 
     def called(name: str) -> list[Collective]:
         if name not in done:
-            done[name] = [each for op in _operations(named[name]) for each in found(op)]
+            done[name] = [c for op in _operations(named[name]) for c in collectives_in(op)]
         return done[name]
 
-    def found(op: ir.Operation) -> list[Collective]:
+    def collectives_in(op: ir.Operation) -> list[Collective]:
         if op.name == "func.call":
             return called(_text(op.attributes["callee"]).lstrip("@"))
         if _kind(op) in SENT:
             return list(_collectives(op, named))
-        inner = [each for below in _operations(op) for each in found(below)]
+        inner = [c for child in _operations(op) for c in collectives_in(child)]
         if op.name == "stablehlo.while" and inner:
             turns = _turns(op)
-            return [replace(each, count=each.count * turns) for each in inner]
+            return [replace(item, count=item.count * turns) for item in inner]
         if op.name in ("stablehlo.case", "stablehlo.if"):
-            return [replace(each, in_branch=True) for each in inner]
+            return [replace(item, in_branch=True) for item in inner]
         return inner
 
     return called("main")
 
 
 def _operations(op: ir.Operation) -> Iterator[ir.Operation]:
-    """Those directly within an operation."""
+    """Operations directly within an operation."""
     for region in op.regions:
         for block in region.blocks:
-            yield from (each.operation for each in block.operations)
+            yield from (child.operation for child in block.operations)
 
 
 def _kind(op: ir.Operation) -> str:
-    """As HLO names it; a ragged all-to-all is a call of no operation of StableHLO's."""
+    """HLO's name of an operation; a ragged all-to-all is a custom call in StableHLO."""
     called = op.name == "stablehlo.custom_call"
     name = _text(op.attributes["call_target_name"]) if called else op.name
     return name.removeprefix("stablehlo.").replace("_", "-")
@@ -111,39 +111,39 @@ def _groups(op: ir.Operation, kind: str, named: Mapping[str, ir.Operation]) -> G
 
 
 def _mesh(text: str) -> str:
-    """`#sdy.mesh<["a"=2, "b"=4], device_ids=[...]>` as HLO has it."""
+    """HLO's form of `#sdy.mesh<["a"=2, "b"=4], device_ids=[...]>`."""
     axes = ",".join(f"'{name}'={size}" for name, size in re.findall(r'"(\w+)"=(\d+)', text))
     ids = re.search(r"device_ids=\[(.*?)\]", text)
     return f"mesh[{axes}]" + (f", device_ids=({ids[1]})" if ids else "")
 
 
 def _axes(text: str) -> str:
-    """Axes of `#stablehlo.axis_ref<name = "a">`, or of a part of each."""
-    found = re.findall(r'name = "(\w+)"(?:[^"]*?pre_size = (\d+), size = (\d+))?', text)
-    return ",".join(f"'{a}'" + (f":({before}){size}" if size else "") for a, before, size in found)
+    """HLO's form of `#stablehlo.axis_ref<name = "a">` lists, sub-axes included."""
+    axes = re.findall(r'name = "(\w+)"(?:[^"]*?pre_size = (\d+), size = (\d+))?', text)
+    return ",".join(f"'{a}'" + (f":({pre}){size}" if size else "") for a, pre, size in axes)
 
 
 def _shape(value: ir.Value) -> Shape:
-    found = _TENSOR.fullmatch(str(value.type))
-    assert found is not None, f"a collective moves arrays, and this is a {value.type}"
-    dims, dtype = found.groups()
+    match = _TENSOR.fullmatch(str(value.type))
+    assert match is not None, f"a collective moves arrays, and this is a {value.type}"
+    dims, dtype = match.groups()
     letters = dtype.rstrip("0123456789")
     dtype = _DTYPES.get(dtype) or _DTYPES.get(letters, letters) + dtype[len(letters) :]
     return Shape(dtype.lower(), tuple(map(int, dims.split("x")[:-1])))
 
 
 def _turns(loop: ir.Operation) -> int:
-    """Of a `while` whose counter goes by constant steps from a constant to below another."""
+    """Trip count of a `while` with a counter that adds a constant up to a constant bound."""
     condition, body = (region.blocks[0] for region in loop.regions)
-    test: Any = _returns(condition)[0].owner  # an operation, or the block that is given it
+    test: Any = _returns(condition)[0].owner  # an operation, or the block whose argument it is
     if getattr(test, "name", "") == "stablehlo.compare":
         counter, bound = test.operands
         numbers = [i for i, value in enumerate(condition.arguments) if value == counter]
         for number in numbers:
             step = _added(_returns(body)[number], body.arguments[number])
             first, last = _constant(loop.operands[number]), _constant(bound)
-            below = "LT" in str(test.attributes["comparison_direction"])
-            if below and step and first is not None and last is not None:
+            counts_up = "LT" in str(test.attributes["comparison_direction"])
+            if counts_up and step and first is not None and last is not None:
                 return max(0, -(-(last - first) // step))
     raise ValueError(
         "a loop of the lowered program has no trip count that it states; what is inside it cannot "
@@ -157,18 +157,18 @@ def _returns(block: ir.Block) -> list[ir.Value]:
 
 
 def _added(value: ir.Value, counter: ir.Value) -> int | None:
-    """The constant in `counter + constant`, where `value` is that."""
-    made: Any = value.owner
-    if getattr(made, "name", "") != "stablehlo.add" or made.operands[0] != counter:
+    """The constant, if `value` is `counter + constant`; else None."""
+    operation: Any = value.owner
+    if getattr(operation, "name", "") != "stablehlo.add" or operation.operands[0] != counter:
         return None
-    return _constant(made.operands[1])
+    return _constant(operation.operands[1])
 
 
 def _constant(value: ir.Value) -> int | None:
-    made: Any = value.owner
-    if getattr(made, "name", "") != "stablehlo.constant":
+    operation: Any = value.owner
+    if getattr(operation, "name", "") != "stablehlo.constant":
         return None
-    return int(np.asarray(made.attributes["value"]).item())
+    return int(np.asarray(operation.attributes["value"]).item())
 
 
 def _text(attribute: ir.Attribute) -> str:

@@ -1,7 +1,7 @@
 """A parser of HLO text (`program_text(compiled)`) as XLA prints it for CPU, GPU and TPU.
 
-It knows the grammar: computations, instructions, and who calls whom. How often a loop runs is in
-`loops.py`; what an instruction means, in `collectives.py`. Cost: one pass, about 10 MB a second.
+It knows the grammar: computations, instructions, and calls. Trip counts of loops are in `loops.py`,
+the meaning of instructions in `collectives.py`. Cost: one pass, about 10 MB a second.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Shape:
 @dataclass(frozen=True)
 class Instruction:
     """One line. `shapes` are the leaves of its result, in order; `operands` are names, or the text
-    between the parentheses where there are none (the literal of a constant, a parameter number).
-    """
+    between the parentheses if there are none (literal of a constant, number of a parameter)."""
 
     name: str
     opcode: str
@@ -61,9 +60,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What of the source it was made from, as JAX names it; "" where nothing is said."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
-        return found[1] if found else ""
+        """JAX's name of the source operation; empty if the text has none."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
+        return match[1] if match else ""
 
     def names(self, attribute: str) -> tuple[str, ...]:
         """The computations named by an attribute: `calls=%a` or `branch_computations={%a, %b}`."""
@@ -80,13 +79,13 @@ class Computation:
     root: str
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
-        """The shapes of each operand, looked up where it is made."""
+        """Shapes of each operand, from the instruction that defines it."""
         return [self.instructions[name].shapes for name in instruction.operands]
 
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program. It runs on `replicas` x `partitions` devices."""
+    """A program. It runs on `replicas` x `partitions` devices."""
 
     computations: dict[str, Computation]
     entry: str
@@ -95,7 +94,7 @@ class Module:
 
 
 def _split(text: str, start: int) -> tuple[list[str], int]:
-    """Parts between commas at this depth, up to the bracket that closes it or the end."""
+    """Splits at commas of this depth, up to the closing bracket or the end."""
     parts, depth, last, end = [], 0, start, len(text)
     for match in _NESTING.finditer(text, start):
         token = match.group()
@@ -114,10 +113,10 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
-    found = _SHAPE.findall(text)
+    matches = _SHAPE.findall(text)
     return tuple(
         Shape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in found
+        for dtype, dims in matches
     )
 
 
@@ -171,8 +170,8 @@ def parse(text: str) -> Module:
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
-    """The text of a compiled program. One with a `conditional` is printed with all of its
-    constants, among them the tables that its loops go by; `compiled.as_text()` leaves them out."""
+    """Text of a compiled program. If it has a `conditional`, all constants are printed, with the
+    tables of its loops; `compiled.as_text()` leaves them out."""
     text = compiled.as_text()
     assert text is not None, "XLA's backends print their programs"
     if " conditional(" not in text:

@@ -1,8 +1,8 @@
-"""Integers that a compiled program settles by itself: its counters, and constants they index.
+"""Evaluates a compiled program's own integers: counters, and constants that they index.
 
-XLA runs a loop's `conditional` by a table that it has as a constant: which branch is taken in which
-turn is arithmetic on the program's own text, done here turn by turn. What depends on the data that
-a program is given is None.
+XLA runs a loop's `conditional` by a constant table: the branch of each turn is arithmetic on the
+program's own text, done here turn by turn. A value that depends on the program's input data is
+None.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxtrain.telemetry.hlo.loops import trip_count
 from jaxtrain.telemetry.hlo.text import Instruction, Module, Shape, calls
 
 Turn = int | None
-"""Of the innermost loop around a computation; None: of any of its turns, what is alike in all."""
+"""Turn of the innermost loop around a computation; None: any turn, for values equal in all."""
 Value = Any
-"""An integer or boolean array; of a tuple a function from positions to values; None: unknown."""
+"""An integer or boolean array; for a tuple, a function from index to value; None: unknown."""
 LARGEST = 1 << 20
-"""Elements of an array beyond which nothing is worked out."""
+"""Most elements of an array that is evaluated."""
 
 _UNARY = {
     "convert": np.asarray,
@@ -55,30 +55,30 @@ _INTEGER = re.compile(r"[su](8|16|32)")
 
 
 class Scope:
-    """A computation where it is called. given: (number of a parameter, turn) -> its value."""
+    """A computation at a call site. arguments: (number of a parameter, turn) -> its value."""
 
     def __init__(
-        self, module: Module, name: str, given: Callable[[int, Turn], Value] = lambda *_: None
+        self, module: Module, name: str, arguments: Callable[[int, Turn], Value] = lambda *_: None
     ) -> None:
-        self.module, self.body, self._given = module, module.computations[name], given
-        self._known: dict[tuple[str, Turn], Value] = {}
+        self.module, self.body, self._arguments = module, module.computations[name], arguments
+        self._values: dict[tuple[str, Turn], Value] = {}
 
     def called(self, site: Instruction, name: str) -> Scope:
-        """The computation `name` as a call or a fusion here runs it."""
+        """The computation `name`, as the call or fusion `site` runs it."""
         return Scope(
             self.module, name, lambda number, turn: self.value(site.operands[number], turn)
         )
 
     def branch(self, site: Instruction, number: int, name: str) -> Scope:
-        """Branch `number` of a conditional here; it has one parameter."""
+        """Branch `number` of the conditional `site`; it has one parameter."""
         return Scope(self.module, name, lambda _, turn: self.value(site.operands[1 + number], turn))
 
     def looped(self, site: Instruction) -> Scope:
-        """The body of a `while` here, whose turns then count."""
+        """The body of the `while` `site`; its turns then count."""
         return _Loop(self, site).scope
 
     def chosen(self, site: Instruction, turn: Turn) -> int | None:
-        """Which branch a conditional here takes in that turn."""
+        """Index of the branch that a conditional takes in `turn`; None if unknown."""
         value = self.value(site.operands[0], turn)
         if value is None:
             return None
@@ -89,40 +89,42 @@ class Scope:
         return index if 0 <= index < branches else branches - 1
 
     def value(self, name: str, turn: Turn) -> Value:
-        """Of an instruction of this computation."""
-        if (name, turn) not in self._known:
-            self._known[name, turn] = self._worked_out(self.body.instructions[name], turn)
-        return self._known[name, turn]
+        """Value of an instruction of this computation."""
+        if (name, turn) not in self._values:
+            self._values[name, turn] = self._evaluate(self.body.instructions[name], turn)
+        return self._values[name, turn]
 
-    def _worked_out(self, made: Instruction, turn: Turn) -> Value:
-        if made.opcode == "tuple":
-            return lambda i: self.value(made.operands[i], turn)
-        if made.opcode == "parameter":
-            return self._given(int(made.operands[0]), turn)
-        if made.opcode == "get-tuple-element":
-            return _element(self.value(made.operands[0], turn), int(made.attributes["index"]))
-        if made.opcode == "while":
-            return _Loop(self, made).after(turn)
-        if made.opcode in ("copy-start", "copy-done"):
-            value = self.value(made.operands[0], turn)
-            return (lambda i: value) if made.opcode == "copy-start" else _element(value, 0)
-        if made.opcode in ("fusion", "call"):
-            inner = self.called(made, next(calls(made))[0])
+    def _evaluate(self, instruction: Instruction, turn: Turn) -> Value:
+        if instruction.opcode == "tuple":
+            return lambda i: self.value(instruction.operands[i], turn)
+        if instruction.opcode == "parameter":
+            return self._arguments(int(instruction.operands[0]), turn)
+        if instruction.opcode == "get-tuple-element":
+            return _element(
+                self.value(instruction.operands[0], turn), int(instruction.attributes["index"])
+            )
+        if instruction.opcode == "while":
+            return _Loop(self, instruction).after(turn)
+        if instruction.opcode in ("copy-start", "copy-done"):
+            value = self.value(instruction.operands[0], turn)
+            return (lambda i: value) if instruction.opcode == "copy-start" else _element(value, 0)
+        if instruction.opcode in ("fusion", "call"):
+            inner = self.called(instruction, next(calls(instruction))[0])
             return inner.value(inner.body.root, turn)
-        if len(made.shapes) != 1 or not _small(made):
+        if len(instruction.shapes) != 1 or not _small(instruction):
             return None
-        if made.opcode == "constant":
-            return _literal(made)
-        if made.opcode not in _DONE:
+        if instruction.opcode == "constant":
+            return _literal(instruction)
+        if instruction.opcode not in _DONE:
             return None
-        operands = [self.value(operand, turn) for operand in made.operands]
-        if any(each is None or callable(each) for each in operands):
+        operands = [self.value(operand, turn) for operand in instruction.operands]
+        if any(value is None or callable(value) for value in operands):
             return None
-        return _held(_computed(made, operands), made.shapes[0])
+        return _in_range(_computed(instruction, operands), instruction.shapes[0])
 
 
 class _Loop:
-    """A `while` in its caller's scope: its state, turn by turn."""
+    """A `while` in its caller's scope, with its state in each turn."""
 
     def __init__(self, caller: Scope, site: Instruction) -> None:
         self._caller, self._site = caller, site
@@ -133,7 +135,7 @@ class _Loop:
         return lambda i: self._entry(i, None) if self._stays(i) else self._at(i, turn)
 
     def after(self, outer: Turn) -> Value:
-        """The state that the loop ends with, in that turn of a loop around it."""
+        """The state after the loop, in turn `outer` of a loop around it."""
 
         def element(i: int) -> Value:
             if self._stays(i):
@@ -149,19 +151,19 @@ class _Loop:
         return _element(self._caller.value(self._site.operands[0], outer), i)
 
     def _stays(self, i: int) -> bool:
-        """Whether every turn hands that element on as it was."""
+        """True if every turn passes on that element unchanged."""
         body = self.scope.body
         if body.instructions[body.root].opcode != "tuple":
             return False
-        made = body.instructions[body.instructions[body.root].operands[i]]
-        while made.opcode == "copy":
-            made = body.instructions[made.operands[0]]
-        given = made.opcode == "get-tuple-element" and int(made.attributes["index"]) == i
-        return given and body.instructions[made.operands[0]].opcode == "parameter"
+        source = body.instructions[body.instructions[body.root].operands[i]]
+        while source.opcode == "copy":
+            source = body.instructions[source.operands[0]]
+        passed_on = source.opcode == "get-tuple-element" and int(source.attributes["index"]) == i
+        return passed_on and body.instructions[source.operands[0]].opcode == "parameter"
 
     def _at(self, i: int, turn: Turn) -> Value:
-        """From turn to turn: what one needs of the turn before is worked out already. Of a loop
-        around this one only what is alike in all of its turns is known."""
+        """Element `i` in `turn`, evaluated turn by turn; earlier turns are cached. Of an outer loop
+        only values that are equal in all its turns are known."""
         if turn is None:
             return None
         states = self._states.setdefault(i, [self._entry(i, None)])
@@ -174,24 +176,24 @@ def _element(value: Value, i: int) -> Value:
     return value(i) if callable(value) else None
 
 
-def _small(made: Instruction) -> bool:
-    (shape,) = made.shapes
-    known = shape.dtype == "pred" or _INTEGER.fullmatch(shape.dtype) is not None
-    return known and shape.elements <= LARGEST
+def _small(instruction: Instruction) -> bool:
+    (shape,) = instruction.shapes
+    is_integer = shape.dtype == "pred" or _INTEGER.fullmatch(shape.dtype) is not None
+    return is_integer and shape.elements <= LARGEST
 
 
-def _literal(made: Instruction) -> Value:
-    """Of a constant; None where the text leaves its elements out (`{...}`)."""
-    (shape,) = made.shapes
-    words = re.findall(r"-?\d+|true|false|\.\.\.", ",".join(made.operands))
+def _literal(instruction: Instruction) -> Value:
+    """Value of a constant; None if the text leaves its elements out (`{...}`)."""
+    (shape,) = instruction.shapes
+    words = re.findall(r"-?\d+|true|false|\.\.\.", ",".join(instruction.operands))
     if "..." in words or len(words) != shape.elements:
         return None
     numbers = [int(word) if word not in ("true", "false") else word == "true" for word in words]
     return np.array(numbers, bool if shape.dtype == "pred" else np.int64).reshape(shape.dims)
 
 
-def _held(value: Value, shape: Shape) -> Value:
-    """As the type has it; None where the number would not be the program's, for it wraps around."""
+def _in_range(value: Value, shape: Shape) -> Value:
+    """The value in the type of `shape`; None if it overflows, since the program's wraps."""
     if value is None or shape.dtype == "pred":
         return None if value is None else np.asarray(value, bool)
     bits, value = int(shape.dtype[1:]), np.asarray(value, np.int64)
@@ -199,30 +201,30 @@ def _held(value: Value, shape: Shape) -> Value:
     return value if ((value >= least) & (value < most)).all() else None
 
 
-def _computed(made: Instruction, operands: list[Any]) -> Value:
-    """One of the operations in `_DONE`."""
-    (shape,) = made.shapes
-    if made.opcode in _UNARY:
-        return _UNARY[made.opcode](*operands)
-    if made.opcode in _BINARY:
-        return _BINARY[made.opcode](*operands)
-    if made.opcode == "compare":
-        return _COMPARISONS[made.attributes["direction"]](*operands)
-    if made.opcode == "select":
+def _computed(instruction: Instruction, operands: list[Any]) -> Value:
+    """Result of one of the operations in `_DONE`."""
+    (shape,) = instruction.shapes
+    if instruction.opcode in _UNARY:
+        return _UNARY[instruction.opcode](*operands)
+    if instruction.opcode in _BINARY:
+        return _BINARY[instruction.opcode](*operands)
+    if instruction.opcode == "compare":
+        return _COMPARISONS[instruction.attributes["direction"]](*operands)
+    if instruction.opcode == "select":
         return np.where(*operands)
-    if made.opcode == "clamp":
+    if instruction.opcode == "clamp":
         low, x, high = operands
         return np.clip(x, low, high)
-    if made.opcode == "broadcast":
+    if instruction.opcode == "broadcast":
         return None if operands[0].shape else np.broadcast_to(operands[0], shape.dims)
-    if made.opcode == "slice":
-        parts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", made.attributes["slice"])
+    if instruction.opcode == "slice":
+        parts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes["slice"])
         return operands[0][tuple(slice(int(a), int(b), int(c or 1)) for a, b, c in parts)]
-    if made.opcode == "dynamic-slice":
+    if instruction.opcode == "dynamic-slice":
         table, *starts = operands
         room = zip(starts, table.shape, shape.dims, strict=True)
-        first = [min(max(int(at), 0), dim - size) for at, dim, size in room]
+        first = [min(max(int(start), 0), dim - size) for start, dim, size in room]
         return table[tuple(slice(a, a + size) for a, size in zip(first, shape.dims, strict=True))]
-    # A bitcast keeps the order in memory, which that of a vector is whatever its layout.
+    # A bitcast keeps the order in memory, which for a vector does not depend on the layout.
     vector = operands[0].size in (1, *operands[0].shape) and shape.elements in (1, *shape.dims)
-    return operands[0].reshape(shape.dims) if vector or made.opcode == "reshape" else None
+    return operands[0].reshape(shape.dims) if vector or instruction.opcode == "reshape" else None

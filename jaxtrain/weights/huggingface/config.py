@@ -33,38 +33,36 @@ FAMILIES = (
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """The model that a folder's config.json describes.
+    """Returns the model that a folder's config.json describes.
 
-    Of the fields that change no logits (dropout, initialisation, a router's jitter and balancing
-    loss) none is taken over, and `vocab_multiple` is the default: replace them as the training
-    needs.
+    Fields that change no logits (dropout, initialisation, a router's jitter and balancing loss) are
+    not taken over, and `vocab_multiple` is the default: replace them as the training needs.
 
-    Raises:
-        ValueError: there is no readable config.json, or it describes what this library does not
-            compute: every such field at once, those that are not known included.
+    Raises ValueError where there is no readable config.json, or it describes a model that this
+    library does not compute: with every such field at once, unknown ones included.
     """
     path = local_path("folder", folder) / NAME
     family, raw, problems = _family_of(path)
     if family is None:
         raise _refusal(path, problems)
-    config, found = _read(family, raw)
-    if problems := problems + found:
+    config, more = _read(family, raw)
+    if problems := problems + more:
         raise _refusal(path, problems)
     return config
 
 
-def held_in_folders(model: object, where: str) -> DecoderConfig:
-    """A model whose weights folders hold. Raises ValueError for another's."""
+def require_decoder(model: object, label: str) -> DecoderConfig:
+    """Returns the model if a Hugging Face folder can hold its weights; else raises ValueError."""
     if not isinstance(model, DecoderConfig):
         raise ValueError(
-            f"{where}: a folder holds the weights of a DecoderConfig, and this model is a "
+            f"{label}: a folder holds the weights of a DecoderConfig, and this model is a "
             f"{type(model).__name__}; use huggingface_config(folder), or a run directory (FromRun)"
         )
     return model
 
 
 def family_of(folder: Path) -> Family:
-    """The family that a folder's tensors are named by. Raises ValueError as `read_config` does."""
+    """Returns the family that names a folder's tensors. Raises ValueError as `read_config` does."""
     family, _, problems = _family_of(folder / NAME)
     if family is None:
         raise _refusal(folder / NAME, problems)
@@ -81,27 +79,27 @@ def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
     if not isinstance(raw, dict):
         return None, {}, [f"it holds a {type(raw).__name__}; use an object"]
     kind = raw.get("model_type")
-    family = next((each for each in FAMILIES if each.model_type == kind), None)
+    family = next((item for item in FAMILIES if item.model_type == kind), None)
     if family is None:
-        known = ", ".join(each.model_type for each in FAMILIES)
-        return None, raw, [f"model_type={kind!r}; the families read here are {known}"]
-    given = raw.get("architectures")
-    if given not in (None, [], [family.architecture]):
-        return family, raw, [f"architectures={given!r}; use [{family.architecture!r}]"]
+        names = ", ".join(item.model_type for item in FAMILIES)
+        return None, raw, [f"model_type={kind!r}; the families read here are {names}"]
+    architectures = raw.get("architectures")
+    if architectures not in (None, [], [family.architecture]):
+        return family, raw, [f"architectures={architectures!r}; use [{family.architecture!r}]"]
     return family, raw, []
 
 
 def _read(family: Family, raw: dict[str, Any]) -> tuple[DecoderConfig, list[str]]:
-    taken = Fields({**family.defaults, **raw})
-    config = family.read(taken)
+    fields = Fields({**family.defaults, **raw})
+    config = family.read(fields)
     # Defaults of fields that this family does not have are nobody's mistake.
-    unknown = Fields({k: v for k, v in raw.items() if k not in taken.taken}).unknown()
-    problems = taken.problems + unknown
+    unknown = Fields({k: v for k, v in raw.items() if k not in fields.used}).unknown()
+    problems = fields.problems + unknown
     return config, problems or config.violations()
 
 
 def _kinds(config: DecoderConfig) -> set[type]:
-    """The kinds of attention that a model has, and whether it has mixtures of experts."""
+    """Returns the types of attention in a model, and of its mixtures of experts if it has any."""
     every = {type(part) for block in config.blocks for part in (block.attention, block.mlp)}
     return every - {MlpConfig}
 
@@ -111,13 +109,11 @@ def _refusal(path: Path, problems: list[str]) -> ValueError:
 
 
 def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
-    """A family and the fields with which its config.json says exactly this model.
+    """Returns a family, and fields of its config.json that describe exactly this model.
 
-    It says it where reading the fields gives the model back, initialisation, dropout and padding
-    of the vocabulary aside.
-
-    Raises:
-        ValueError: no family does, with what is in the way in the one that comes nearest.
+    The description is exact if reading the fields gives the model back, apart from initialisation,
+    dropout and padding of the vocabulary. Raises ValueError if no family can, with the differences
+    in the nearest one.
     """
     if problems := config.violations():
         raise ValueError("\n".join(problems))
@@ -129,17 +125,17 @@ def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         read, problems = _read(family, written)
         if not problems:
             problems = [
-                f"{name} is {here}, there {there}"
-                for name, here, there in differences(wanted, essence(read))
+                f"{name} is {own}, there {written_value}"
+                for name, own, written_value in differences(wanted, essence(read))
             ]
         problems = list(dict.fromkeys(problems))
         if not problems:
             head = {"architectures": [family.architecture], "model_type": family.model_type}
             return family, {**head, **written}
-        # One word says that experts are lacking, and that is more than any other field.
-        far = (len(_kinds(read) ^ kinds), len(problems))
-        if far < least:
-            nearest, least = (family, problems), far
+        # Missing experts are one problem, but a larger difference than any other field.
+        distance = (len(_kinds(read) ^ kinds), len(problems))
+        if distance < least:
+            nearest, least = (family, problems), distance
     assert nearest is not None
     raise ValueError(
         "\n- ".join(

@@ -1,4 +1,4 @@
-"""What a family of models is: its config.json as our config and back, and its tensors."""
+"""A family of models: conversion of its config.json to our config and back, and its tensors."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu": gelu_exact,
 }
-"""By the names of `transformers`; the first of a function is the one written."""
+"""By the names of `transformers`; of several names of a function the first is written."""
 
 
 Order = Callable[[DecoderConfig], np.ndarray]
-"""Of a model's tensor, the way round we keep it, the number that each column has in ours."""
+"""Returns, for each column of a tensor in our [in, out] layout, its number in our leaf."""
 
 
 class Tensor(NamedTuple):
-    """One of their tensors, or one of every layer, or of every expert of every layer.
+    """A tensor of a folder; or one for every layer, or for every expert of every layer.
 
-    name: `{layer}` in it stands for the layer's number, `{expert}` for the expert's. leaves: ours
-    that are in it, side by side along the last dim (GPT-2's c_attn has three); those of a layer are
-    named within their block. transposed: the last two dims of theirs are [out, in], as torch's
-    Linear keeps them; ours are [in, out].
-    mixed: of layers that have a router (True), or that have none (False), None of both. order: of
-    its columns, where that is another than ours; of one leaf.
-    A model without these leaves (biases, an untied head) has no such tensor.
+    name: with `{layer}` for the layer's number and `{expert}` for the expert's. leaves: our leaves
+    in it, side by side along the last dim (GPT-2's c_attn has three); those of a layer are named
+    within their block. transposed: its last two dims are [out, in], as in torch's Linear; ours are
+    [in, out]. mixed: exists only in layers with a router (True) or without one (False); None in
+    all. order: of its columns, if it differs from ours; only with one leaf. A model without these
+    leaves (biases, an untied head) has no such tensor.
     """
 
     name: str
@@ -60,11 +59,12 @@ class Tensor(NamedTuple):
 class Family:
     """A model type of `transformers`.
 
-    architecture: its class with a language model's head. base: what names begin with, but for the
-    head's; a folder saved from the class without a head lacks it. tensors: as they are written;
-    others: all of them as some folders have them too. buffers: tensors that older versions saved
-    and nobody needs. defaults: fields that may be missing from a config.json. layers_beyond: a
-    folder may have layers beyond the model's, for multi-token prediction; they are left out.
+    architecture: its class with a language model's head. base: prefix of all names but the head's;
+    missing in a folder saved from the class without a head. tensors: as they are written;
+    alternatives: the same parameters as some other folders have them. buffers: tensors that older
+    versions saved and nobody needs. defaults: fields that may be missing from a config.json.
+    layers_beyond: a folder may have layers beyond the model's, for multi-token prediction, which
+    are left out.
     """
 
     model_type: str
@@ -75,22 +75,22 @@ class Family:
     defaults: Mapping[str, Any]
     read: Callable[[Fields], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
-    """The fields that come nearest to a config; `config.family_and_fields` tells what they miss."""
-    others: tuple[Tensor, ...] = ()
+    """The fields that come nearest to a config; `config.family_and_fields` reports the rest."""
+    alternatives: tuple[Tensor, ...] = ()
     layers_beyond: bool = False
 
     def name_of(self, leaf: str) -> str:
-        """The tensor that is one leaf outside the layers."""
+        """Returns the name of the tensor with one leaf outside the layers."""
         return next(tensor.name for tensor in self.tensors if tensor.leaves == (leaf,))
 
 
 def activation_name(activation: Activation, names: Mapping[str, Activation] = ACTIVATIONS) -> str:
-    """The first of `names` that is its, or that of SiLU."""
-    return next((name for name, known in names.items() if known is activation), "silu")
+    """Returns the first name of an activation in `names`, or that of SiLU."""
+    return next((name for name, candidate in names.items() if candidate is activation), "silu")
 
 
 def eps_of(block: BlockConfig) -> float:
-    """Of the norms of a block, which a config.json has one for all of."""
+    """Returns the eps of a block's norms; a config.json has one for all."""
     return (block.norm or block.post_norm or RMSNorm()).eps
 
 
@@ -98,11 +98,12 @@ Blocks = tuple[BlockConfig, ...]
 
 
 def find_period(blocks: Blocks) -> tuple[Blocks, Blocks]:
-    """`prefix` and `period` of a DecoderConfig with these layers, as few blocks as will do."""
+    """Returns `prefix` and `period` of a DecoderConfig with these layers, with as few blocks as
+    possible."""
     layers = len(blocks)
-    for built in range(1, layers + 1):
-        for first in range(built):
-            n, rest = built - first, blocks[first:]
-            if len(rest) % n == 0 and rest == rest[:n] * (len(rest) // n):
-                return blocks[:first], rest[:n]
+    for count in range(1, layers + 1):
+        for first in range(count):
+            n, remaining = count - first, blocks[first:]
+            if len(remaining) % n == 0 and remaining == remaining[:n] * (len(remaining) // n):
+                return blocks[:first], remaining[:n]
     raise AssertionError("the layers themselves are a period")

@@ -1,4 +1,4 @@
-"""The fields of a config.json, taken one by one: what is wrong is collected, not raised."""
+"""Validated access to the fields of a config.json; problems are collected, not raised."""
 
 from __future__ import annotations
 
@@ -39,115 +39,120 @@ HARMLESS = {
     "transformers.js_config",
     "use_cache",
 }
-"""Fields that leave the function from tokens to logits as it is: how a model was or is to be
-trained (dropout, the balance and jitter of routers), split or served."""
+"""Fields that do not change the logits: about training (dropout, the balance and jitter of
+routers), splitting or serving of a model."""
 
 HARMLESS_BEGINNINGS = ("_", "output_", "summary_")
 HARMLESS_ENDINGS = ("_token_id", "_version")
 
 
 class Fields:
-    """A JSON object as its reader takes it: `given` are the fields, each of which is asked for by
-    name. `problems` collects what is missing, of another type, or out of range; the value returned
-    is then a stand-in. `where` is put before names, as in `rope_scaling.`"""
+    """Validated access to a JSON object by field names.
 
-    def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
-        self.given, self.where = given, where
-        self.taken: set[str] = set()
+    content: the fields. prefix: of names in messages, as `rope_scaling.`. used: names that were
+    read. problems: fields that are missing, of another type, or out of range; the returned value is
+    then a placeholder.
+    """
+
+    def __init__(self, content: Mapping[str, Any], prefix: str = "") -> None:
+        self.content, self.prefix = content, prefix
+        self.used: set[str] = set()
         self.problems: list[str] = []
 
     def value(self, name: str) -> Any:
-        """As it stands, None where it is missing."""
-        self.taken.add(name)
-        return self.given.get(name)
+        """Returns the unchecked value, None where it is missing."""
+        self.used.add(name)
+        return self.content.get(name)
 
     def count(self, name: str, otherwise: int | None = None, most: int = SIZE) -> int:
-        """A whole number from 1 to `most`; `otherwise` where it is null or missing."""
-        found = self.value(name)
-        if found is None and otherwise is not None:
+        """Returns an integer from 1 to `most`; `otherwise` where the field is null or missing."""
+        value = self.value(name)
+        if value is None and otherwise is not None:
             return otherwise
-        if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
-            if violations := too_many(f"{self.where}{name}", found, most):
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            if violations := too_many(f"{self.prefix}{name}", value, most):
                 self.problems += violations
                 return 1
-            return found
+            return value
         return self._wrong(name, "a whole number of at least 1", 1)
 
     def count_or_none(self, name: str) -> int | None:
         return None if self.value(name) is None else self.count(name)
 
     def whole(self, name: str) -> int:
-        """A whole number from 0."""
-        found = self.value(name)
-        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= SIZE:
-            return found
+        """Returns an integer from 0."""
+        value = self.value(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= SIZE:
+            return value
         return self._wrong(name, "a whole number of at least 0", 0)
 
     def number(self, name: str) -> float:
-        """A finite number above 0."""
-        found = self.value(name)
-        number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if number and 0 < found < math.inf:
-            return float(found)
+        """Returns a finite number above 0."""
+        value = self.value(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and 0 < value < math.inf:
+            return float(value)
         return self._wrong(name, "a number above 0", 1.0)
 
     def number_or_none(self, name: str) -> float | None:
         return None if self.value(name) is None else self.number(name)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers above 0."""
-        found = self.value(name)
-        listed = found if isinstance(found, list) else [None]
-        each = [Fields({name: number}) for number in listed]
-        numbers = tuple(one.number(name) for one in each)
-        if any(one.problems for one in each):
+        """Returns a list of finite numbers above 0."""
+        value = self.value(name)
+        listed = value if isinstance(value, list) else [None]
+        items = [Fields({name: number}) for number in listed]
+        numbers = tuple(item.number(name) for item in items)
+        if any(item.problems for item in items):
             return self._wrong(name, "a list of numbers above 0", (1.0,))
         return numbers
 
     def flag(self, name: str) -> bool:
-        found = self.value(name)
-        return found if isinstance(found, bool) else self._wrong(name, "true or false", False)
+        value = self.value(name)
+        return value if isinstance(value, bool) else self._wrong(name, "true or false", False)
 
     def choice(self, name: str, choices: Mapping[str, Any]) -> Any:
-        """What the table has for the value; the first of it stands in."""
-        found = self.value(name)
-        if isinstance(found, str) and found in choices:
-            return choices[found]
+        """Returns the entry of `choices` for the value; the first entry after a problem."""
+        value = self.value(name)
+        if isinstance(value, str) and value in choices:
+            return choices[value]
         return self._wrong(name, "one of " + ", ".join(choices), next(iter(choices.values())))
 
     def only(self, name: str, *allowed: Any) -> None:
-        """A field of which this library computes only these values, or none."""
-        found = self.value(name)
-        if found is not None and found not in allowed:
+        """Checks a field of which this library computes only the `allowed` values, or none."""
+        value = self.value(name)
+        if value is not None and value not in allowed:
             self._wrong(name, " or ".join(map(repr, allowed)), None)
 
-    def multiple(self, name: str, of: str) -> None:
-        """Two counts of which one is a multiple of the other; of unsound ones that is told."""
-        whole, part = self.given.get(name), self.given.get(of)
-        sound = isinstance(whole, int) and isinstance(part, int) and whole >= 1 and part >= 1
-        if sound and whole % part:
+    def multiple(self, name: str, divisor: str) -> None:
+        """Checks that count `name` is a multiple of count `divisor`. Ignores invalid counts, which
+        are reported elsewhere."""
+        count, unit = self.content.get(name), self.content.get(divisor)
+        valid = isinstance(count, int) and isinstance(unit, int) and count >= 1 and unit >= 1
+        if valid and count % unit:
             self.problems.append(
-                f"{self.where}{name}={whole} is not a multiple of {of}={part}; use "
-                f"{whole // part * part or part} or {-(-whole // part) * part}"
+                f"{self.prefix}{name}={count} is not a multiple of {divisor}={unit}; use "
+                f"{count // unit * unit or unit} or {-(-count // unit) * unit}"
             )
 
     def unknown(self) -> list[str]:
-        """What nobody took and nobody knows. A field that is null or false is off."""
-        left = [name for name in self.given if name not in self.taken | HARMLESS]
-        found = [
-            f"{self.where}{name}={self.given[name]!r}"
+        """Returns a line for each field that was not read and is not known. A field that is null or
+        false is off."""
+        left = [name for name in self.content if name not in self.used | HARMLESS]
+        unknown = [
+            f"{self.prefix}{name}={self.content[name]!r}"
             for name in left
             if not name.startswith(HARMLESS_BEGINNINGS)
             and not name.endswith(HARMLESS_ENDINGS)
-            and self.given[name] is not None
-            and self.given[name] is not False
+            and self.content[name] is not None
+            and self.content[name] is not False
         ]
         remedy = "is not known here; where it does not change the logits, remove it"
-        return [f"{field} {remedy}" for field in found]
+        return [f"{field} {remedy}" for field in unknown]
 
     def _wrong(self, name: str, needed: str, instead: Any) -> Any:
-        if name in self.given:
-            self.problems.append(f"{self.where}{name}={self.given[name]!r}; use {needed}")
+        if name in self.content:
+            self.problems.append(f"{self.prefix}{name}={self.content[name]!r}; use {needed}")
         else:
-            self.problems.append(f"{self.where}{name} is missing; give {needed}")
+            self.problems.append(f"{self.prefix}{name} is missing; give {needed}")
         return instead

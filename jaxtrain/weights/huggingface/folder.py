@@ -25,7 +25,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of a tensor, `name` in `file`."""
+    """Location, shape and dtype of a tensor, from the header: `name` in `file`."""
 
     file: str
     name: str
@@ -34,14 +34,13 @@ class TensorInfo(NamedTuple):
 
 
 class Folder:
-    """Headers read, files open; `read` fetches the part of a tensor it is asked for.
+    """Headers and open files of a folder; `read` fetches a part of a tensor.
 
-    tensors: all there are, by the name they are asked for. problems: tensors that stand twice, or
-    not where an index says. Both are there within `with`.
+    tensors: all tensors, by the name that `read` takes. problems: tensors that are in two files, or
+    not where the index says. Both are filled within `with`.
 
-    Raises:
-        ValueError: there are no safetensors, or a file cannot be opened: each is named. An index
-            names files of the folder alone, and links lead nowhere else (`files.folder`).
+    Raises ValueError where there are no safetensors, or a file cannot be opened: with the name of
+    each. An index can only name files of the folder, and links lead nowhere else (`files.folder`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,21 +67,22 @@ class Folder:
         self._stack.close()
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """That part of a tensor, a copy in the file's dtype; no other byte of it is read."""
+        """Returns a copy of part `box` of a tensor in the file's dtype, and reads no other
+        bytes."""
         info = self.tensors[name]
         part = self._files[info.file].get_slice(info.name)
         return part[tuple(slice(*dim) for dim in box)]
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Ask for some tensors by other names: old -> new."""
+        """Changes the names that `read` takes: old -> new."""
         self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Some tensors are as if they were not there."""
+        """Removes some tensors from `tensors`."""
         self.tensors = {k: info for k, info in self.tensors.items() if k not in set(names)}
 
     def _index(self) -> dict[str, str] | None:
-        """Tensor -> file, or None of a single file, which counts where both are there."""
+        """Returns tensor -> file; None for a single file, which is preferred if both exist."""
         if (self.path / SINGLE).is_file():
             return None
         path = self.path / INDEX
@@ -91,8 +91,8 @@ class Folder:
             hint = f"; {', '.join(pickled)} is pickled: save it as safetensors" if pickled else ""
             raise ValueError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
         try:
-            found = parse_json(read_text(file_of(self.path, INDEX)))["weight_map"]
-            return {str(name): str(file) for name, file in found.items()}
+            weight_map = parse_json(read_text(file_of(self.path, INDEX)))["weight_map"]
+            return {str(name): str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no weight_map of tensors to files: {error!r}") from error
 

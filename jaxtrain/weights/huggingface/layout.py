@@ -1,4 +1,4 @@
-"""Which part of which of our leaves every tensor of a folder is."""
+"""Mapping of a folder's tensors to parts of our leaves."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from jaxtrain.weights.huggingface.family import Tensor
 
 class LeafShape(NamedTuple):
     """shape: of a leaf of ours. real: the same without padded rows of the vocabulary, which are
-    zero here and not in a folder."""
+    zero here and missing in a folder."""
 
     shape: tuple[int, ...]
     real: tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """What a tensor has of one leaf. at: the leaf's index along the dims it is stacked over, layers
-    and experts, () of one that is not. shape: of the piece. offset: where it begins along the last
-    dim of the tensor the way round we keep it."""
+    """The part of a leaf that is in one tensor.
+
+    stack_index: index along the leaf's stacked dims (layers, experts), () if it is not stacked.
+    shape: of the piece. offset: where it begins along the last dim of the tensor in our [in, out]
+    layout.
+    """
 
     leaf: str
-    at: tuple[int, ...]
+    stack_index: tuple[int, ...]
     shape: tuple[int, ...]
     offset: int
 
 
 class Stored(NamedTuple):
-    """A tensor of a folder: its name, shape, and pieces from left to right. order: as of
+    """A tensor of a folder: its name, shape, and pieces from left to right. order: as in
     `family.Tensor`."""
 
     name: str
@@ -46,20 +49,20 @@ class Stored(NamedTuple):
 
 
 def leaf_shapes(config: DecoderConfig) -> dict[str, LeafShape]:
-    """All parameters of a model in natural layer order. Nothing is computed."""
+    """Returns the shapes of all parameters of a model in natural layer order. Computes nothing."""
     split = take_apart(nnx.eval_shape(lambda: build(config.build, jax.random.key(0))))
-    found = {}
+    shapes = {}
     for path, leaf in split.params.items():
         dims = zip(leaf.shape, split.axes[path], strict=True)
         real = tuple(axis.real if isinstance(axis, PaddedAxis) else n for n, axis in dims)
-        found[path] = LeafShape(tuple(leaf.shape), real)
-    return found
+        shapes[path] = LeafShape(tuple(leaf.shape), real)
+    return shapes
 
 
 def stored_tensors(
     config: DecoderConfig, rules: Sequence[Tensor], leaves: dict[str, LeafShape]
 ) -> list[Stored]:
-    """Every tensor of this model's folder by these rules, those of a layer together."""
+    """Returns every tensor of this model's folder by these rules, layer by layer."""
     orders = {rule: rule.order(config) for rule in rules if rule.order is not None}
     outer = [_stored(rule, rule.name, "", (), leaves) for rule in rules if not rule.of_layer]
     inner = [
@@ -67,20 +70,20 @@ def stored_tensors(
             rule,
             rule.name.format(layer=layer, expert=expert),
             prefix,
-            where,
+            expert_index,
             leaves,
             orders.get(rule),
         )
-        for layer, (prefix, at) in enumerate(_layer_places(config))
+        for layer, (prefix, layer_index) in enumerate(_layer_places(config))
         for rule in rules
         if rule.of_layer and rule.mixed in (None, f"{prefix}mlp.router" in leaves)
-        for expert, where in _expert_places(rule, prefix, at, leaves)
+        for expert, expert_index in _expert_places(rule, prefix, layer_index, leaves)
     ]
     return [tensor for tensor in outer + inner if tensor is not None]
 
 
 def _layer_places(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """For each layer in natural order the beginning of its leaves' paths and their index."""
+    """Yields the path prefix and the stacked index of each layer's leaves in natural order."""
     yield from ((f"prefix.{i}.", ()) for i in range(len(config.prefix)))
     for row in range(config.periods):
         yield from ((f"period.{i}.", (row,)) for i in range(len(config.period)))
@@ -88,38 +91,39 @@ def _layer_places(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _expert_places(
-    rule: Tensor, prefix: str, at: tuple[int, ...], leaves: dict[str, LeafShape]
+    rule: Tensor, prefix: str, layer_index: tuple[int, ...], leaves: dict[str, LeafShape]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The index of each expert's leaves, if the rule is of experts; else of the layer's."""
+    """Yields (expert, index of its leaves) if the rule is of experts, else (0, index of the
+    layer)."""
     if not rule.of_expert:
-        yield 0, at
+        yield 0, layer_index
     elif prefix + rule.leaves[0] in leaves:
         shape = leaves[prefix + rule.leaves[0]].real
-        yield from ((expert, (*at, expert)) for expert in range(shape[len(at)]))
+        yield from ((expert, (*layer_index, expert)) for expert in range(shape[len(layer_index)]))
 
 
 def _stored(
     rule: Tensor,
     name: str,
     prefix: str,
-    at: tuple[int, ...],
+    index: tuple[int, ...],
     leaves: dict[str, LeafShape],
     order: np.ndarray | None = None,
 ) -> Stored | None:
-    """A rule's tensor, None where the model has not its leaves."""
+    """Returns a rule's tensor, None where the model does not have its leaves."""
     paths = [prefix + leaf for leaf in rule.leaves]
     if not all(path in leaves for path in paths):
         return None
     pieces, offset = [], 0
     for path in paths:
-        shape = leaves[path].real[len(at) :]
-        pieces.append(Piece(path, at, shape, offset))
+        shape = leaves[path].real[len(index) :]
+        pieces.append(Piece(path, index, shape, offset))
         offset += shape[-1]
-    whole = (*pieces[0].shape[:-1], offset)
-    shape = transpose_last(whole) if rule.transposed else whole
+    ours = (*pieces[0].shape[:-1], offset)
+    shape = transpose_last(ours) if rule.transposed else ours
     return Stored(name, shape, rule.transposed, tuple(pieces), order)
 
 
 def transpose_last(dims: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The last two exchanged."""
+    """Returns `dims` with the last two exchanged."""
     return (*dims[:-2], dims[-1], dims[-2])

@@ -1,4 +1,4 @@
-"""A folder on its way: files beside it, renamed when all are there."""
+"""Atomic writing of a folder: files go into a temporary folder, which is renamed when complete."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxtrain.files.regular import write_text
 
 
 class Target:
-    """The folder to write, on process 0; on others nothing happens.
+    """The folder to write, on process 0; does nothing on others.
 
-    A failure among several processes is kept, for the others would wait for this one in the next
-    collective: nothing more is attempted, and `agree` raises on all. Without `commit` nothing is
-    left behind, save by a kill: then a folder whose name begins with a dot.
+    A failure among several processes is stored, because the others would wait for this one in the
+    next collective: later attempts do nothing, and `agree` raises on all. Without `commit` nothing
+    remains, except after a kill: then a folder whose name begins with a dot.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,8 +37,8 @@ class Target:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Do it, on process 0 and if all went well before. Raises ValueError at once where there
-        is one process."""
+        """Runs `action` on process 0 if nothing failed before. Raises ValueError at once if there
+        is only one process."""
         if jax.process_index() != 0 or self.failure is not None:
             return
         try:
@@ -46,8 +46,8 @@ class Target:
         except ValueError as error:
             self.failure = error
         except (OSError, SafetensorError) as error:
-            said = f"{self.folder} could not be written, and nothing of it is left"
-            self.failure = ValueError(f"{said}: {describe(error)}")
+            message = f"{self.folder} could not be written, and nothing of it is left"
+            self.failure = ValueError(f"{message}: {describe(error)}")
             self.failure.__cause__ = error
         if self.failure is not None and jax.process_count() == 1:
             raise self.failure
@@ -65,7 +65,8 @@ class Target:
             raise ValueError(f"process 0 could not write {self.folder}; its own error says why")
 
     def begin(self, size: int) -> None:
-        """Refuse a folder that holds something, or a disk without room for `size` bytes."""
+        """Makes the temporary folder. Raises ValueError for a folder that is not empty, or a disk
+        with less than `size` bytes free."""
         if problems := in_the_way(self.folder):
             raise ValueError("\n".join(problems))
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +86,7 @@ class Target:
         _flush(path)
 
     def commit(self, texts: Mapping[str, str]) -> None:
-        """Write the small files, and give the folder its name."""
+        """Writes the small files, and renames the temporary folder."""
         for name, text in texts.items():
             write_text(self.partial / name, text)
             _flush(self.partial / name)
@@ -95,14 +96,14 @@ class Target:
 
 
 def in_the_way(folder: Path) -> list[str]:
-    """Why a folder cannot be written: something is there. An empty one is as none."""
+    """Returns why a folder cannot be written: it exists and is not empty."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     return [f"{folder.absolute()} is there already; remove it or give a new folder"]
 
 
 def _flush(path: Path) -> None:
-    """Bytes, or the names in a folder, onto the disk."""
+    """Writes a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

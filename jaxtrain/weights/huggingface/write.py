@@ -26,7 +26,7 @@ from jaxtrain.weights.huggingface.target import Target, in_the_way
 DTYPES = ("float32", "bfloat16", "float16")
 
 Params = Mapping[str, jax.Array]
-At = tuple[int, ...]
+Index = tuple[int, ...]
 
 
 def write_folder(
@@ -41,7 +41,7 @@ def write_folder(
     eos: int | Sequence[int] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `config` and its parameters, in natural layer order and however sharded, as a folder
+    """Writes `config` and its parameters, in natural layer order with any sharding, as a folder
     for `transformers.AutoModelForCausalLM.from_pretrained`.
 
     dtype: of the files, None that of the parameters. shard_bytes: of one file at most, unless a
@@ -49,7 +49,7 @@ def write_folder(
     as max_position_embeddings (models with learned positions or dynamic NTK scaling have their
     own), bos_token_id and eos_token_id; they change no logits. texts: other files to put there, by
     their names.
-    The folder is there whole or not at all. With several processes all call this, process 0 writes,
+    The folder is written completely or not at all. All processes call this, process 0 writes,
     and every device holds one tensor at a time.
 
     Raises:
@@ -63,8 +63,8 @@ def write_folder(
     tensors = stored_tensors(config, family.tensors, leaves)
     if problems := _problems(params, leaves, dtype):
         raise ValueError("\n".join(problems))
-    given = next(iter(params.values())).dtype if dtype is None else dtype
-    name = str(jnp.dtype(given))
+    leaf_dtype = next(iter(params.values())).dtype if dtype is None else dtype
+    name = str(jnp.dtype(leaf_dtype))
     fields |= {"torch_dtype": name, "bos_token_id": bos, "eos_token_id": eos}
     if max_seq is not None and config.learned_positions is None:
         fields.setdefault("max_position_embeddings", max_seq)
@@ -80,8 +80,8 @@ def write_folder(
 
 
 def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> None:
-    """Raise ValueError, on every process and with all that is wrong, for what `write_folder` would
-    refuse whatever the parameters: so much can be told before they are read."""
+    """Raises ValueError, on every process and with all that is wrong, for what `write_folder` would
+    refuse for any parameters, before they are read."""
 
     def refuse() -> None:
         problems = _dtype_problems([dtype])
@@ -98,32 +98,32 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
 
 
 def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> list[str]:
-    found = [f"parameter {path} is missing" for path in leaves if path not in params]
+    problems = [f"parameter {path} is missing" for path in leaves if path not in params]
     for path, leaf in params.items():
         if path not in leaves:
-            found.append(f"{path} is no parameter of this model")
+            problems.append(f"{path} is no parameter of this model")
         elif tuple(leaf.shape) != leaves[path].shape:
-            found.append(f"{path} is {leaf.shape}, and {leaves[path].shape} in the model")
+            problems.append(f"{path} is {leaf.shape}, and {leaves[path].shape} in the model")
         elif not isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_addressable:
-            found.append(f"{path} is on other processes too, without a NamedSharding")
-    given = [leaf.dtype for leaf in params.values()] if dtype is None else [dtype]
-    return found + _dtype_problems(given)
+            problems.append(f"{path} is on other processes too, without a NamedSharding")
+    dtypes = [leaf.dtype for leaf in params.values()] if dtype is None else [dtype]
+    return problems + _dtype_problems(dtypes)
 
 
-def _dtype_problems(given: Sequence[Any]) -> list[str]:
+def _dtype_problems(dtypes: Sequence[Any]) -> list[str]:
     names = set()
-    for each in given:
+    for dtype in dtypes:
         try:
-            names.add(str(jnp.dtype(each)))
+            names.add(str(jnp.dtype(dtype)))
         except TypeError:  # no dtype at all
-            names.add(repr(each))
+            names.add(repr(dtype))
     if len(names) <= 1 and names <= {*DTYPES}:
         return []
     return [f"dtype is {' and '.join(sorted(names))}; give one of {', '.join(DTYPES)}"]
 
 
 def _files(tensors: list[Stored], itemsize: int, limit: int) -> dict[str, list[Stored]]:
-    """The tensors of each file, in order; a new file where one would pass the limit."""
+    """Returns the tensors of each file, in order; a new file where one would exceed the limit."""
     parts: list[list[Stored]] = []
     room = -1
     for tensor in tensors:
@@ -144,74 +144,83 @@ def _elements(tensor: Stored) -> int:
 
 
 def _texts(files: Mapping[str, list[Stored]], fields: dict[str, Any], size: int) -> dict[str, str]:
-    """The JSON files beside the weights."""
-    found = {config_file.NAME: fields}
+    """Returns the JSON files that accompany the weights."""
+    objects = {config_file.NAME: fields}
     if len(files) > 1:
-        where = {tensor.name: file for file, part in files.items() for tensor in part}
-        found[INDEX] = {"metadata": {"total_size": size}, "weight_map": where}
-    return {name: json.dumps(each, indent=2, sort_keys=True) + "\n" for name, each in found.items()}
+        weight_map = {tensor.name: file for file, part in files.items() for tensor in part}
+        objects[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    return {
+        name: json.dumps(content, indent=2, sort_keys=True) + "\n"
+        for name, content in objects.items()
+    }
 
 
 def _write_file(
     target: Target, file: str, tensors: list[Stored], params: Params, dtype: str
 ) -> None:
-    """Gather a file's tensors, in which all processes take part, and write them."""
+    """Gathers a file's tensors, in which all processes take part, and writes them."""
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
-        found = [_within_reach(params[piece.leaf], piece.at, dtype) for piece in tensor.pieces]
-        target.attempt(partial(_keep, arrays, tensor, found, dtype))
+        sources = [
+            _addressable(params[piece.leaf], piece.stack_index, dtype) for piece in tensor.pieces
+        ]
+        target.attempt(partial(_keep, arrays, tensor, sources, dtype))
     target.attempt(partial(target.save, file, arrays))
 
 
-def _within_reach(leaf: jax.Array, at: At, dtype: str) -> tuple[jax.Array, At]:
-    """An array that this process has all of, and where in it leaf[at] is: the leaf itself, or
-    leaf[at] gathered onto every device of its mesh. Returns when it is there: simulated devices
-    hang when the collectives of two programs run side by side."""
+def _addressable(leaf: jax.Array, index: Index, dtype: str) -> tuple[jax.Array, Index]:
+    """Returns a fully addressable array and the index of leaf[index] in it: the leaf itself, or
+    leaf[index] gathered onto every device of its mesh. Waits for it, since simulated devices hang
+    when the collectives of two programs run side by side."""
     if leaf.is_fully_addressable:
-        return leaf, at
+        return leaf, index
     assert isinstance(leaf.sharding, NamedSharding), "others are refused"
-    return jax.block_until_ready(_taken(leaf.sharding.mesh, dtype)(leaf, at)), ()
+    return jax.block_until_ready(_jitted_index(leaf.sharding.mesh, dtype)(leaf, index)), ()
 
 
 @lru_cache(maxsize=4)
-def _taken(mesh: Any, dtype: str) -> Any:
-    """(array, at) -> array[at] in `dtype`, one program for all `at`; whole on a mesh if given."""
+def _jitted_index(mesh: Any, dtype: str) -> Any:
+    """Returns (array, index) -> array[index] in `dtype`: one program for every index. Replicated on
+    `mesh`, if given."""
 
-    def taken(array: jax.Array, at: At) -> jax.Array:
-        return array[at].astype(dtype)
+    def indexed(array: jax.Array, index: Index) -> jax.Array:
+        return array[index].astype(dtype)
 
-    return jax.jit(taken, out_shardings=None if mesh is None else named_sharding(mesh, ()))
+    return jax.jit(indexed, out_shardings=None if mesh is None else named_sharding(mesh, ()))
 
 
 def _keep(
-    arrays: dict[str, np.ndarray], tensor: Stored, found: list[tuple[jax.Array, At]], dtype: str
+    arrays: dict[str, np.ndarray],
+    tensor: Stored,
+    sources: list[tuple[jax.Array, Index]],
+    dtype: str,
 ) -> None:
-    """Put a tensor among the arrays, the way round the folder has it, padded rows left out."""
+    """Adds a tensor to the arrays in the folder's layout, without padded rows."""
     parts = [
-        _on_host(array, at, dtype)[tuple(slice(n) for n in piece.shape)]
-        for (array, at), piece in zip(found, tensor.pieces, strict=True)
+        _on_host(array, index, dtype)[tuple(slice(n) for n in piece.shape)]
+        for (array, index), piece in zip(sources, tensor.pieces, strict=True)
     ]
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    whole = whole if tensor.order is None else whole[..., tensor.order]
-    if dtype == "float16" and not np.isfinite(whole).all():
+    values = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    values = values if tensor.order is None else values[..., tensor.order]
+    if dtype == "float16" and not np.isfinite(values).all():
         raise ValueError(f"{tensor.name} has weights beyond float16; use bfloat16 or float32")
     # The library writes memory as it lies.
     arrays[tensor.name] = np.ascontiguousarray(
-        np.swapaxes(whole, -1, -2) if tensor.transposed else whole
+        np.swapaxes(values, -1, -2) if tensor.transposed else values
     )
 
 
-def _on_host(array: jax.Array, at: At, dtype: str) -> np.ndarray:
-    """array[at], each part of it from one of the devices that have it."""
-    out = np.empty(array.shape[len(at) :], dtype)
+def _on_host(array: jax.Array, index: Index, dtype: str) -> np.ndarray:
+    """Returns array[index] on the host, each part from one of the devices that have it."""
+    out = np.empty(array.shape[len(index) :], dtype)
     seen = set()
     for shard in array.addressable_shards:
         dims = zip(shard.index, array.shape, strict=True)
         box = [dim.indices(size)[:2] for dim, size in dims]
-        stacked, rest = box[: len(at)], tuple(slice(*dim) for dim in box[len(at) :])
-        here = all(a <= i < b for i, (a, b) in zip(at, stacked, strict=True))
-        if here and str(box) not in seen:
+        stacked, inner = box[: len(index)], tuple(slice(*dim) for dim in box[len(index) :])
+        is_inside = all(a <= i < b for i, (a, b) in zip(index, stacked, strict=True))
+        if is_inside and str(box) not in seen:
             seen.add(str(box))
-            local = tuple(i - a for i, (a, _) in zip(at, stacked, strict=True))
-            out[rest] = np.asarray(_taken(None, dtype)(shard.data, local))
+            local = tuple(i - a for i, (a, _) in zip(index, stacked, strict=True))
+            out[inner] = np.asarray(_jitted_index(None, dtype)(shard.data, local))
     return out

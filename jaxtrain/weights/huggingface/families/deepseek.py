@@ -52,12 +52,16 @@ LATENT_NORM = RMSNorm(1e-6)
 
 
 def _attention_of(config: DecoderConfig) -> LatentAttentionConfig:
-    found = config.blocks[0].attention
-    return found if isinstance(found, LatentAttentionConfig) else LatentAttentionConfig(found.heads)
+    attention = config.blocks[0].attention
+    return (
+        attention
+        if isinstance(attention, LatentAttentionConfig)
+        else LatentAttentionConfig(attention.heads)
+    )
 
 
 def _paired(dims: int) -> np.ndarray:
-    """Of each rotary dim as they have them, the pairs side by side, the number of ours."""
+    """Returns for each rotary dim of a folder, where pairs are side by side, its number in ours."""
     return np.arange(dims).reshape(2, -1).T.ravel()
 
 
@@ -98,7 +102,7 @@ BESIDE_EXPERTS = (
 
 
 def _read(fields: Fields, kind: str, mixture: Callable[[Fields], MoeConfig]) -> DecoderConfig:
-    """A config of that model_type, whose layers with experts are like `mixture`."""
+    """Returns a config of model_type `kind`, whose layers with experts are like `mixture`."""
     for name in ("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux"):
         fields.value(name)  # of training, serving, and of layers that are left out
     for name in ("attention_bias", "mlp_bias"):
@@ -106,7 +110,7 @@ def _read(fields: Fields, kind: str, mixture: Callable[[Fields], MoeConfig]) -> 
     fields.only("moe_layer_freq", 1)
     _refuse_quantized(fields)
     if kind == "deepseek_v2":
-        fields.multiple("hidden_size", of="num_attention_heads")
+        fields.multiple("hidden_size", divisor="num_attention_heads")
     norm, attention = RMSNorm(fields.number("rms_norm_eps")), _read_attention(fields)
     moe = replace(mixture(fields), activation=fields.choice("hidden_act", ACTIVATIONS))
     dense = MlpConfig(fields.count("intermediate_size"), moe.activation)
@@ -115,7 +119,7 @@ def _read(fields: Fields, kind: str, mixture: Callable[[Fields], MoeConfig]) -> 
         fields.whole("first_k_dense_replace"),
     )
     blocks = tuple(
-        BlockConfig(attention, dense if at < first else moe, norm) for at in range(layers)
+        BlockConfig(attention, dense if layer < first else moe, norm) for layer in range(layers)
     )
     prefix, period = find_period(blocks)
     return DecoderConfig(
@@ -149,9 +153,11 @@ def _read_attention(fields: Fields) -> LatentAttentionConfig:
 
 
 def _refuse_quantized(fields: Fields) -> None:
-    given = fields.value("quantization_config")
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else given
+    quantization = fields.value("quantization_config")
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
         fields.problems.append(
             f"quantization_config has quant_method={method!r}: weights in blocks of 8 bits are not "
             "read here; convert the folder to bfloat16 first, as its authors' fp8_cast_bf16.py "
@@ -160,8 +166,9 @@ def _refuse_quantized(fields: Fields) -> None:
 
 
 def _softmax_mixture(fields: Fields) -> MoeConfig:
-    """DeepSeek-V2's: `transformers` renormalises no shares, whatever norm_topk_prob says."""
-    found = read_experts(fields, "n_routed_experts")
+    """Returns DeepSeek-V2's mixture: `transformers` never renormalises shares, whatever
+    norm_topk_prob says."""
+    moe = read_experts(fields, "n_routed_experts")
     fields.only("norm_topk_prob", False)
     fields.only("scoring_func", "softmax")
     methods = {"greedy": False, "group_limited_greedy": True}
@@ -173,8 +180,8 @@ def _softmax_mixture(fields: Fields) -> MoeConfig:
             fields.value(name)
     scale = fields.number("routed_scaling_factor")
     router = SoftmaxRouter(renormalise=False, scale=scale, groups=groups)
-    shared = SharedExpert(found.hidden * fields.count("n_shared_experts"))
-    return replace(found, router=router, shared=shared)
+    shared = SharedExpert(moe.hidden * fields.count("n_shared_experts"))
+    return replace(moe, router=router, shared=shared)
 
 
 def _sigmoid_mixture(fields: Fields) -> MoeConfig:
@@ -184,9 +191,10 @@ def _sigmoid_mixture(fields: Fields) -> MoeConfig:
 
 
 def _write(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The fields nearest to a config, those of several layers taken from the first of its kind."""
+    """Returns the fields nearest to a config; those of several layers from the first of its
+    kind."""
     a, blocks = _attention_of(config), config.blocks
-    mixed = [at for at, block in enumerate(blocks) if isinstance(block.mlp, MoeConfig)]
+    mixed = [layer for layer, block in enumerate(blocks) if isinstance(block.mlp, MoeConfig)]
     first = mixed[0] if mixed else len(blocks)
     moe = blocks[first].mlp if mixed else MoeConfig(1, experts=1, experts_per_token=1)
     assert isinstance(moe, MoeConfig)
@@ -224,13 +232,13 @@ def _family(
     tensors: tuple[Tensor, ...],
     **defaults: Any,
 ) -> Family:
-    beside = (*BESIDE_EXPERTS, *tensors)
+    unfused = (*BESIDE_EXPERTS, *tensors)
     return Family(
         model_type=kind,
         architecture=architecture,
         base="model.",
-        tensors=(*beside, *expert_tensors()),
-        others=(*beside, *FUSED),
+        tensors=(*unfused, *expert_tensors()),
+        alternatives=(*unfused, *FUSED),
         buffers=re.compile(r"(.*\.)?rotary_emb\.inv_freq"),
         defaults={
             "hidden_act": "silu",

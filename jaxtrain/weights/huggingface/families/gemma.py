@@ -46,7 +46,7 @@ _NORMS = {
 
 
 def read_gemma(fields: Fields, kind: str) -> DecoderConfig:
-    """The config of either; `kind` is its model_type."""
+    """Returns the config of either; `kind` is its model_type."""
     embed, layers = fields.count("hidden_size"), fields.count("num_hidden_layers", most=LAYERS)
     norm = RMSNorm(eps=fields.number("rms_norm_eps"), unit_offset=True)
     biased = fields.flag("attention_bias")
@@ -59,7 +59,7 @@ def read_gemma(fields: Fields, kind: str) -> DecoderConfig:
         out_bias=biased,
     )
     if kind == _GEMMA3:
-        fields.multiple("hidden_size", of="num_attention_heads")
+        fields.multiple("hidden_size", divisor="num_attention_heads")
         fields.only(
             "attn_logit_softcapping", None
         )  # which `transformers` reads, and does not apply
@@ -72,9 +72,9 @@ def read_gemma(fields: Fields, kind: str) -> DecoderConfig:
     softcap = fields.number_or_none("attn_logit_softcapping") if kind == "gemma2" else None
     qk_norm = norm if kind == _GEMMA3 else None
 
-    def block(of: str) -> BlockConfig:
+    def block(layer_type: str) -> BlockConfig:
         own = replace(attention, softcap=softcap, qk_norm=qk_norm)
-        own = replace(own, rope=ropes[of], window=windows[of])
+        own = replace(own, rope=ropes[layer_type], window=windows[layer_type])
         return BlockConfig(own, mlp, norm=norm, post_norm=norm)
 
     prefix, period = find_period(tuple(map(block, _kinds(fields, kind, layers))))
@@ -92,20 +92,22 @@ def read_gemma(fields: Fields, kind: str) -> DecoderConfig:
 
 
 def _kinds(fields: Fields, kind: str, layers: int) -> list[str]:
-    """What each layer attends to: where nothing says it, every second everything in Gemma 2, and
-    every sixth in Gemma 3."""
+    """Returns the kind of attention of each layer. By default, every second layer of Gemma 2 and
+    every sixth of Gemma 3 has full attention."""
     pattern = fields.count("sliding_window_pattern") if kind == _GEMMA3 else 2
-    return layer_kinds(fields, [SLIDING if at % pattern else FULL for at in range(1, layers + 1)])
+    return layer_kinds(
+        fields, [SLIDING if layer % pattern else FULL for layer in range(1, layers + 1)]
+    )
 
 
 def write_gemma(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The fields nearest to a config, those that all layers share taken from the first."""
+    """Returns the fields nearest to a config; those that all layers share from the first."""
     block = config.blocks[0]
-    every = [plain_attention(each) for each in config.blocks]
-    attention, size = every[0], every[0].size(config.embed)
-    windowed = [each.window is not None for each in every]
-    of_kind = {each.window is None: each for each in every}
-    full, sliding = (of_kind.get(whole, attention) for whole in (True, False))
+    attentions = [plain_attention(layer) for layer in config.blocks]
+    attention, size = attentions[0], attentions[0].size(config.embed)
+    windowed = [layer.window is not None for layer in attentions]
+    by_kind = {layer.window is None: layer for layer in attentions}
+    full, sliding = (by_kind.get(is_full, attention) for is_full in (True, False))
     scale = size**-0.5 if attention.scale is None else attention.scale
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,
@@ -125,7 +127,7 @@ def write_gemma(config: DecoderConfig, kind: str) -> dict[str, Any]:
         "pad_token_id": None,
         **write_rope(full.rope),
         "sliding_window": sliding.window or 4096,
-        "layer_types": [SLIDING if each else FULL for each in windowed],
+        "layer_types": [SLIDING if has_window else FULL for has_window in windowed],
     }
     if kind == "gemma2":
         return fields | {"attn_logit_softcapping": attention.softcap}

@@ -41,7 +41,7 @@ def read_gpt2(fields: Fields) -> DecoderConfig:
     embed = fields.count("n_embd")
     norm = LayerNorm(eps=fields.number("layer_norm_epsilon"))
     heads = fields.count("n_head")
-    fields.multiple("n_embd", of="n_head")
+    fields.multiple("n_embd", divisor="n_head")
     attention = AttentionConfig(
         heads=heads,
         rope=None,
@@ -67,7 +67,7 @@ def read_gpt2(fields: Fields) -> DecoderConfig:
 
 
 def write_gpt2(config: DecoderConfig) -> dict[str, Any]:
-    """The fields nearest to a config, those that all layers share taken from the first."""
+    """Returns the fields nearest to a config; those that all layers share from the first."""
     block = config.blocks[0]
     return {
         "vocab_size": config.vocab,

@@ -41,14 +41,16 @@ LAYER = "model.layers.{layer}."
 
 
 def linears(named: Mapping[str, str]) -> Iterator[Tensor]:
-    """Torch's Linears of a layer, theirs -> ours, with the biases that the model has."""
+    """Yields torch's Linears of a layer, name in the folder -> our leaf, with the biases that the
+    model has."""
     for name, leaf in named.items():
         yield Tensor(f"{LAYER}{name}.weight", (leaf,), transposed=True)
         yield Tensor(f"{LAYER}{name}.bias", (f"{leaf}_bias",))
 
 
 def beside_products(norms: Mapping[str, str]) -> Iterator[Tensor]:
-    """All but Linears of layers. norms: around the branches of a layer, theirs -> ours."""
+    """Yields all tensors but Linears of layers. norms: those around the branches of a layer, name
+    in the folder -> our leaf."""
     yield Tensor("model.embed_tokens.weight", ("embedding",))
     of_heads = {
         "self_attn.q_norm": "attention.query_norm",
@@ -61,7 +63,8 @@ def beside_products(norms: Mapping[str, str]) -> Iterator[Tensor]:
 
 
 def tensors_with(norms: Mapping[str, str]) -> tuple[Tensor, ...]:
-    """Those of a model of seven Linears a layer. norms: as of `beside_products`."""
+    """Returns the tensors of a model with seven Linears a layer. norms: as for
+    `beside_products`."""
     return (*beside_products(norms), *linears(_ATTENTION), *linears(_MLP))
 
 
@@ -82,11 +85,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def read_llama(fields: Fields, kind: str) -> DecoderConfig:
-    """The config of any of them; `kind` is its model_type."""
+    """Returns the config of any of these families; `kind` is its model_type."""
     embed, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     norm = RMSNorm(eps=fields.number("rms_norm_eps"))
     if kind == "llama":  # which `transformers` refuses to load, whatever head_dim says
-        fields.multiple("hidden_size", of="num_attention_heads")
+        fields.multiple("hidden_size", divisor="num_attention_heads")
     every_bias = kind in ("llama", "olmo2", *NORMED) and fields.flag("attention_bias")
     attention = AttentionConfig(
         heads=heads,
@@ -124,7 +127,7 @@ def read_llama(fields: Fields, kind: str) -> DecoderConfig:
 
 
 def _windows(fields: Fields, kind: str, layers: int) -> list[int | None]:
-    """The window of each layer."""
+    """Returns the window of each layer."""
     if kind in ("llama", "olmo2"):
         return [None] * layers
     if kind in ("mistral", "mixtral", "phi3"):
@@ -134,11 +137,11 @@ def _windows(fields: Fields, kind: str, layers: int) -> list[int | None]:
         fields.count_or_none("sliding_window") if used or fields.value("sliding_window") else None
     )
     first = fields.value("max_window_layers")
-    given = fields.value("layer_types")
+    layer_types = fields.value("layer_types")
     if kind == "qwen3_moe":  # of all layers, whatever else is said
         return [window if used else None] * layers
     kinds = None
-    if given is None:
+    if layer_types is None:
         if used and kind == "qwen2_moe":
             fields.problems.append("use_sliding_window=True without layer_types; give them")
         if used and not (isinstance(first, int) and first >= 0):
@@ -151,16 +154,17 @@ def _windows(fields: Fields, kind: str, layers: int) -> list[int | None]:
             f"layer_types has {SLIDING} with use_sliding_window={used} and sliding_window="
             f"{window}; give both, or {FULL} for every layer"
         )
-    return [window if each == SLIDING else None for each in kinds]
+    return [window if layer_type == SLIDING else None for layer_type in kinds]
 
 
 def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
-    """What `layer_types` says of each layer; `otherwise` where it is missing, or wrong."""
+    """Returns `layer_types`, one for each layer; `otherwise` where it is missing, FULL for all
+    where it is wrong."""
     kinds, layers = fields.value("layer_types"), len(otherwise)
     if kinds is None:
         return otherwise
-    known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
-    if not known or len(kinds) != layers:
+    valid = isinstance(kinds, list) and all(layer_type in (FULL, SLIDING) for layer_type in kinds)
+    if not valid or len(kinds) != layers:
         fields.problems.append(
             f"layer_types={kinds!r}; use {FULL} or {SLIDING} for each of {layers} layers"
         )
@@ -169,18 +173,18 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
 
 
 def plain_attention(block: BlockConfig) -> AttentionConfig:
-    """A block's attention, or in the place of another kind the nearest that these families have."""
-    given = block.attention
-    plain = isinstance(given, AttentionConfig)
-    return given if plain else AttentionConfig(given.heads, rope=given.rope)
+    """Returns a block's attention; for another type the nearest that these families have."""
+    attention = block.attention
+    plain = isinstance(attention, AttentionConfig)
+    return attention if plain else AttentionConfig(attention.heads, rope=attention.rope)
 
 
 def write_llama(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The fields nearest to a config, those that all layers share taken from the first."""
+    """Returns the fields nearest to a config; those that all layers share from the first."""
     block = config.blocks[0]
-    each = [plain_attention(block) for block in config.blocks]
-    attention, mlp = each[0], block.mlp
-    windows = [one.window for one in each]
+    attentions = [plain_attention(block) for block in config.blocks]
+    attention, mlp = attentions[0], block.mlp
+    windows = [layer.window for layer in attentions]
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.embed,

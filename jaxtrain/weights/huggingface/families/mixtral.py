@@ -2,7 +2,7 @@
 
 Every expert's matrices are tensors of their own, `block_sparse_moe.experts.0.w1`; so they are in
 all published folders, and so versions 4 and 5 of `transformers` write them. Version 5 keeps them
-fused in memory, and saves them so when told to (`save_original_format=False`): read here too.
+fused in memory, and can save them so (`save_original_format=False`), which is read here too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
         experts_per_token=fields.count("num_experts_per_tok"),
         activation=dense.activation,
     )
-    if moe.experts_per_token > moe.experts == fields.given.get("num_local_experts"):
+    if moe.experts_per_token > moe.experts == fields.content.get("num_local_experts"):
         fields.problems.append(
             f"num_experts_per_tok={moe.experts_per_token} is more than "
             f"num_local_experts={moe.experts}; use at most that many"
@@ -65,7 +65,7 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
 
 
 def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
-    """The fields nearest to a config, those that all layers share taken from the first."""
+    """Returns the fields nearest to a config; those that all layers share from the first."""
     mlp = config.blocks[0].mlp
     experts, chosen = 1, 1
     if isinstance(mlp, MoeConfig):
@@ -82,7 +82,7 @@ MIXTRAL = replace(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     tensors=TENSORS,
-    others=FUSED,
+    alternatives=FUSED,
     defaults={
         **MISTRAL.defaults,
         "rms_norm_eps": 1e-5,

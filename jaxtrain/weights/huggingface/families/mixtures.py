@@ -58,17 +58,17 @@ FUSED = (
 
 
 def _read(fields: Fields, kind: str, mixture: Callable[[Fields], MoeConfig]) -> DecoderConfig:
-    """A config of that model_type, whose layers with experts are like `mixture`."""
+    """Returns a config of model_type `kind`, whose layers with experts are like `mixture`."""
     config, moe = read_llama(fields, kind), mixture(fields)
     moe = replace(moe, activation=config.blocks[0].mlp.activation)
     dense = _dense_layers(fields, kind, config.layers)
     if fields.problems:
         return config
 
-    def routed(at: int, block: BlockConfig) -> BlockConfig:
-        return block if at in dense else replace(block, mlp=moe)
+    def routed(number: int, block: BlockConfig) -> BlockConfig:
+        return block if number in dense else replace(block, mlp=moe)
 
-    prefix, period = find_period(tuple(routed(*each) for each in enumerate(config.blocks)))
+    prefix, period = find_period(tuple(routed(*layer) for layer in enumerate(config.blocks)))
     return replace(config, prefix=prefix, period=period, suffix=())
 
 
@@ -77,25 +77,25 @@ def _dense_layers(fields: Fields, kind: str, layers: int) -> set[int]:
         return set(range(fields.whole("first_k_dense_replace")))
     step = fields.count("decoder_sparse_step", most=LAYERS)
     named = fields.value("mlp_only_layers") or []
-    if not isinstance(named, list) or not all(isinstance(at, int) for at in named):
+    if not isinstance(named, list) or not all(isinstance(layer, int) for layer in named):
         fields.problems.append(f"mlp_only_layers={named!r}; use a list of layers' numbers")
         return set()
-    return {at for at in range(layers) if at in named or (at + 1) % step}
+    return {layer for layer in range(layers) if layer in named or (layer + 1) % step}
 
 
 def read_experts(fields: Fields, name: str) -> MoeConfig:
-    """A mixture's sizes; name: of the field that counts its experts."""
-    found = MoeConfig(
+    """Returns a mixture's sizes. name: of the field with the number of experts."""
+    moe = MoeConfig(
         hidden=fields.count("moe_intermediate_size"),
         experts=fields.count(name, most=EXPERTS),
         experts_per_token=fields.count("num_experts_per_tok"),
     )
-    if found.experts_per_token > found.experts == fields.given.get(name):
+    if moe.experts_per_token > moe.experts == fields.content.get(name):
         fields.problems.append(
-            f"num_experts_per_tok={found.experts_per_token} is more than {name}={found.experts}; "
+            f"num_experts_per_tok={moe.experts_per_token} is more than {name}={moe.experts}; "
             "use at most that many"
         )
-    return found
+    return moe
 
 
 def _qwen(fields: Fields, kind: str) -> MoeConfig:
@@ -106,13 +106,13 @@ def _qwen(fields: Fields, kind: str) -> MoeConfig:
     if kind == "qwen2_moe":
         shared = SharedExpert(fields.count("shared_expert_intermediate_size"), weighed=True)
     router = SoftmaxRouter(renormalise=fields.flag("norm_topk_prob"))
-    found = read_experts(fields, "num_local_experts" if later else "num_experts")
-    return replace(found, router=router, shared=shared)
+    moe = read_experts(fields, "num_local_experts" if later else "num_experts")
+    return replace(moe, router=router, shared=shared)
 
 
 def read_sigmoid_mixture(fields: Fields) -> MoeConfig:
-    """The mixture of DeepSeek-V3."""
-    found = read_experts(fields, "n_routed_experts")
+    """Returns the mixture of DeepSeek-V3."""
+    moe = read_experts(fields, "n_routed_experts")
     groups, chosen = fields.count("n_group", otherwise=1), fields.count("topk_group", otherwise=1)
     router = SigmoidRouter(
         renormalise=fields.flag("norm_topk_prob"),
@@ -120,16 +120,17 @@ def read_sigmoid_mixture(fields: Fields) -> MoeConfig:
         bias=True,
         groups=Groups(groups, chosen, best=2) if groups > 1 else None,
     )
-    shared = SharedExpert(found.hidden * fields.count("n_shared_experts"))
-    return replace(found, router=router, shared=shared)
+    shared = SharedExpert(moe.hidden * fields.count("n_shared_experts"))
+    return replace(moe, router=router, shared=shared)
 
 
 def _write(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """The fields nearest to a config, those of several layers taken from the first of its kind."""
+    """Returns the fields nearest to a config; those of several layers from the first of its
+    kind."""
     blocks = config.blocks
-    mixed = [at for at, block in enumerate(blocks) if isinstance(block.mlp, MoeConfig)]
-    # Of a model without experts it says that all layers have some: another family's it is.
-    dense = [at for at in range(len(blocks)) if mixed and at not in mixed]
+    mixed = [layer for layer, block in enumerate(blocks) if isinstance(block.mlp, MoeConfig)]
+    # Without any experts this declares all layers mixed: such a model is another family's.
+    dense = [layer for layer in range(len(blocks)) if mixed and layer not in mixed]
     moe = blocks[mixed[0]].mlp if mixed else MoeConfig(1, experts=1, experts_per_token=1)
     assert isinstance(moe, MoeConfig)
     fields = write_llama(config, kind)
@@ -178,13 +179,13 @@ def expert_tensors() -> tuple[Tensor, ...]:
 def _family(
     kind: str, architecture: str, mixture: Callable[[Fields], MoeConfig], **defaults: Any
 ) -> Family:
-    beside = (*BESIDE_EXPERTS, *SHARED[kind])
+    unfused = (*BESIDE_EXPERTS, *SHARED[kind])
     return Family(
         model_type=kind,
         architecture=architecture,
         base="model.",
-        tensors=(*beside, *expert_tensors()),
-        others=(*beside, *FUSED),
+        tensors=(*unfused, *expert_tensors()),
+        alternatives=(*unfused, *FUSED),
         buffers=BUFFERS,
         defaults={**DEFAULTS, **defaults},
         read=partial(_read, kind=kind, mixture=mixture),

@@ -27,7 +27,7 @@ _PRODUCTS = {
 
 
 def write_phi3(config: DecoderConfig) -> dict[str, Any]:
-    """The fields nearest to a config, those that all layers share taken from the first."""
+    """Returns the fields nearest to a config; those that all layers share from the first."""
     fields = write_llama(config, "phi3")
     attention = plain_attention(config.blocks[0])
     if attention.size(config.embed) * attention.heads == config.embed:
