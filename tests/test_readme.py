@@ -252,7 +252,8 @@ def test_the_example_of_collectives_runs() -> None:
     (example,) = [block for block in blocks("python") if "shard_map" in block]
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
-    assert (names["whole"] == names["rows"]).all() and names["whole"].sharding.is_fully_replicated
+    gathered = names["gathered"]
+    assert (gathered == names["rows"]).all() and gathered.sharding.is_fully_replicated
 
 
 def test_the_log_has_each_entry_once_in_its_list() -> None:
