@@ -150,11 +150,16 @@ class Words:
                     self.questions.append(f"{path}:{line} {text.splitlines()[0]}")
 
 
+def room_of(path: str) -> str:
+    """The package, or module, right below the root that a file belongs to."""
+    return path.split("/")[0].removesuffix(".py")
+
+
 def words(root: Path) -> dict[str, Words]:
     """The words of each package, or module, right below `root`."""
     rooms: dict[str, Words] = {}
     for path, tree, _ in modules(root):
-        room = rooms.setdefault(path.split("/")[0].removesuffix(".py"), Words())
+        room = rooms.setdefault(room_of(path), Words())
         for node in ast.walk(tree):
             room.add(path, node)
     return rooms
@@ -167,8 +172,7 @@ def share(some: list[str], count: int) -> str:
 def main(root: Path) -> None:
     rooms: dict[str, list[int]] = {}
     for path, _, text in modules(root):
-        room = path.split("/")[0].removesuffix(".py")
-        rooms.setdefault(room, []).append(len(text.splitlines()))
+        rooms.setdefault(room_of(path), []).append(len(text.splitlines()))
     figures = words(root)
     for room, lines in sorted(rooms.items(), key=lambda room: -sum(room[1])):
         spoken = figures[room]

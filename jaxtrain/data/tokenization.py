@@ -76,12 +76,13 @@ def tokenize(
         _claim(parts, source=source, split=split, vocabulary=vocabulary, shard_bytes=shard_bytes)
         _run(shards, processes=processes, progress=progress)
         _merge(shards, out, parts)
-    except (OSError, UnwritableFile) as error:
-        # Another process of the same run may have been faster, and removed the shards' folder:
-        # also between two looks of `mkdir` at it, which then says that the folder exists.
+    # Another process of the same run may have been faster, and removed the shards' folder: also
+    # between two looks of `mkdir` at it, which then says that the folder exists.
+    except UnwritableFile:
         if not out.exists():
-            if isinstance(error, UnwritableFile):
-                raise
+            raise
+    except OSError as error:
+        if not out.exists():
             reason = f"{out} cannot be made: {error}; check the disk and its rights"
             raise ValueError(reason) from error
     return _open_finished(out, vocabulary)

@@ -110,9 +110,8 @@ def replayed(
     stored = rows[places, :k].astype(chosen.dtype)
     routing = jnp.concatenate([chosen.astype(jnp.float32), compared], axis=1) * counted
     record = jnp.zeros_like(rows).at[places].set(routing).reshape(-1)
-    return _recorded(logits, leaf, lax.stop_gradient(record)), jnp.where(
-        stored == OWN, chosen, stored
-    )
+    experts_used = jnp.where(stored == OWN, chosen, stored)
+    return _recorded(logits, leaf, lax.stop_gradient(record)), experts_used
 
 
 @jax.custom_vjp
