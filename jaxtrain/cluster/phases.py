@@ -84,8 +84,9 @@ class Phases:
     def within(self, phase: str) -> Iterator[None]:
         """Enters `phase` for the block, then the previous one again. For the main thread, or one
         that it waits for."""
-        outer = self.enter(phase)
+        outer = self._phase
         try:
+            self.enter(phase)  # a listener may raise
             yield
         except BaseException:
             self.fail()

@@ -34,6 +34,7 @@ from jaxtrain.fault_tolerance.ledger import (
 )
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.machines.machine import Running
+from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.roster import POLL_S, Roster
 from jaxtrain.machines.workers import Tell
 
@@ -42,9 +43,6 @@ LOOK_S = 0.5
 
 TOGETHER_S = 1.0
 """Signals within this many seconds count as one."""
-
-PAUSE_S = 2.0
-"""Extra seconds between two looks that mean that this process was paused itself."""
 
 GRACE_S = 0.3
 """Wait after the first exit: an earlier one may be noticed only now."""
@@ -83,8 +81,8 @@ class Supervisor:
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
-    _pauses: list[tuple[float, float]] = field(default_factory=list)
-    """(end, seconds) of the pauses of this process in this start."""
+    _pauses: Pauses = field(default_factory=lambda: Pauses(POLL_S))
+    """Of this process in this start."""
 
     def run(self) -> int:
         """Runs until all are done, or restarts end; returns the exit code."""
@@ -132,7 +130,6 @@ class Supervisor:
         refusal is final; in a later start it counts as a failure."""
         entry = OpenEntry(self.run_dir)
         self._growing, self._passed, self._stood = False, 0, None
-        self._pauses.clear()
         try:
             outcome = self._start(first=first) or self._watch(entry, first=first)
         finally:
@@ -228,7 +225,7 @@ class Supervisor:
 
     def _watch(self, entry: OpenEntry, *, first: bool) -> int | Failure:
         """Watches until all have ended well, or one has failed."""
-        looked, now = 0.0, time.monotonic()
+        looked, self._pauses = 0.0, Pauses(POLL_S)
         while True:
             time.sleep(POLL_S)
             self._pass_on()
@@ -240,8 +237,9 @@ class Supervisor:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
-            now, previous = time.monotonic(), now
-            self._paused(now - previous - POLL_S)
+            if paused := self._pauses.look():
+                self.tell(f"launch: stood still itself for {paused:.1f} s, which blames nobody")
+            now = time.monotonic()
             if now - looked >= LOOK_S:
                 looked = now
                 latest = [(w, self._awake(w.sample())) for w in self.workers]
@@ -252,23 +250,10 @@ class Supervisor:
                 self._grow(samples.values())
                 entry.keep(self.workers[0].sample().now)
 
-    def _paused(self, seconds: float) -> None:
-        """seconds: how much longer than its sleep the last look took. If this process was paused
-        (stopped, or with its virtual machine), others may have been paused with it."""
-        if seconds > PAUSE_S:
-            self._pauses.append((time.monotonic(), seconds))
-            self.tell(f"launch: stood still itself for {seconds:.1f} s, which blames nobody")
-
     def _awake(self, sample: Sample) -> Sample:
         """The sample, with times before a pause of this process moved by the pause."""
-
-        def later(when: float) -> float:
-            for until, seconds in self._pauses:
-                when = min(when + seconds, until) if when < until else when
-            return when
-
-        now = sample.now._replace(since=later(sample.now.since))
-        last = later(sample.sampled_at) if sample.sampled_at else 0.0
+        now = sample.now._replace(since=self._pauses.moved(sample.now.since))
+        last = self._pauses.moved(sample.sampled_at) if sample.sampled_at else 0.0
         return sample._replace(now=now, sampled_at=last)
 
     def _grow(self, samples: Iterable[Sample]) -> None:

@@ -15,6 +15,7 @@ from jaxtrain.cluster.exit_codes import EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import free_port
 from jaxtrain.machines.agents import GONE_S, TOLD_S
 from jaxtrain.machines.channel import KEY, Channel, Gone, connect
+from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.workers import Tell, Worker
 
 TICK_S = 0.1
@@ -95,6 +96,7 @@ class Agent:
     def _serve(self, channel: Channel) -> int | None:
         """Handles requests; returns the exit code when released."""
         heard, announced, terminated, self._reported_at = time.monotonic(), False, 0, 0.0
+        pauses = Pauses(TICK_S)
         while True:
             if (message := channel.receive(TICK_S)) is not None:
                 heard = time.monotonic()
@@ -104,7 +106,8 @@ class Agent:
                     return self._refused(message["why"])
                 self._do(message, channel)
                 self._taken()
-            if time.monotonic() - heard > GONE_S:
+            pauses.look()
+            if time.monotonic() - pauses.moved(heard) > GONE_S:
                 raise Gone(f"nothing was heard of it for {GONE_S:g} s")
             self._say(channel)
             if self._leaving and not announced:

@@ -23,13 +23,15 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.machines.channel import Channel, Gone
 from jaxtrain.machines.machine import Machine, Running
+from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.workers import Tell, ending, kind_of
 
 TOLD_S = 0.5
 """Seconds between heartbeats of each end."""
 
 GONE_S = 10.0
-"""Seconds without a message after which the other end counts as gone."""
+"""Seconds without a message after which the other end counts as gone; those in which this end was
+paused itself do not count."""
 
 LEAVE_S = 5.0
 """Seconds to wait for agents that are released."""
@@ -135,12 +137,14 @@ class Agents:
 
     def _watch(self) -> None:
         """Sends heartbeats to all agents; drops those that are silent."""
+        pauses = Pauses(TOLD_S)
         while not self._closed.wait(TOLD_S):
+            pauses.look()
             with self._lock:
                 machines = [machine for machine in self._machines.values() if not machine.gone]
             for machine in machines:
                 machine.say({"do": "nothing"})
-                if time.monotonic() - machine.heard > GONE_S:
+                if time.monotonic() - pauses.moved(machine.heard) > GONE_S:
                     machine.channel.close()
 
 

@@ -34,7 +34,8 @@ class Roster:
         self._rejoin_s = rejoin_s
         self._machines, self._layouts, self._wait_s, self._tell = machines, layouts, wait_s, tell
         self._aside: set[str] = set()
-        self._present_since: dict[str, float] = {}
+        self._present_since: dict[str, tuple[Machine, float]] = {}
+        """Name -> machine, and when it was seen first. A machine that returns is another object."""
         self.hosts: list[Machine] = []
         """Machines of the latest start, by process number."""
         self.layout = Layout(0)
@@ -68,16 +69,18 @@ class Roster:
     def could_grow(self) -> bool:
         """True if more machines could take part than do, counting those that have been present for
         a while without interruption."""
-        now = time.monotonic()
-        self._present_since = {
-            machine.name: self._present_since.get(machine.name, now) for machine in self._usable()
-        }
+        before, now = self._present_since, time.monotonic()
+        self._present_since = {}
+        for machine in self._usable():
+            known, since = before.get(machine.name, (machine, now))
+            self._present_since[machine.name] = (machine, since if known is machine else now)
         layout = self._layouts.get(min(len(self._stayed()), max(self._layouts)))
         return layout is not None and layout.machines > self.layout.machines
 
     def _stayed(self) -> set[str]:
         now = time.monotonic()
-        return {n for n, since in self._present_since.items() if now - since > self._rejoin_s}
+        present = self._present_since.items()
+        return {name for name, (_, since) in present if now - since > self._rejoin_s}
 
     def leaving(self) -> list[str]:
         """Names of machines that take part and are about to leave."""

@@ -96,11 +96,15 @@ class Hooks:
             yield
         except BaseException as error:
             try:
-                self._end(self._user)
+                self._end_users()
             except Exception as second:
                 error.add_note(f"a callback failed at the end too: {second!r}")
             raise
-        self._end(self._user)
+        self._end_users()
+
+    def _end_users(self) -> None:
+        with self._phases.within("callback"):
+            self._end(self._user)
 
     def close(self) -> None:
         """Calls `end` of the run's own callbacks."""

@@ -54,6 +54,21 @@ def test_a_phase_ends_with_its_block_however_that_ends() -> None:
     assert phases.now.phase == "step"
 
 
+def test_an_error_of_a_listener_is_of_the_phase_that_it_hears_of() -> None:
+    """As the drill's fault `raise` is; the phase before it comes back."""
+    phases = Phases()
+    phases.enter("step")
+
+    def listener(now: Now) -> None:
+        if now.phase == "load" and not now.raised:
+            raise OSError
+
+    phases.listen(listener)
+    with pytest.raises(OSError), phases.within("load"):
+        raise AssertionError("the block is not begun")
+    assert (phases.now.phase, phases.now.failed_in) == ("step", "load")
+
+
 def test_listeners_hear_of_every_change() -> None:
     clock, heard = Clock(), []
     phases = Phases(clock)

@@ -20,8 +20,10 @@ from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.ledger import OPEN, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
+from jaxtrain.machines import pauses
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.machine import LocalMachines, slots_of
+from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Worker
 
@@ -346,10 +348,11 @@ def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:
     """Of a long one and a short one behind it, before a process could say anything."""
     roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
-    for at, seconds in ((700.0, 600.0), (704.0, 3.0)):
-        monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
-        made._paused(seconds)
-    made._paused(0.5)  # as any look may take
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(pauses, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    made._pauses = Pauses(1.0)
+    for clock.now in (701.0, 705.0, 706.5):  # late by 600 s, by 3 s, and as any look may be
+        made._pauses.look()
     said = Sample(Now("step", 3, 90.0), 99.0)
     found = made._awake(said)
     assert (found.sampled_at, found.now.since) == (702.0, 693.0)

@@ -22,13 +22,15 @@ class Named:
 
 
 class Changing:
-    """Machines by name; None for such as never change."""
+    """Machines by name: one object each, as long as it is present at every look."""
 
     def __init__(self, names: str, *, come_and_go: bool = True) -> None:
         self.come_and_go, self.names = come_and_go, names
+        self.machines: dict[str, Named] = {}
 
     def present(self) -> list[Named]:
-        return [Named(name) for name in self.names]
+        self.machines = {name: self.machines.get(name, Named(name)) for name in self.names}
+        return list(self.machines.values())
 
 
 ALL = {3: Layout(3)}
@@ -175,6 +177,26 @@ def test_a_machine_that_takes_the_place_of_another_has_not_stayed_for_it(
         clock.now += 4
         machines.names = "abc" + "de"[turn % 2]
         assert not roster.could_grow(), "four are there at every look, and never the same"
+    for _ in range(3):
+        assert not roster.could_grow()
+        clock.now += 4
+    assert roster.could_grow()
+
+
+def test_a_machine_that_is_back_between_two_looks_has_not_stayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, machines = Clock(), Changing("ab")
+    monkeypatch.setattr(rosters, "time", clock)
+    roster, _ = made(machines, FEWER, rejoin_s=10)
+    assert roster.choose(lambda: False) and names(roster) == "ab"
+    machines.names = "abcd"
+    for _ in range(20):
+        assert not roster.could_grow(), "present at every look, and another each second time"
+        clock.now += 4
+        assert not roster.could_grow()
+        clock.now += 4
+        del machines.machines["c"]
     for _ in range(3):
         assert not roster.could_grow()
         clock.now += 4

@@ -347,6 +347,13 @@ class Failing(jaxtrain.Callback):
             raise OSError("of a callback")
 
 
+class FailingAtTheEnd(jaxtrain.Callback):
+    """Raises when the run is over."""
+
+    def end(self, run: jaxtrain.Run) -> None:
+        raise OSError("of a callback")
+
+
 @dataclass(frozen=True)
 class Torn:
     """A bigram chain whose rows of step 5 cannot be read."""
@@ -368,7 +375,10 @@ class Torn:
         return dataset
 
 
-@pytest.mark.parametrize("phase", ["callback", "load", "step"])
+CALLBACKS = {"callback": [Failing()], "end": [FailingAtTheEnd()]}
+
+
+@pytest.mark.parametrize("phase", ["callback", "end", "load", "step"])
 def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
     own: jaxtrain.Experiment, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +391,8 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
         return dispatch(session, batch)
 
     monkeypatch.setattr(Session, "_dispatch", fails)
-    experiment = replace(own, steps=9, data=Torn() if phase == "load" else own.data)
+    data = Torn() if phase == "load" else own.data
+    experiment = replace(own, steps=4 if phase == "end" else 9, data=data)
     with pytest.raises(OSError, match=r"of (a|the) "):
         jaxtrain.train(
             replace(experiment, checkpoints=jaxtrain.SavePolicy(every=100)),
@@ -389,8 +400,9 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
             run_dir=tmp_path / "run",
             cache_dir=tmp_path / "cache",
             stream=io.StringIO(),
-            callbacks=[Failing()] if phase == "callback" else [],
+            callbacks=CALLBACKS.get(phase, []),
             phases=phases,
         )
-    assert phases.now.failed_in == phase and phases.now.phase == "finish"
+    assert phases.now.failed_in == {"end": "callback"}.get(phase, phase)
+    assert phases.now.phase == "finish"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("4")] == ["4"]

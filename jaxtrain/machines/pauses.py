@@ -1,0 +1,34 @@
+"""Pauses of this process: it was stopped, or suspended with its machine."""
+
+from __future__ import annotations
+
+import time
+
+PAUSE_S = 2.0
+"""A look that comes this many seconds late means that this process was paused."""
+
+
+class Pauses:
+    """Finds the pauses of a process that calls `look` at least every `interval_s` seconds. Others
+    may have been paused with it, so that their silence in that time tells nothing."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s, self._looked_at = interval_s, time.monotonic()
+        self._pauses: list[tuple[float, float]] = []
+        """(end, seconds) of each pause."""
+
+    def look(self) -> float:
+        """Returns the seconds of the pause since the last look, 0 if there was none."""
+        now = time.monotonic()
+        late, self._looked_at = now - self._looked_at - self._interval_s, now
+        if late <= PAUSE_S:
+            return 0.0
+        self._pauses.append((now, late))
+        return late
+
+    def moved(self, when: float) -> float:
+        """Returns a time of the monotonic clock, moved later by the pauses after it, to the end of
+        each at most: the time since then is without them."""
+        for end, seconds in self._pauses:
+            when = min(when + seconds, end) if when < end else when
+        return when

@@ -1,0 +1,119 @@
+"""Pauses of one's own, which are nobody's silence: by clocks that jump."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxtrain.machines import agent, agents, pauses
+from jaxtrain.machines.agents import GONE_S, TOLD_S, Agents
+from jaxtrain.machines.channel import Gone
+from jaxtrain.machines.pauses import PAUSE_S, Pauses
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time that passes only as a test says: `clock.now`."""
+    made = SimpleNamespace(now=1000.0)
+    for module in (agent, agents, pauses):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_time_since_a_moment_is_without_the_pauses_behind_it(
+    seed: int, clock: SimpleNamespace
+) -> None:
+    """By adding up the time between looks that is no pause."""
+    drawn, every = random.Random(seed), 0.5
+    looks, awake = Pauses(every), [(clock.now, 0.0)]
+    """Moments, and the time awake until each."""
+    for _ in range(30):
+        gap = drawn.choice([every, every + 0.9 * PAUSE_S, every + 1.1 * PAUSE_S, 3.0, 600.0])
+        late = gap - every if gap - every > PAUSE_S else 0.0
+        awake.append((clock.now + gap - late, awake[-1][1] + gap - late))
+        clock.now += gap
+        awake.append((clock.now, awake[-1][1]))
+        assert looks.look() == pytest.approx(late)
+    for moment, before in awake:
+        assert clock.now - looks.moved(moment) == pytest.approx(awake[-1][1] - before)
+
+
+class Ticks:
+    """`threading.Event`, each wait on which takes one of `gaps`; then it is set."""
+
+    def __init__(self, clock: SimpleNamespace, gaps: list[float]) -> None:
+        self._clock, self._gaps = clock, iter(gaps)
+
+    def wait(self, _: float) -> bool:
+        gap = next(self._gaps, None)
+        self._clock.now += gap or 0.0
+        return gap is None
+
+
+SILENT = [TOLD_S] * (int(GONE_S / TOLD_S) + 1)
+"""Waits of which the last is too long a silence."""
+
+
+@pytest.mark.parametrize(
+    ("gaps", "lost"),
+    [
+        ([TOLD_S, 600.0, TOLD_S, 600.0], False),
+        (SILENT[:-1], False),
+        (SILENT, True),
+        ([600.0, *SILENT], True),
+        ([TOLD_S + 0.9 * PAUSE_S] * 5, True),
+    ],
+)
+def test_a_paused_launch_loses_no_machine(
+    clock: SimpleNamespace, gaps: list[float], lost: bool
+) -> None:
+    closed: list[bool] = []
+    channel = SimpleNamespace(close=lambda: closed.append(True))
+    machine = SimpleNamespace(heard=clock.now, gone=False, say=lambda _: None, channel=channel)
+    launch = SimpleNamespace(
+        _closed=Ticks(clock, gaps), _lock=threading.Lock(), _machines={"a": machine}
+    )
+    Agents._watch(launch)  # type: ignore[arg-type]
+    assert bool(closed) is lost
+
+
+class Quiet:
+    """A channel by which nothing comes; each look at it takes one of `gaps`, then it says that the
+    run is over."""
+
+    def __init__(self, clock: SimpleNamespace, gaps: list[float]) -> None:
+        self._clock, self._gaps = clock, iter(gaps)
+
+    def receive(self, _: float) -> dict[str, Any] | None:
+        gap = next(self._gaps, None)
+        self._clock.now += gap or 0.0
+        return {"do": "leave", "code": 0} if gap is None else None
+
+    def send(self, _: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gaps", "gone"),
+    [
+        ([0.1, 600.0, 0.1, 600.0], False),
+        ([1.0] * 10, False),
+        ([1.0] * 11, True),
+        ([600.0, *[1.0] * 11], True),
+    ],
+)
+def test_a_paused_agent_keeps_its_launch(
+    clock: SimpleNamespace, gaps: list[float], gone: bool
+) -> None:
+    made = agent.Agent(("", 0), b"", name="a", program=[], wait_s=0, tell=print)
+    channel: Any = Quiet(clock, gaps)
+    if gone:
+        with pytest.raises(Gone, match="nothing was heard of it for 10 s"):
+            made._serve(channel)
+    else:
+        assert made._serve(channel) == 0
