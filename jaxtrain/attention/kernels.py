@@ -121,7 +121,8 @@ def choose(
         packs = not documents or (capability is not None and capability >= 9)
         if packs and not Cudnn().violations(head_dim, softcap=softcap, dtype=dtype):
             return Cudnn()
-        if not checked and not Triton().violations(seq, window=window, softcap=softcap):
+        options = dict(window=window, softcap=softcap)
+        if not checked and not Triton().violations(seq, head_dim, **options):
             return Triton()
         return GPU_BLOCKS
     if platform == "cpu":
@@ -173,7 +174,8 @@ def portable(platform: str, q: Heads, scoring: Scoring) -> str:
         reasons = Splash().violations(seq, size)
     else:
         reasons = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
-        reasons += Triton().violations(seq, window=scoring.mask.window, softcap=scoring.softcap)
+        options = dict(window=scoring.mask.window, softcap=scoring.softcap)
+        reasons += Triton().violations(seq, size, **options)
     if dtype not in (jnp.bfloat16, jnp.float16):
         reasons = [f"dtype={dtype} is not bfloat16 or float16"]
     return (

@@ -19,36 +19,61 @@ from jaxtrain.violations import power_of_two, raise_violations
 LN_2 = math.log(2)
 """The kernel's log-sum-exp is of powers of two."""
 
+STAGES = 2
+"""Tiles of keys and of values that the kernel has in memory at a time: one is multiplied while the
+next is read."""
+
+SHARED_BYTES = {"A100": 163 * 2**10, "H100": 227 * 2**10}
+"""Shared memory of a block of threads (CUDA C++ programming guide, compute capability 8.0, 9.0)."""
+
+LARGEST_BLOCK = 128
+
 
 @dataclass(frozen=True)
 class Triton:
     """Pallas-Triton flash attention (GPU): causal or not, documents by id, any number of them.
 
     Key heads are repeated for the queries that share them. block: queries and keys of a tile of the
-    forward kernel; backward_block: of the backward one. interpret: run it in Python, for tests
-    without a GPU. In a shard_map it needs `check_vma=False`, as Pallas does.
-    Raises ValueError for blocks that are no powers of two, a window, a softcap, and a seq that the
-    blocks do not divide.
+    forward kernel, None for 128, or for less where that does not fit the shared memory of an A100
+    (64 for a head_dim from 129 to 256); backward_block: of the backward one. interpret: run it in
+    Python, for tests without a GPU. In a shard_map it needs `check_vma=False`, as Pallas does.
+    Raises ValueError for blocks that are no powers of two, a window, a softcap, a seq that the
+    blocks do not divide, and tiles larger than the shared memory of an H100.
     """
 
     runs_on: ClassVar[str] = "gpu"
     """The platform that it is of."""
-    block: int = 128
+    block: int | None = None
     backward_block: int = 32
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        names = ("block", "backward_block")
-        raise_violations([v for name in names for v in power_of_two(name, getattr(self, name))])
+        sizes = {"block": self.block, "backward_block": self.backward_block}
+        stated = {name: size for name, size in sizes.items() if size is not None}
+        raise_violations([v for name, size in stated.items() for v in power_of_two(name, size)])
 
-    def violations(self, seq: int, *, window: int | None, softcap: float | None) -> list[str]:
+    def block_of(self, head_dim: int) -> int:
+        """Returns the block of the forward kernel."""
+        if self.block is not None:
+            return self.block
+        return largest_block(head_dim, SHARED_BYTES["A100"])
+
+    def violations(
+        self, seq: int, head_dim: int, *, window: int | None, softcap: float | None
+    ) -> list[str]:
         """Returns the reasons why the kernel cannot compute this."""
-        violations = []
-        tiles = [min(block, seq) for block in (self.block, self.backward_block)]
+        violations, block = [], self.block_of(head_dim)
+        tiles = [min(size, seq) for size in (block, self.backward_block)]
         if any(seq % tile or tile & (tile - 1) for tile in tiles):
-            sizes = f"block={self.block} and backward_block={self.backward_block}"
+            sizes = f"block={block} and backward_block={self.backward_block}"
             violations.append(
                 f"{sizes} do not both divide seq={seq}, which is no smaller power of two"
+            )
+        needed, present = shared_bytes(tiles[0], head_dim), SHARED_BYTES["H100"]
+        if needed > present and not self.interpret:
+            violations.append(
+                f"block={block} with head_dim={head_dim} takes {needed} bytes of shared memory, of "
+                f"which an H100 has {present}; block={largest_block(head_dim, present)} fits"
             )
         if window is not None:
             violations.append(f"window={window} is not supported")
@@ -58,7 +83,7 @@ class Triton:
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         window = scoring.mask.window
-        refusals = self.violations(q.shape[1], window=window, softcap=scoring.softcap)
+        refusals = self.violations(*q.shape[1::2], window=window, softcap=scoring.softcap)
         if between and documents:
             refusals.append("documents between different places are not supported")
         return refusals + pallas_violations(q)
@@ -75,7 +100,7 @@ class Triton:
     ) -> Attended:
         assert not isinstance(starts, tuple), "it takes the documents of queries for those of keys"
         k, v = (_repeat_heads(x, q) for x in (k, v))
-        options = self._options(scoring, return_residuals=True)
+        options = self._options(scoring, q.shape[3], return_residuals=True)
         o, lse = _pallas().mha(q, k, v, starts, **options)
         return o, lse.swapaxes(1, 2) * LN_2
 
@@ -83,12 +108,14 @@ class Triton:
         q, k, v, starts, o, lse = saved
         wide = (_repeat_heads(x, q) for x in (k, v))
         residuals = (q, *wide, starts, o, lse.swapaxes(1, 2) / LN_2)
-        options = self._options(scoring, return_residuals=False)
+        options = self._options(scoring, q.shape[3], return_residuals=False)
         dq, dk, dv, _ = _pallas()._mha_backward(**options, res=residuals, do=do)
         return dq, _over_group(dk, k), _over_group(dv, v)
 
-    def _options(self, scoring: Scoring, *, return_residuals: bool) -> dict[str, Any]:
-        block, back = self.block, self.backward_block
+    def _options(
+        self, scoring: Scoring, head_dim: int, *, return_residuals: bool
+    ) -> dict[str, Any]:
+        block, back = self.block_of(head_dim), self.backward_block
         sizes = _pallas().BlockSizes(
             block_q=block,
             block_k=block,
@@ -103,12 +130,28 @@ class Triton:
             block_sizes=sizes,
             backward_pass_impl="triton",
             num_warps=None,
-            num_stages=2,
+            num_stages=STAGES,
             grid=None,
             interpret=self.interpret,
             debug=False,
             return_residuals=return_residuals,
         )
+
+
+def shared_bytes(block: int, head_dim: int) -> int:
+    """Returns the bytes of shared memory of the forward kernel: a tile of queries, `STAGES` tiles
+    of keys and of values, whose head_dim is padded to a power of two, and a number per query. All
+    16-bit but the last; as XLA's compiler counts them for head_dim=256."""
+    padded = 1 << (head_dim - 1).bit_length()
+    return 2 * (1 + 2 * STAGES) * block * padded + 4 * block
+
+
+def largest_block(head_dim: int, available: int) -> int:
+    """Returns the largest block whose tiles fit in `available` bytes, at least 16."""
+    block = LARGEST_BLOCK
+    while block > 16 and shared_bytes(block, head_dim) > available:
+        block //= 2
+    return block
 
 
 def _pallas() -> ModuleType:

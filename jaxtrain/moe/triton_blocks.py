@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, block_rows
+from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, block_count, block_rows
 from jaxtrain.violations import count, power_of_two, raise_violations
 
 Ref = Any
@@ -69,10 +69,12 @@ class TritonBlocks:
                 f"{problem.experts} experts are too few: blocks of {block}, at least {LEAST}"
             )
         matrices = problem.embed * problem.hidden * problem.experts
-        largest = max(matrices, problem.rows * max(problem.embed, problem.hidden))
+        rows = block * block_count(problem.rows, problem.experts, self.largest_block)
+        largest = max(matrices, rows * max(problem.embed, problem.hidden))
         if largest >= MOST_ELEMENTS:
             violations.append(
-                f"{largest} numbers in one array; it takes fewer than {MOST_ELEMENTS}"
+                f"{largest} numbers in one array, rows padded to whole blocks; it takes fewer than "
+                f"{MOST_ELEMENTS}"
             )
         return violations
 

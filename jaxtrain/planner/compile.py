@@ -28,9 +28,9 @@ from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
 from jaxtrain.planner.overhead import Overhead, overhead
 from jaxtrain.planner.seconds import matmul_seconds
-from jaxtrain.run.check import CheckReport, check_anywhere
+from jaxtrain.run.check import CheckReport, check
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.running_kernels import kernels_of
+from jaxtrain.step.running_kernels import documents_room, kernels_of
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.branches import branch_violations
@@ -156,6 +156,11 @@ class CompileReport:
         lines += [] if self.work is None else [self.work.summary()]
         if self.attention:
             lines.append(f"attention: {', '.join(self.attention)}")
+        if (room := documents_room(self.checked.assembly)) is not None:
+            lines.append(
+                f"a device whose rows have more than {room} documents in the mean runs attention "
+                "as loops over tiles, which is not in these figures"
+            )
         if self.grouped_matmul:
             lines.append(f"experts: {', '.join(self.grouped_matmul)}")
         if self.opaque:
@@ -192,6 +197,7 @@ class CompileReport:
             "collectives": sent,
             "contract": None if self.contract is None else not self.contract.broken,
             "attention": None if self.attention is None else list(self.attention),
+            "documents_room": documents_room(self.checked.assembly),
             "grouped_matmul": None if self.grouped_matmul is None else list(self.grouped_matmul),
             "flops": self.flops,
             "asked_flops": self.asked_flops,
@@ -234,11 +240,12 @@ def compile_experiment(
     The report's violations: a broken contract; collectives in branches that devices take
     differently; if simulated, collectives beside a loop of others; weights that XLA gathers
     completely; memory that XLA cannot save; products recomputed to save it. Raises ValueError with
-    every violation of experiment and mesh, or if the compiler refuses the mesh or the memory.
+    every violation of experiment and mesh, a state too large for the chip among them, or if the
+    compiler refuses the mesh or the memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    checked = check_anywhere(experiment, mesh)
+    checked = check(experiment, mesh, data_here=False)
     assembly, spec = checked.assembly, checked.assembly.spec
     active, options = active_mesh(_mesh(spec), assembly.sizes), dict(spec.compiler_options)
     raise_violations(option_violations(options, active.devices.flat[0]), spec.where)

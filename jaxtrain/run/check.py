@@ -164,15 +164,6 @@ def check(
     ValueError with all violations at once: of the two files, the data, the starting parameters, and
     a state too large for the chip.
     """
-    return _report(experiment, mesh, data_here=data_here, check_memory=True)
-
-
-def check_anywhere(experiment: Experiment | str | Path, mesh: MeshSpec | str | Path) -> CheckReport:
-    """`check` without the data and memory checks. Raises ValueError with all other violations."""
-    return _report(experiment, mesh, data_here=False, check_memory=False)
-
-
-def _report(experiment: Any, mesh: Any, *, data_here: bool, check_memory: bool) -> CheckReport:
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
@@ -188,7 +179,7 @@ def _report(experiment: Any, mesh: Any, *, data_here: bool, check_memory: bool) 
     violations += absent
     violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
-        violations += memory_violations(assembly) if check_memory else []
+        violations += memory_violations(assembly)
         try:
             settled_start(assembly)
         except ValueError as error:

@@ -31,7 +31,7 @@ from jaxtrain.attention.kernels import (
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash, SplashBlocks
 from jaxtrain.attention.tiling import Tiling
-from jaxtrain.attention.triton import Triton
+from jaxtrain.attention.triton import SHARED_BYTES, Triton, shared_bytes
 
 
 class Case(NamedTuple):
@@ -361,8 +361,34 @@ def test_a_kernel_refuses_what_it_cannot_compute(kernel, dtype, options, message
 
 def test_triton_takes_tiles_of_powers_of_two() -> None:
     """A seq below its blocks is a tile itself."""
-    fits = [n for n in range(16, 400) if not Triton().violations(n, window=None, softcap=None)]
+    kernel, options = Triton(), dict(window=None, softcap=None)
+    fits = [n for n in range(16, 400) if not kernel.violations(n, 128, **options)]
     assert fits == [16, 32, 64, 128, 256, 384]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block"),
+    [(64, 128), (128, 128), (129, 64), (192, 64), (256, 64), (257, 32), (512, 32)],
+)
+def test_tritons_tiles_fit_in_shared_memory(head_dim: int, block: int) -> None:
+    """Its default block is the largest that fits in that of an A100. XLA's compiler says how much
+    the forward kernel takes with 192 and 256, padded to 256: 328,192 bytes in blocks of 128."""
+    kernel, options = Triton(), dict(window=None, softcap=None)
+    assert kernel.block_of(head_dim) == block
+    assert shared_bytes(block, head_dim) <= SHARED_BYTES["A100"]
+    assert block == 128 or shared_bytes(2 * block, head_dim) > SHARED_BYTES["A100"]
+    assert not kernel.violations(1024, head_dim, **options)
+    assert shared_bytes(128, 192) == shared_bytes(128, 256) == 328_192
+
+
+def test_a_block_that_no_gpu_has_room_for_is_refused_with_one_that_fits() -> None:
+    options = dict(window=None, softcap=None)
+    (problem,) = Triton(block=128).violations(1024, 192, **options)
+    assert problem.startswith("block=128 with head_dim=192 takes 328192 bytes of shared memory")
+    assert problem.endswith("an H100 has 232448; block=64 fits")
+    assert not Triton(block=64).violations(1024, 192, **options)
+    assert not Triton(block=128).violations(64, 192, **options), "a row is a tile itself"
+    assert not Triton(block=128, interpret=True).violations(1024, 192, **options)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from jaxtrain.checkpoint import (
     DamagedCheckpoint,
     LocalTier,
     SavePolicy,
+    exchange,
     run_lock,
 )
 from jaxtrain.checkpoint.exchange import PartId, Peers
@@ -389,6 +390,33 @@ def test_no_part_of_a_step_is_written_through_a_link(
         THROUGH[through](tmp_path / "tier")
     assert (tmp_path / "keys").exists() == there
     assert not there or (tmp_path / "keys").read_text() == SECRET
+
+
+@pytest.mark.parametrize("full_at", [0, 1, 2, None])
+def test_a_copy_that_a_full_disk_cuts_has_no_record(
+    full_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it counts as none; all of it is received, since the next message stands behind it."""
+    pieces = [b"one", b"two", b"three"]
+    connection, write, written = MagicMock(), exchange.write_all, list[bytes]()
+    connection.recv_bytes.side_effect = pieces
+
+    def write_while_there_is_room(file: Any, piece: bytes) -> None:
+        if len(written) == full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(piece)
+        write(file, piece)
+
+    monkeypatch.setattr(exchange, "write_all", write_while_there_is_room)
+    peers, part = Peers(tmp_path, tmp_path / "0"), PartId(1, 0, "a")
+    problem = peers._put(connection, part, "{}", len(b"".join(pieces)))
+    peers.close()
+    assert connection.recv_bytes.call_count == 3
+    assert (tmp_path / "0" / part.record).exists() is (full_at is None)
+    if full_at is None:
+        assert not problem and (tmp_path / "0" / part.pack).read_bytes() == b"onetwothree"
+    else:
+        assert "No space left on device" in str(problem)
 
 
 RECORDS: dict[str, Callable[[Path], object]] = {

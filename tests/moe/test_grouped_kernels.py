@@ -209,6 +209,10 @@ def test_each_platform_has_its_kernel_and_says_where_it_has_none(
     assert settled(None, asked) == BlockLoop()  # this backend's
 
 
+MOST_ROWS = 2**21 - 8 * 127 - 1
+"""Rows of 1024 numbers: seven experts with one row each fill a block of 128 each, the eighth whole
+blocks. One more row makes 2**21 with their padding, of 2**31 numbers."""
+
 REFUSED = [
     (Megablox(), {"checked": True}, "check_vma=True"),
     (Megablox(), {"rows": 200}, "200 rows .* no multiple of 128"),
@@ -217,7 +221,7 @@ REFUSED = [
     (TritonBlocks(), {"embed": 1000, "hidden": 1000}, "embed=1000 .*hidden=1000"),
     (TritonBlocks(), {"rows": 64}, "blocks of 8, at least 16"),
     (TritonBlocks(), {"experts": 4096, "rows": 2**20}, "2147483648 numbers"),
-    (TritonBlocks(), {"rows": 2**21}, "2147483648 numbers"),
+    (TritonBlocks(), {"rows": MOST_ROWS + 1}, "2147483648 numbers"),
 ]
 
 
@@ -228,3 +232,9 @@ def test_one_that_is_asked_for_by_name_is_refused(
     with pytest.raises(ValueError, match=f"grouped_matmul={type(kernel).__name__}.*{told}"):
         settled(kernel, ASKED._replace(**change))
     assert settled(kernel, ASKED) is kernel
+
+
+def test_rows_are_counted_with_their_padding() -> None:
+    assert not TritonBlocks().violations(ASKED._replace(rows=MOST_ROWS))
+    (problem,) = TritonBlocks().violations(ASKED._replace(rows=MOST_ROWS + 1))
+    assert "rows padded to whole blocks" in problem

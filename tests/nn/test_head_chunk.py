@@ -10,7 +10,7 @@ from jaxtrain import load_mesh
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.run.check import check_anywhere
+from jaxtrain.run.check import check
 from jaxtrain.step.communicators import explicit_communicator
 
 VOCABULARIES = (1024, 32_000, 128_256, 256_000)
@@ -38,7 +38,7 @@ def test_a_chunk_is_the_least_that_does_not_wait_for_its_gradient_to_be_added() 
 
 @pytest.mark.parametrize(("mesh", "tokens"), [("h100_64", 4096), ("v5p_512", 2048)])
 def test_plan_and_program_have_the_chips_chunks(mesh: str, tokens: int) -> None:
-    assembly = check_anywhere("experiments/llama3_8b.py", f"meshes/{mesh}.toml").assembly
+    assembly = check("experiments/llama3_8b.py", f"meshes/{mesh}.toml", data_here=False).assembly
     assert assembly.chunk_tokens == tokens
     assert explicit_communicator(assembly).chunk_tokens == tokens
     facts = facts_of(assembly)

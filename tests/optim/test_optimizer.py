@@ -186,6 +186,10 @@ CASES = {
         Adafactor(RATE, relative=False, clipping_threshold=None),
         optax.adafactor(RATE_FN, multiply_by_parameter_scale=False, clipping_threshold=None),
     ),
+    "adafactor, clipped to a tenth": (
+        Adafactor(RATE, min_dim_size_to_factor=4, clipping_threshold=0.1),
+        optax.adafactor(RATE_FN, min_dim_size_to_factor=4, clipping_threshold=0.1),
+    ),
     "muon": (Muon(RATE), reference_muon(rms=0.2)),
     "muon, as Jordan scales": (
         Muon(RATE, rms=None, weight_decay=0.3),

@@ -16,13 +16,14 @@ import jax
 import pytest
 
 import jaxtrain
+from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import CPU_BLOCKS
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
 from jaxtrain.planner.compile import compile_experiment
-from jaxtrain.run.check import check_anywhere
+from jaxtrain.run.check import check
 from jaxtrain.step import train_step as stepping
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,19 @@ def test_an_explicit_step_is_held_to_its_contract(small):
     assert 0.9 * report.asked_flops < report.flops <= report.asked_flops and not report.opaque
     assert "kept" in report.table() and "BROKEN" not in report.table()
     assert "bytes per device" in report.summary()
+
+
+def test_documents_for_which_a_kernel_has_no_room_are_in_no_figure(small):
+    """As `compile` says of a program for GPUs, whose rows may have more."""
+    report = compile_experiment(small, jaxtrain.mesh_from_axes(fsdp=2))
+    assert report.as_json()["documents_room"] is None and "documents" not in report.summary()
+    for changes, room in ({}, 64), (dict(attention=Cudnn(documents=32)), 32):
+        execution = jaxtrain.Execution(**changes)
+        experiment = replace(small, precision=jaxtrain.bf16, execution=execution)
+        packed = replace(report, checked=check(experiment, "h100_1", data_here=False))
+        assert packed.as_json()["documents_room"] == room
+        told = f"whose rows have more than {room} documents in the mean runs attention as loops"
+        assert told in packed.summary()
 
 
 @pytest.mark.slow
@@ -226,7 +240,8 @@ def test_a_mesh_that_nothing_here_can_compile_for_is_refused():
 def test_what_travels_behind_an_attention_kernel_is_hidden():
     """As long as one forward call takes: of more bytes than the link sends meanwhile the rest is
     not. A program of one permute around one kernel."""
-    assembly = check_anywhere(ROOT / "experiments" / "llama2_7b.py", "v5p_16").assembly
+    experiment = ROOT / "experiments" / "llama2_7b.py"
+    assembly = check(experiment, "v5p_16", data_here=False).assembly
     pairs = ",".join(f"{{{i},{(i + 1) % 16}}}" for i in range(16))
     size, ring = 2**29, f"channel_id=1, source_target_pairs={{{pairs}}}"
     text = f"""HloModule m, is_scheduled=true, num_partitions=16

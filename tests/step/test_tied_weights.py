@@ -16,7 +16,7 @@ from jaxtrain.nn import stack
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.precision import int8
 from jaxtrain.overlap.alongside import alongside
-from jaxtrain.run.check import check_anywhere
+from jaxtrain.run.check import check
 from jaxtrain.step import communicators
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.communicators import explicit_communicator
@@ -70,7 +70,7 @@ def test_the_compilers_own_collectives_are_left_to_it():
 
 
 def communicator(mesh, experiment="experiments/llama3_8b.py"):
-    return explicit_communicator(check_anywhere(experiment, mesh).assembly)
+    return explicit_communicator(check(experiment, mesh, data_here=False).assembly)
 
 
 @pytest.mark.parametrize(
