@@ -1,7 +1,6 @@
 """Megatron-Turing NLG (Smith et al. 2022, section 3; 529.6B parameters) on 270 billion tokens: its
 rate, warm-up and initial weights; a batch of 3.1M tokens, where theirs grew to 3.9M.
 
-    jaxtrain compile experiments/mtnlg_530b.py --mesh meshes/h100_1024_stage4.toml
     jaxtrain compile experiments/mtnlg_530b.py --mesh meshes/h100_1024_stage4_fsdp32.toml
     jaxtrain train experiments/mtnlg_530b.py --mesh meshes/h100_1024_stage4_fsdp32.toml
 
@@ -13,9 +12,10 @@ What you provide, relative to where the command runs:
     data/gpt2/tokenizer.json    GPT-2's tokenizer, which is theirs
 
 Memory, by the GPU's compiler, on an H100 of 80 GB: on h100_1024_stage4.toml, with parameters whole
-on each of 32 pipelines, 328 GB, 205 of them state; with zero1() 207 GB, with zero2() 144 GB (73 of
-state: the parameters alone, whole in fp32, are 68). It fits where the pipelines share them out:
-h100_1024_stage4_fsdp32.toml takes 23 GB; data=4 x fsdp=8 in place of its fsdp=32 would take 53 GB.
+on each of 32 pipelines, 328 GB, 205 of them state, which `check` and `compile` refuse; with zero1()
+207 GB, with zero2() 144 GB (73 of state: the parameters alone, whole in fp32, are 68). It fits
+where the pipelines share them out: h100_1024_stage4_fsdp32.toml takes 23 GB; data=4 x fsdp=8 in
+place of its fsdp=32 would take 53 GB.
 
 Time: 45 to 80 days on 1024 H100, an estimate: a step is 37 s of arithmetic at 40% of the dense bf16
 peak and 44 s of weights and gradients over InfiniBand (2.19 TB a GPU), at the same time or one

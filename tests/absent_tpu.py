@@ -11,7 +11,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh.absent import ENVIRONMENT, absent_mesh
+from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import load_mesh
+from jaxtrain.telemetry.hlo.text import parse
+from jaxtrain.telemetry.roofline import (
+    Peaks,
+    Roofline,
+    fused_computations,
+    is_kernel,
+    kernel_roofline,
+)
 
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -35,3 +44,20 @@ def for_tpu(monkeypatch, mesh_file: str, topology: str, axis: str, function, *sh
     ]
     options = dict(spec.compiler_options) or None
     return jax.jit(run).lower(*arrays).compile(compiler_options=options).as_text()
+
+
+def estimated_kernels(text: str, chip_name: str) -> dict[str, tuple[Roofline, float]]:
+    """The roofline of each kernel of a program, and its seconds by the compiler's estimate, where
+    the compiler states one."""
+    chip, module = CHIPS[chip_name], parse(text)
+    assert chip.clock_ghz is not None
+    peak, fused = chip.bf16_flops, fused_computations(module)
+    peaks = Peaks(peak, chip.int8_flops or peak, chip.hbm_bandwidth_gbytes * 1e9)
+    kernels = {
+        name: kernel_roofline(module, body, instruction, peaks)
+        for body in module.computations.values()
+        if body.name not in fused
+        for name, instruction in body.instructions.items()
+        if is_kernel(instruction)
+    }
+    return {k: (r, r.cycles / chip.clock_ghz / 1e9) for k, r in kernels.items() if r.cycles}

@@ -123,7 +123,7 @@ def choose(
             return Cudnn()
         options = dict(window=window, softcap=softcap)
         if not checked and not Triton().violations(seq, head_dim, **options):
-            return Triton()
+            return Triton(block=Triton().block_of(head_dim))
         return GPU_BLOCKS
     if platform == "cpu":
         return CPU_BLOCKS if seq <= 512 else CPU_LONG_BLOCKS

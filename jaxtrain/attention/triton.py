@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -26,7 +27,8 @@ next is read."""
 SHARED_BYTES = {"A100": 163 * 2**10, "H100": 227 * 2**10}
 """Shared memory of a block of threads (CUDA C++ programming guide, compute capability 8.0, 9.0)."""
 
-LARGEST_BLOCK = 128
+LEAST_BLOCK, LARGEST_BLOCK = 16, 128
+"""Of a tile: tensor cores multiply 16 rows at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Triton:
 
     Key heads are repeated for the queries that share them. block: queries and keys of a tile of the
     forward kernel, None for 128, or for less where that does not fit the shared memory of an A100
-    (64 for a head_dim from 129 to 256); backward_block: of the backward one. interpret: run it in
+    (64 for a head_dim from 129 to 256); backward_block: of the backward ones. interpret: run it in
     Python, for tests without a GPU. In a shard_map it needs `check_vma=False`, as Pallas does.
     Raises ValueError for blocks that are no powers of two, a window, a softcap, a seq that the
     blocks do not divide, and tiles larger than the shared memory of an H100.
@@ -56,7 +58,7 @@ class Triton:
         """Returns the block of the forward kernel."""
         if self.block is not None:
             return self.block
-        return largest_block(head_dim, SHARED_BYTES["A100"])
+        return largest_block(forward_bytes, head_dim, SHARED_BYTES["A100"]) or LEAST_BLOCK
 
     def violations(
         self, seq: int, head_dim: int, *, window: int | None, softcap: float | None
@@ -69,12 +71,9 @@ class Triton:
             violations.append(
                 f"{sizes} do not both divide seq={seq}, which is no smaller power of two"
             )
-        needed, present = shared_bytes(tiles[0], head_dim), SHARED_BYTES["H100"]
-        if needed > present and not self.interpret:
-            violations.append(
-                f"block={block} with head_dim={head_dim} takes {needed} bytes of shared memory, of "
-                f"which an H100 has {present}; block={largest_block(head_dim, present)} fits"
-            )
+        if not self.interpret:
+            violations += _too_large("block", forward_bytes, tiles[0], head_dim)
+            violations += _too_large("backward_block", backward_bytes, tiles[1], head_dim)
         if window is not None:
             violations.append(f"window={window} is not supported")
         if softcap is not None:
@@ -138,20 +137,44 @@ class Triton:
         )
 
 
-def shared_bytes(block: int, head_dim: int) -> int:
-    """Returns the bytes of shared memory of the forward kernel: a tile of queries, `STAGES` tiles
-    of keys and of values, whose head_dim is padded to a power of two, and a number per query. All
-    16-bit but the last; as XLA's compiler counts them for head_dim=256."""
-    padded = 1 << (head_dim - 1).bit_length()
-    return 2 * (1 + 2 * STAGES) * block * padded + 4 * block
+def forward_bytes(block: int, head_dim: int) -> int:
+    """Returns the bytes of shared memory of the forward kernel on an H100, as its compiler counts
+    them: a tile of queries, `STAGES` tiles of keys and of values, whose head_dim is padded to a
+    power of two, and a number per query. All 16-bit but the last."""
+    return 2 * (1 + 2 * STAGES) * block * _padded(head_dim) + 4 * block
 
 
-def largest_block(head_dim: int, available: int) -> int:
-    """Returns the largest block whose tiles fit in `available` bytes, at least 16."""
+def backward_bytes(block: int, head_dim: int) -> int:
+    """Returns the bytes of shared memory of the larger backward kernel on an H100, as its compiler
+    counts them at most: two tiles that stay, `STAGES` of two others, scores, and three numbers per
+    query."""
+    return 2 * (2 + 2 * STAGES) * block * _padded(head_dim) + 2 * block * block + 12 * block
+
+
+def _padded(head_dim: int) -> int:
+    return 1 << (head_dim - 1).bit_length()
+
+
+def largest_block(needed: Callable[[int, int], int], head_dim: int, available: int) -> int | None:
+    """Returns the largest block whose tiles fit in `available` bytes; None if none does. needed:
+    bytes of a block and a head_dim."""
     block = LARGEST_BLOCK
-    while block > 16 and shared_bytes(block, head_dim) > available:
+    while block >= LEAST_BLOCK and needed(block, head_dim) > available:
         block //= 2
-    return block
+    return block if block >= LEAST_BLOCK else None
+
+
+def _too_large(name: str, needed: Callable[[int, int], int], tile: int, head_dim: int) -> list[str]:
+    """Violation if the tiles of a kernel do not fit in the shared memory of an H100."""
+    available = SHARED_BYTES["H100"]
+    if needed(tile, head_dim) <= available:
+        return []
+    fits = largest_block(needed, head_dim, available)
+    return [
+        f"{name}={tile} with head_dim={head_dim} takes {needed(tile, head_dim)} bytes of shared "
+        f"memory, of which an H100 has {available}; "
+        + (f"{name}={fits} fits" if fits else "no block fits")
+    ]
 
 
 def _pallas() -> ModuleType:

@@ -94,10 +94,10 @@ class Phases:
         finally:
             self.enter(outer)
 
-    def fail(self) -> None:
-        """Records an error in the current phase, or in one within it."""
+    def fail(self, phase: str = "") -> None:
+        """Records an error in `phase`, or in the current one, unless an earlier one is recorded."""
         with self._lock:
-            self._raised = self._raised or self._phase
+            self._raised = self._raised or phase or self._phase
 
     def enter(self, phase: str) -> str:
         """Starts `phase`; returns the previous one. Raises KeyError for a word not in PHASES."""

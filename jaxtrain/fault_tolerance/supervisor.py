@@ -81,7 +81,7 @@ class Supervisor:
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
-    _pauses: Pauses = field(default_factory=lambda: Pauses(POLL_S))
+    _pauses: Pauses = field(init=False)
     """Of this process in this start."""
 
     def run(self) -> int:
@@ -228,6 +228,9 @@ class Supervisor:
         looked, self._pauses = 0.0, Pauses(POLL_S)
         while True:
             time.sleep(POLL_S)
+            if paused := self._pauses.look():
+                self.tell(f"launch: stood still itself for {paused:.1f} s, which blames nobody")
+                self.roster.forget_stays()
             self._pass_on()
             codes = [worker.code for worker in self.workers]
             failed = any(map(_ended_badly, self.workers))
@@ -237,8 +240,6 @@ class Supervisor:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
-            if paused := self._pauses.look():
-                self.tell(f"launch: stood still itself for {paused:.1f} s, which blames nobody")
             now = time.monotonic()
             if now - looked >= LOOK_S:
                 looked = now

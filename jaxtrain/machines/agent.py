@@ -47,7 +47,7 @@ class Agent:
         self._worker: Worker | None = None
         self._start, self._leaving, self._reported_at, self._port = 0, False, 0.0, 0
         self._is_taken = False
-        self._refused_at: float | None = None
+        self._refusals = 0
 
     def run(self) -> int:
         """Serves until the supervisor releases it or cannot be reached; returns the exit code."""
@@ -120,17 +120,16 @@ class Agent:
     def _taken(self) -> None:
         """Reports once that the supervisor accepted this machine."""
         if not self._is_taken:
-            self._is_taken, self._refused_at = True, None
+            self._is_taken, self._refusals = True, 0
             self._tell(f"agent: machine {self._name} is with the launch")
 
     def _refused(self, why: str) -> int | None:
         """Returns an exit code if the refusal lasts. After a lost connection, an agent may return
         before the supervisor has noticed, and is refused for a while."""
-        now = time.monotonic()
-        if self._refused_at is None:
-            self._refused_at = now
+        self._refusals += 1
+        if self._refusals == 1:
             self._tell(f"agent: {why}; tries again, or give this one another --name")
-        if now - self._refused_at > 2 * GONE_S:
+        if self._refusals * AGAIN_S > 2 * GONE_S:
             self._tell(f"agent: {why}; give this one another --name")
             return REFUSED
         time.sleep(AGAIN_S)

@@ -140,11 +140,12 @@ class Agents:
         pauses = Pauses(TOLD_S)
         while not self._closed.wait(TOLD_S):
             pauses.look()
+            now = time.monotonic()  # what is sent below may take long
             with self._lock:
                 machines = [machine for machine in self._machines.values() if not machine.gone]
             for machine in machines:
                 machine.say({"do": "nothing"})
-                if time.monotonic() - pauses.moved(machine.heard) > GONE_S:
+                if now - pauses.moved(machine.heard) > GONE_S:
                     machine.channel.close()
 
 

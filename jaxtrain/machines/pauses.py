@@ -1,4 +1,4 @@
-"""Pauses of this process: it was stopped, or suspended with its machine."""
+"""Pauses of this process: it was stopped, or held with its virtual machine."""
 
 from __future__ import annotations
 

@@ -77,6 +77,10 @@ class Roster:
         layout = self._layouts.get(min(len(self._stayed()), max(self._layouts)))
         return layout is not None and layout.machines > self.layout.machines
 
+    def forget_stays(self) -> None:
+        """Counts the presence of all machines anew: whether they stayed was not seen."""
+        self._present_since = {}
+
     def _stayed(self) -> set[str]:
         now = time.monotonic()
         present = self._present_since.items()

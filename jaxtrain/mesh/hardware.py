@@ -30,13 +30,15 @@ class Chip:
     device) where the vendor publishes none. `hbm_gbytes` is what the driver reports, before what
     the runtime keeps for itself, `usable_gbytes` what it leaves to a program, where that is known:
     a GPU's pool, what a TPU's compiler has. `device_kinds` are JAX's names for this device.
-    `capability`: of a GPU, its major compute capability: 9 is Hopper.
+    `capability`: of a GPU, its major compute capability: 9 is Hopper. `clock_ghz`: of a TPU, in
+    which its compiler's estimates of kernels are.
     """
 
     name: str
     platform: str
     device_kinds: tuple[str, ...] = ()
     capability: int | None = None
+    clock_ghz: float | None = None
     devices_per_chip: int = 1
     bf16_flops: float
     fp8_flops: float | None = None
@@ -116,6 +118,8 @@ def _by_name(rows: Iterable[Named]) -> dict[str, Named]:
     return {row.name: row for row in rows}
 
 
+# A TPU's clock is its bf16 peak over the FLOPs of a cycle: 2 for each of 128 x 128 numbers in 4
+# matrix units of v5e and 8 of v5p, of 256 x 256 in 4 of v6e.
 CHIPS: dict[str, Chip] = _by_name(
     (
         Chip(
@@ -194,6 +198,7 @@ CHIPS: dict[str, Chip] = _by_name(
             name="tpu_v5e",
             platform="tpu",
             device_kinds=("TPU v5 lite", "TPU v5e"),
+            clock_ghz=1.5,
             bf16_flops=197e12,
             int8_flops=393e12,
             fp32_flops=197e12 / 6,
@@ -207,6 +212,7 @@ CHIPS: dict[str, Chip] = _by_name(
             name="tpu_v5p",
             platform="tpu",
             device_kinds=("TPU v5", "TPU v5p"),
+            clock_ghz=1.75,
             bf16_flops=459e12,
             fp8_flops=459e12,
             int8_flops=918e12,
@@ -219,6 +225,7 @@ CHIPS: dict[str, Chip] = _by_name(
             name="tpu_v6e",
             platform="tpu",
             device_kinds=("TPU v6 lite", "TPU v6e"),
+            clock_ghz=1.75,
             bf16_flops=918e12,
             fp8_flops=918e12,
             int8_flops=1836e12,

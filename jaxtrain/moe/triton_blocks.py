@@ -70,12 +70,15 @@ class TritonBlocks:
             )
         matrices = problem.embed * problem.hidden * problem.experts
         rows = block * block_count(problem.rows, problem.experts, self.largest_block)
-        largest = max(matrices, rows * max(problem.embed, problem.hidden))
-        if largest >= MOST_ELEMENTS:
-            violations.append(
-                f"{largest} numbers in one array, rows padded to whole blocks; it takes fewer than "
-                f"{MOST_ELEMENTS}"
-            )
+        arrays = {
+            "experts' matrices": matrices,
+            "rows padded to whole blocks": rows * max(problem.embed, problem.hidden),
+        }
+        violations += [
+            f"{elements} numbers in the {name}; it takes fewer than {MOST_ELEMENTS}"
+            for name, elements in arrays.items()
+            if elements >= MOST_ELEMENTS
+        ]
         return violations
 
     def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:

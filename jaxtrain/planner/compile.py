@@ -143,11 +143,8 @@ class CompileReport:
             + ("" if self.asked_flops is None else f"; asked for: {self.asked_flops:,.0f}"),
         ]
         if not self.checked.assembly.spec.simulated:
-            lines.append(
-                f"{self.roofline.kernels:,} kernels, {self.roofline.seconds:.3g} s at the chip's "
-                f"peaks, {self.roofline.memory_bound_s:.3g} s of it at its memory's"
-                + ("" if self.mfu_bound is None else f": at most {self.mfu_bound:.0%} causal MFU")
-            )
+            clock = self.checked.assembly.spec.chip.clock_ghz
+            lines.append(self.roofline.summary(self.mfu_bound, clock))
         if on_host := self.memory["host_temp_bytes"]:
             lines.append(
                 f"{on_host:,} bytes wait in the host's memory; their way there and back is not in "
@@ -159,7 +156,7 @@ class CompileReport:
         if (room := documents_room(self.checked.assembly)) is not None:
             lines.append(
                 f"a device whose rows have more than {room} documents in the mean runs attention "
-                "as loops over tiles, which is not in these figures"
+                "as loops over tiles, which these seconds and FLOPs leave out"
             )
         if self.grouped_matmul:
             lines.append(f"experts: {', '.join(self.grouped_matmul)}")
@@ -204,6 +201,8 @@ class CompileReport:
             "compile_s": self.compile_s,
             "kernels": self.roofline.kernels,
             "roofline_s": self.roofline.seconds,
+            "compiler_cycles": self.roofline.cycles,
+            "compiler_cycles_roofline_s": self.roofline.cycles_s,
             "mfu_bound": self.mfu_bound,
             "violations": list(self.violations),
             **({} if self.work is None else {"pipeline_work": self.work.as_json()}),
@@ -240,8 +239,7 @@ def compile_experiment(
     The report's violations: a broken contract; collectives in branches that devices take
     differently; if simulated, collectives beside a loop of others; weights that XLA gathers
     completely; memory that XLA cannot save; products recomputed to save it. Raises ValueError with
-    every violation of experiment and mesh, a state too large for the chip among them, or if the
-    compiler refuses the mesh or the memory.
+    every violation that `check` finds but missing data, or if the compiler refuses mesh or memory.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)

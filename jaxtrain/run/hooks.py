@@ -91,29 +91,36 @@ class Hooks:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """Calls `end` of the user's callbacks after the body, however it ends."""
+        """Calls `end` of the user's callbacks after the body, however it ends. Their time counts as
+        the phase of the body's end, and may be long; their errors are of the phase "callback"."""
         try:
             yield
         except BaseException as error:
+            self._phases.fail()
             try:
-                self._end_users()
+                self._end(self._user, "callback")
             except Exception as second:
                 error.add_note(f"a callback failed at the end too: {second!r}")
             raise
-        self._end_users()
-
-    def _end_users(self) -> None:
-        with self._phases.within("callback"):
-            self._end(self._user)
+        self._end(self._user, "callback")
 
     def close(self) -> None:
         """Calls `end` of the run's own callbacks."""
         self._end(self._own)
 
-    def _end(self, callbacks: Sequence[Callback]) -> None:
-        with ExitStack() as stack:  # calls all of them, the latest first, even if some raise
+    def _end(self, callbacks: Sequence[Callback], phase: str = "") -> None:
+        """Ends all of them, even if some raise. phase: of their errors, if not the current one."""
+
+        def end(callback: Callback) -> None:
+            try:
+                callback.end(self.run)
+            except BaseException:
+                self._phases.fail(phase)  # before the next one, which may leave at once
+                raise
+
+        with ExitStack() as stack:  # the latest first
             for callback in reversed(callbacks):
-                stack.callback(callback.end, self.run)
+                stack.callback(end, callback)
 
 
 class ProgressLine(Callback):

@@ -31,7 +31,7 @@ from jaxtrain.attention.kernels import (
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash, SplashBlocks
 from jaxtrain.attention.tiling import Tiling
-from jaxtrain.attention.triton import SHARED_BYTES, Triton, shared_bytes
+from jaxtrain.attention.triton import SHARED_BYTES, Triton, backward_bytes, forward_bytes
 
 
 class Case(NamedTuple):
@@ -308,14 +308,15 @@ CHOICES = [
     (dict(platform="gpu", dtype=jnp.float32), Blockwise),
     (dict(platform="gpu", documents=True, window=9, capability=9), Cudnn()),
     (dict(platform="gpu", capability=8), Cudnn()),
-    (dict(platform="gpu", documents=True, capability=8), Triton()),
-    (dict(platform="gpu", documents=True), Triton()),
+    (dict(platform="gpu", documents=True, capability=8), Triton(block=128)),
+    (dict(platform="gpu", documents=True), Triton(block=128)),
     (dict(platform="gpu", documents=True, capability=8, seq=96), Blockwise),
-    (dict(platform="gpu", documents=True, capability=8, seq=64), Triton()),
+    (dict(platform="gpu", documents=True, capability=8, seq=64), Triton(block=128)),
     (dict(platform="gpu", documents=True, capability=8, window=9), Blockwise),
     (dict(platform="gpu", documents=True, capability=8, checked=True), Blockwise),
     (dict(platform="gpu", softcap=9.0), Blockwise),
-    (dict(platform="gpu", head_dim=256), Triton()),
+    (dict(platform="gpu", head_dim=256), Triton(block=64)),
+    (dict(platform="gpu", head_dim=520), Blockwise),
     (dict(platform="tpu", documents=True, softcap=9.0), Splash()),
     (dict(platform="tpu", dtype=jnp.float32), Blockwise),
     (dict(platform="tpu", seq=1000), Blockwise),
@@ -375,10 +376,27 @@ def test_tritons_tiles_fit_in_shared_memory(head_dim: int, block: int) -> None:
     the forward kernel takes with 192 and 256, padded to 256: 328,192 bytes in blocks of 128."""
     kernel, options = Triton(), dict(window=None, softcap=None)
     assert kernel.block_of(head_dim) == block
-    assert shared_bytes(block, head_dim) <= SHARED_BYTES["A100"]
-    assert block == 128 or shared_bytes(2 * block, head_dim) > SHARED_BYTES["A100"]
+    assert forward_bytes(block, head_dim) <= SHARED_BYTES["A100"]
+    assert block == 128 or forward_bytes(2 * block, head_dim) > SHARED_BYTES["A100"]
     assert not kernel.violations(1024, head_dim, **options)
-    assert shared_bytes(128, 192) == shared_bytes(128, 256) == 328_192
+    assert forward_bytes(128, 192) == forward_bytes(128, 256) == 328_192
+
+
+@pytest.mark.parametrize(
+    ("block", "head_dim", "fits"),
+    [(128, 64, True), (128, 128, True), (64, 256, True), (32, 512, True), (16, 1024, True),
+     (128, 256, False), (64, 512, False), (32, 1024, False)],
+)  # fmt: skip
+def test_tritons_backward_tiles_fit_where_the_compiler_takes_them(
+    block: int, head_dim: int, fits: bool
+) -> None:
+    """As XLA's compiler does for an H100; it asks for 427,520 and 402,176 bytes of the first two
+    that it refuses."""
+    kernel, options = Triton(block=16, backward_block=block), dict(window=None, softcap=None)
+    problems = kernel.violations(1024, head_dim, **options)
+    assert len(problems) == (not fits)
+    assert all(told.endswith(f"; backward_block={block // 2} fits") for told in problems)
+    assert (backward_bytes(128, 256), backward_bytes(64, 512)) == (427_520, 402_176)
 
 
 def test_a_block_that_no_gpu_has_room_for_is_refused_with_one_that_fits() -> None:
@@ -389,6 +407,9 @@ def test_a_block_that_no_gpu_has_room_for_is_refused_with_one_that_fits() -> Non
     assert not Triton(block=64).violations(1024, 192, **options)
     assert not Triton(block=128).violations(64, 192, **options), "a row is a tile itself"
     assert not Triton(block=128, interpret=True).violations(1024, 192, **options)
+    (problem, backward) = Triton(block=256).violations(1024, 2048, **options)
+    assert problem.startswith("block=256") and problem.endswith("no block fits")
+    assert backward.startswith("backward_block=32") and backward.endswith("no block fits")
 
 
 @pytest.mark.parametrize(

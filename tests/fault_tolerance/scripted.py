@@ -29,3 +29,8 @@ phases.enter("step")
 """
 DONE = "\nphases.enter('finish')\n"
 """`start` counts from 0."""
+
+
+def alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from scripted import DONE, ROOT, WORKER
+from scripted import DONE, ROOT, WORKER, alive
 
 from jaxtrain.cluster.phases import Now
 from jaxtrain.fault_tolerance.deadlines import Deadlines
@@ -87,11 +87,6 @@ class Cluster:
 
     def pid(self, process: int) -> int:
         return int((self.folder / f"pid{process}").read_text())
-
-
-def alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture

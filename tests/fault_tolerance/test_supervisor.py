@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scripted import DONE, ROOT, WORKER
+from scripted import DONE, ROOT, WORKER, alive
 
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample, SampleFile
@@ -342,6 +342,26 @@ time.sleep(1)
     code, told, failures = supervise(script, late=1.5, step=1.5)
     assert code == 0 and not failures, told
     assert any(line.startswith("launch: stood still itself for ") for line in told)
+
+
+def test_a_pause_in_which_all_ended_is_told_and_nobody_stayed(
+    supervise, tmp_path: Path, monkeypatch
+) -> None:
+    """What machines did in it was not seen, so that none has stayed."""
+    forgotten: list[Roster] = []
+
+    def stand_still() -> None:
+        pids = [int((tmp_path / f"pid{process}").read_text()) for process in (0, 1)]
+        while any(map(alive, pids)):
+            time.sleep(0.05)
+        time.sleep(PAUSED_S)
+
+    monkeypatch.setattr(supervising, "time", Pausing(tmp_path, stand_still))
+    monkeypatch.setattr(Roster, "forget_stays", lambda roster: forgotten.append(roster))
+    code, told, failures = supervise('(folder / f"at{process}").touch()', late=60, step=60)
+    assert code == 0 and not failures, told
+    assert any(line.startswith("launch: stood still itself for ") for line in told)
+    assert len(forgotten) == 1
 
 
 def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:

@@ -203,6 +203,21 @@ def test_a_machine_that_is_back_between_two_looks_has_not_stayed(
     assert roster.could_grow()
 
 
+def test_a_pause_is_no_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, machines = Clock(), Changing("ab")
+    monkeypatch.setattr(rosters, "time", clock)
+    roster, _ = made(machines, FEWER, rejoin_s=10)
+    assert roster.choose(lambda: False)
+    machines.names = "abcd"
+    assert not roster.could_grow()
+    clock.now += 600
+    roster.forget_stays()
+    for _ in range(3):
+        assert not roster.could_grow()
+        clock.now += 4
+    assert roster.could_grow()
+
+
 def test_one_that_was_left_out_or_has_left_is_not_waited_for() -> None:
     machines = Changing("ab")
     roster, _ = made(machines, {1: Layout(1), 2: Layout(2)}, rejoin_s=30)

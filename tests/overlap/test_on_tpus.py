@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.overlap.alongside import alongside
 from jaxtrain.telemetry.overlap import overlaps, tally
-from tests.absent_tpu import for_tpu, no_cache, tpu
+from tests.absent_tpu import estimated_kernels, for_tpu, no_cache, tpu
 
 F = "fsdp"
 MACHINES = {"v5e": ("meshes/v5e_16.toml", "2x2"), "v5p": ("meshes/v5p_512.toml", "2x2x1")}
@@ -36,12 +36,22 @@ def untied(x, w, shard, gradient):
     return layer(x, w), communicate(shard, gradient)
 
 
+PROGRAMS: dict[tuple[str, str], str] = {}
+
+
+def program(monkeypatch, machine, function):
+    """The compiled text, of one compilation."""
+    key = (machine, function.__name__)
+    if key not in PROGRAMS:
+        shapes = [((4 * 2048, WIDTH), P(F)), ((WIDTH, WIDTH), P()), ((WIDTH, WIDTH), P(F))]
+        gradient, out = ((4 * WIDTH, WIDTH), P(F)), (P(F), (P(F), P(F)))
+        chip = MACHINES[machine]
+        PROGRAMS[key] = for_tpu(monkeypatch, *chip, F, function, *shapes, gradient, out=out)
+    return PROGRAMS[key]
+
+
 def hops(monkeypatch, machine, function):
-    shapes = [((4 * 2048, WIDTH), P(F)), ((WIDTH, WIDTH), P()), ((WIDTH, WIDTH), P(F))]
-    gradient = ((4 * WIDTH, WIDTH), P(F))
-    out = (P(F), (P(F), P(F)))
-    text = for_tpu(monkeypatch, *MACHINES[machine], F, function, *shapes, gradient, out=out)
-    return tally(overlaps(text))["collective-permute"]
+    return tally(overlaps(program(monkeypatch, machine, function)))["collective-permute"]
 
 
 @tpu
@@ -58,3 +68,14 @@ def test_every_hop_hides_behind_a_product(monkeypatch, machine) -> None:
 def test_left_to_the_compiler_they_stand_before_the_first(monkeypatch) -> None:
     found = hops(monkeypatch, "v5p", untied)
     assert found.count == 4 and found.hidden < 4
+
+
+@tpu
+@no_cache
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_roofline_of_each_kernel_is_below_the_compilers_estimate(monkeypatch, machine) -> None:
+    """So that the MFU it allows is a bound; and the products' is near it, by the chip's clock."""
+    kernels = estimated_kernels(program(monkeypatch, machine, tied), f"tpu_{machine}")
+    assert all(roofline.seconds < estimate for roofline, estimate in kernels.values())
+    products = [(r.seconds, e) for r, e in kernels.values() if r.seconds > r.memory_bound_s]
+    assert len(products) >= 3 and all(least > 0.8 * estimate for least, estimate in products)

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from tensorboardX.proto.event_pb2 import Event
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.cluster.phases import Now, Phases
 from jaxtrain.experiment import config_of
 from jaxtrain.experiment.stored import refuse_unreadable, stored_field
-from jaxtrain.run.hooks import CrowdedRows, GarbageCollection, GuardMessages
+from jaxtrain.run.hooks import CrowdedRows, GarbageCollection, GuardMessages, Hooks
 from jaxtrain.run.saves.saving import Saving
 from jaxtrain.telemetry.profiler import Profiler
 
@@ -538,3 +540,44 @@ def test_rows_with_more_documents_than_cudnn_has_room_for_are_told_once(
     assert all(
         f"NOTE step 2: rows hold {held:.0f}" in t and f"(documents={use})" in t for t in told
     )
+
+
+class LeavesAtOnce(jaxtrain.Callback):
+    """Notes what a process would report that ended here, as one of several does after an error."""
+
+    def __init__(self, phases: Phases) -> None:
+        self.phases, self.seen = phases, list[Now]()
+
+    def end(self, run: Any) -> None:
+        self.seen.append(self.phases.now)
+
+
+class FailsAtTheEnd(jaxtrain.Callback):
+    def end(self, run: Any) -> None:
+        raise OSError("of a callback")
+
+
+@pytest.mark.parametrize(
+    ("in_body", "at_end", "failed_in"),
+    [
+        (False, False, "finish"),
+        (True, False, "step"),
+        (False, True, "callback"),
+        (True, True, "step"),
+    ],
+)
+def test_an_end_may_be_long_and_knows_where_the_run_failed(
+    in_body: bool, at_end: bool, failed_in: str
+) -> None:
+    """The deadline of a run's end is its own, not that of other callbacks."""
+    phases = Phases()
+    last = LeavesAtOnce(phases)
+    hooks = Hooks(Any, (), (*[FailsAtTheEnd()] * at_end, last), phases)
+    phases.enter("step")
+    fails = pytest.raises(OSError) if in_body or at_end else nullcontext()
+    with fails, hooks.ended():
+        if in_body:
+            raise OSError("of a step")
+        phases.enter("finish")
+    (now,) = last.seen
+    assert now.failed_in == failed_in and now.phase == ("step" if in_body else "finish")

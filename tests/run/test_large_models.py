@@ -147,5 +147,8 @@ BY_HAND = [
 )
 def test_a_step_on_absent_tpus_fits_and_sends_what_is_predicted(given: tuple[str, ...]) -> None:
     """Of few layers, by the compiler options of its mesh file: a minute or two each."""
-    found = compiled(*given)
+    found, chip = compiled(*given), load_mesh(files(*given[:2])[1]).chip
     assert found["contract"] is True and found["fits"] is True
+    assert chip.clock_ghz is not None
+    estimate = found["compiler_cycles"] / chip.clock_ghz / 1e9
+    assert 0.2 * estimate < found["compiler_cycles_roofline_s"] < estimate

@@ -23,7 +23,7 @@ CASES = [
     ("h100_sxm", True, 64, bf16, None, True),
     ("h100_sxm", True, 256, bf16, None, False),
     ("h100_sxm", False, 256, bf16, None, False),
-    ("h100_sxm", True, 64, bf16, Triton(), False),
+    ("h100_sxm", True, 64, bf16, Triton(block=128), False),
     ("a100_80g", True, 64, bf16, None, False),
     ("a100_80g", False, 64, bf16, None, True),
     ("a100_80g", True, 64, fp32, None, True),

@@ -215,6 +215,26 @@ def test_shape_bytes(dtype: str, dims: tuple[int, ...], size: int) -> None:
     assert Shape(dtype, dims).bytes == size
 
 
+MEMORIES = """HloModule m
+
+ENTRY main (x: bf16[8,128]) -> (bf16[8,128], bf16[4]) {
+  x = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  near = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} copy(x)
+  host = (bf16[8,128]{1,0:S(5)}, bf16[4]{0}) custom-call(near), custom_call_target="f"
+  ROOT same = (bf16[8,128]{1,0:S(5)}, bf16[4]{0}) tuple(host, host)
+}
+"""
+
+
+def test_a_shape_knows_the_memory_that_it_is_in() -> None:
+    """By the S of its layout, which its neighbours in a tuple do not have; equal shapes may lie in
+    two memories."""
+    body = parse(MEMORIES).computations["main"]
+    memories = {name: [s.memory for s in op.shapes] for name, op in body.instructions.items()}
+    assert memories == {"x": [0], "near": [1], "host": [5, 0], "same": [5, 0]}
+    assert body.instructions["x"].shapes == body.instructions["near"].shapes
+
+
 @pytest.mark.parametrize("text", ["", "module @jit_f { func.func public @main() { return } }"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no ENTRY"):

@@ -153,8 +153,8 @@ def test_a_kernel_beside_which_a_gather_goes_on_has_the_bytes_of_its_own_work() 
 
 
 def test_totals_add_and_multiply():
-    one = Roofline(2, 3.0, 1.0)
-    assert one + one == one * 2 == Roofline(4, 6.0, 2.0)
+    one = Roofline(2, 3.0, 1.0, 5, 0.5)
+    assert one + one == one * 2 == Roofline(4, 6.0, 2.0, 10, 1.0)
     assert not Roofline() and one
 
 
@@ -185,3 +185,49 @@ def test_products_of_two_8_bit_operands_have_a_rate_of_their_own() -> None:
     one = 2 * 64**3 / 1e6
     assert roofline(NARROW, **given).seconds == pytest.approx(4 * one)
     assert roofline(NARROW, **given, narrow_flops=4e6).seconds == pytest.approx(2.5 * one)
+
+
+ON_CHIP = """HloModule on_chip, is_scheduled=true
+
+store (at: s32[], tile: bf16[64,64]) -> bf16[512,64] {
+  empty = bf16[512,64]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  tile = bf16[64,64]{1,0:S(1)} parameter(1)
+  at = s32[]{:S(6)} parameter(0)
+  zero = s32[] constant(0)
+  ROOT kept = bf16[512,64]{1,0} dynamic-update-slice(empty, tile, at, zero)
+}
+
+cut (tall: bf16[512,64], at: s32[]) -> bf16[64,64] {
+  tall = bf16[512,64]{1,0:S(1)} parameter(0)
+  at = s32[]{:S(6)} parameter(1)
+  zero = s32[] constant(0)
+  ROOT part = bf16[64,64]{1,0} dynamic-slice(tall, at, zero), dynamic_slice_sizes={64,64}
+}
+
+ENTRY main (x: bf16[64,64], y: bf16[512,64], at: s32[]) -> bf16[512,64] {
+  x = bf16[64,64]{1,0} parameter(0)
+  y = bf16[512,64]{1,0} parameter(1)
+  at = s32[]{:S(6)} parameter(2)
+  near = bf16[64,64]{1,0:S(1)} copy(x), backend_config={"window_config":{"estimated_cycles":"40"}}
+  begun = ((bf16[512,64]{1,0}), bf16[64,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(y), slice={[0:64], [0:64]}
+  awaited = bf16[64,64]{1,0:S(1)} slice-done(begun)
+  sum = bf16[64,64]{1,0:S(1)} add(near, awaited), backend_config={"window_config":{"estimated_cycles":"2"}}
+  tall = bf16[512,64]{1,0} fusion(at, sum), kind=kLoop, calls=store
+  close = bf16[512,64]{1,0:S(1)} copy(tall)
+  ROOT part = bf16[64,64]{1,0} fusion(close, at), kind=kLoop, calls=cut
+}
+"""  # noqa: E501
+
+
+def test_bytes_are_those_of_the_devices_own_memory() -> None:
+    """A tile is read to the chip, summed there for nothing with one that came meanwhile, written as
+    a window of an empty buffer; that is read whole to the chip, and a window of it written."""
+    tile = 64 * 64 * 2
+    found = roofline(ON_CHIP, peak_flops=1e30, bandwidth_gbytes=1.0)
+    assert found.kernels == 5
+    assert found.seconds == pytest.approx((tile + 0 + tile + 8 * tile + tile) / 1e9)
+    assert found.cycles == 42 and found.cycles_s == pytest.approx(tile / 1e9)
+    told = found.summary(0.5, 1.75)
+    assert "5 kernels, 9.01e-05 s" in told and "at most 50% causal MFU" in told
+    assert told.endswith("take 8.19e-06 s of it are 2.4e-08 s by the compiler's estimate")
+    assert "estimate" not in found.summary(None, None)

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^{}]*?S\((\d+)\)[^{}]*\})?")
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _NAME = re.compile(r"%?([\w.\-]+)$")
 _WRAPPED = re.compile(r"\n(?=\"|\}\})")
@@ -29,10 +29,13 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """Element type and dims of one array; `token` and `opaque` have no bytes."""
+    """Element type and dims of one array; `token` and `opaque` have no bytes. memory: XLA's number
+    of the memory that it is in: 0 is the device's own, 1 of a TPU its vector memory, 5 the host's;
+    shapes that differ in it alone are equal."""
 
     dtype: str
     dims: tuple[int, ...]
+    memory: int = field(default=0, compare=False)
 
     @property
     def elements(self) -> int:
@@ -115,8 +118,10 @@ def _split(text: str, start: int) -> tuple[list[str], int]:
 def _shapes(text: str) -> tuple[Shape, ...]:
     matches = _SHAPE.findall(text)
     return tuple(
-        Shape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in matches
+        Shape(
+            dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim), int(memory or 0)
+        )
+        for dtype, dims, memory in matches
     )
 
 
