@@ -174,6 +174,31 @@ def test_what_an_optimizer_sends_is_predicted(optimizer, layout):
     assert without or any("whole" in w for each in found.lines for w in each.why)
 
 
+def test_a_stack_that_does_not_divide_is_padded_where_matrices_are_made_whole():
+    """Three layers over two devices travel as four, and so predicted."""
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    small = with_blocks(replace(small, optimizer=jaxtrain.Muon(0.1)), layers=3)
+    found = held(assembled(Layout((("fsdp", 2),)), small))
+    assert not found.broken, told(found.broken)
+    assert any("whole" in why for line in found.lines for why in line.why)
+
+
+def test_a_sum_in_three_levels_sends_what_is_predicted():
+    """The fastest axis has all of it, the next what is left of it; the slowest sums the rest."""
+    small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
+    axes = (("data", 2), ("fsdp", 2), ("expert", 2))
+    placed = experiment_on(small, Layout(axes, sharding="data parallel"))
+    execution = replace(placed.execution, reducer=jaxtrain.collectives.Hierarchical())
+    assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
+    found = held(assembly)
+    assert not found.broken, told(found.broken)
+    sent = [s for s in step_traffic(facts_of(assembly)) if s.why.startswith("gradients: ")]
+    by_axis = {
+        axis: sum(s.count * s.buffer_bytes for s in sent if s.axes == (axis,)) for axis, _ in axes
+    }
+    assert by_axis["expert"] > by_axis["fsdp"] > by_axis["data"] > 0
+
+
 class Mine:
     """An optimizer of a user's own."""
 

@@ -348,3 +348,17 @@ def test_what_changes_no_logits_is_in_nobodys_way() -> None:
     changed = replace(changed, period=(replace(LLAMA.period[0], dropout=0.3),))
     changed = replace(changed, init=Initialisation(std=0.5))
     assert family_and_fields(changed)[1] == family_and_fields(LLAMA)[1]
+
+
+@pytest.mark.parametrize(("name", "every"), [("gemma 2", 2), ("gemma 3", 6)])
+def test_gemma_folders_without_layer_types_see_all_in_every_second_or_sixth_layer(
+    tmp_path: Path, name: str, every: int
+) -> None:
+    """Of Gemma 2 the first layer has a window and the second none (Gemma Team 2024, section 2); of
+    Gemma 3 five have one before each that has none (Gemma Team 2025, section 2.1)."""
+    _, fields = family_and_fields(MODELS[name][1])
+    fields = {k: v for k, v in fields.items() if k not in ("layer_types", "sliding_window_pattern")}
+    fields["num_hidden_layers"] = 2 * every + 1
+    read = read_config(folder(tmp_path, fields))
+    full = [i for i, block in enumerate(read.blocks, 1) if block.attention.window is None]
+    assert read.layers == 2 * every + 1 and full == [every, 2 * every]
