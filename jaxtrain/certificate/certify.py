@@ -12,12 +12,17 @@ The last two are wider and use sums because Adam and similar optimizers divide a
 size: rounding of an element near zero becomes a full step, and changes later gradients. In bf16 all
 bounds are wider, and gradients are those of the first step.
 
+With products in 8 bits (`precision.products`) a sum in another order may flip a number to its
+neighbour, a quarter away at the most (two bits of fraction). So at equal parameters, in the first
+step, the loss in fp32 is held to 1e-5, losses and norms after it to the bounds of bf16, gradients
+and state to a quarter. Each microbatch has scales of its own: the one-device run has as many.
+
 For a mixture, the experts of each token are compared first (`routing.py`). Flips with margins below
 the bound of its precision are counted, and the layout runs again with the reference's routing; a
 flip with a larger margin fails.
 
-The layout replaces the experiment's own sharding, precision, loop, reducer, pipeline and dropout,
-and in half of the layouts its optimizer; no layout uses fp16.
+The layout replaces the experiment's own sharding, compute dtype, loop, reducer, pipeline and
+dropout, and in half of the layouts its optimizer; no layout uses fp16.
 """
 
 from __future__ import annotations
@@ -33,10 +38,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.certificate.layouts import PRECISIONS, Layout, layouts
+from jaxtrain.certificate.layouts import Layout, layouts
 from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
 from jaxtrain.certificate.routing import Flips, flips
 from jaxtrain.certificate.shrink import shrink
@@ -47,6 +51,9 @@ from jaxtrain.violations import count, raise_violations
 
 STATE_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
 """Bounds of parameters, averages and optimizer state after the last step."""
+NARROWEST = 0.25
+"""Bound of gradients and state with products in 8 bits: a step of the floats that have two bits of
+fraction."""
 MOST_DEVICES = 64
 """More fake devices than cores take minutes a step."""
 SMALLEST_SCALE = 1e-4
@@ -61,7 +68,8 @@ Leaves = Mapping[str, np.ndarray]
 
 class Difference(NamedTuple):
     """Distance of a layout from its one-device run. `error` is set if it did not run. grad_rel
-    belongs to `worst_leaf`, state_rel (parameters, averages, optimizer state) to `worst_state`."""
+    belongs to `worst_leaf`, state_rel (parameters, averages, optimizer state) to `worst_state`;
+    first_loss_rel is that of the first step, at equal parameters."""
 
     layout: Layout
     loss_rel: float
@@ -74,6 +82,7 @@ class Difference(NamedTuple):
     worst_state: str = ""
     error: str = ""
     flips: Flips = Flips()
+    first_loss_rel: float = 0.0
 
     def __str__(self) -> str:
         verdict = "ok    " if self.passed else "FAILED"
@@ -84,15 +93,18 @@ class Difference(NamedTuple):
             margin = f"a margin of {self.flips.margin:.1e} (bound {BOUNDS[self.dtype]:.0e})"
             return f"{verdict} {self.flips.location}, {margin}  {self.layout}"
         flips = f"flips {self.flips.count} ({self.flips.margin:.1e}) " if self.flips.count else ""
+        first = f"first loss {self.first_loss_rel:.1e} " * self.layout.narrow
         return (
-            f"{verdict} loss {self.loss_rel:.1e} grad {self.grad_rel:.1e} ({self.worst_leaf}) "
-            f"norm {self.norm_rel:.1e} eval {self.eval_rel:.1e} state {self.state_rel:.1e} "
+            f"{verdict} {first}loss {self.loss_rel:.1e} "
+            f"grad {self.grad_rel:.1e} ({self.worst_leaf}) norm {self.norm_rel:.1e} "
+            f"eval {self.eval_rel:.1e} state {self.state_rel:.1e} "
             f"({self.worst_state}) init {init} {flips} {self.layout}"
         )
 
     @property
     def dtype(self) -> str:
-        return jnp.dtype(PRECISIONS[self.layout.precision].compute).name
+        """Dtype by whose rounding runs may be apart."""
+        return "bfloat16" if self.layout.narrow else self.layout.dtype
 
     @property
     def flip_margin(self) -> float:
@@ -105,9 +117,21 @@ class Difference(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        worst = max(self.loss_rel, self.grad_rel, self.norm_rel, self.eval_rel)
-        near = worst <= BOUNDS[self.dtype] and self.state_rel <= STATE_BOUNDS[self.dtype]
+        grads, state = self.leaf_bounds
+        near = (
+            max(self.loss_rel, self.norm_rel, self.eval_rel) <= BOUNDS[self.dtype]
+            and self.first_loss_rel <= BOUNDS[self.layout.dtype]
+            and self.grad_rel <= grads
+            and self.state_rel <= state
+        )
         return not self.error and self.init_equal and self.explained and bool(near)
+
+    @property
+    def leaf_bounds(self) -> tuple[float, float]:
+        """Bounds of gradients and of the state after the last step."""
+        if self.layout.narrow:
+            return NARROWEST, NARROWEST
+        return BOUNDS[self.dtype], STATE_BOUNDS[self.dtype]
 
 
 @dataclass
@@ -121,26 +145,31 @@ class Certificate:
     def failed(self) -> list[Difference]:
         return [d for d in self.differences if not d.passed]
 
-    def worst(self, field_name: str, dtype: str = "fp32") -> float:
-        """Returns the largest `loss_rel`, `grad_rel`, .. among layouts of that precision."""
-        values = [getattr(d, field_name) for d in self.differences if d.layout.precision == dtype]
+    def worst(self, field_name: str, dtype: str = "float32") -> float:
+        """Returns the largest `loss_rel`, `grad_rel`, .. among layouts of that compute dtype."""
+        values = [getattr(d, field_name) for d in self.differences if d.layout.dtype == dtype]
         return max(values, default=0.0)
 
     def summary(self) -> str:
+        narrow = any(d.layout.narrow for d in self.differences)
+        grads = [NARROWEST] * 2 if narrow else [BOUNDS["float32"], BOUNDS["bfloat16"]]
+        state = NARROWEST if narrow else STATE_BOUNDS["float32"]
+        products = " with products in 8 bits" * narrow
+        first = f"first loss {self.worst('first_loss_rel'):.1e} (bound 1e-05), " * narrow
         return (
             f"{len(self.differences)} layouts run of {self.closed_count} due, "
-            f"{len(self.failed)} failed; worst fp32 loss {self.worst('loss_rel'):.1e}, "
-            f"gradient {self.worst('grad_rel'):.1e} (bound {BOUNDS['float32']:.0e}), "
-            f"state after {STEPS} steps {self.worst('state_rel'):.1e} (bound "
-            f"{STATE_BOUNDS['float32']:.0e}); worst bf16 gradient "
-            f"{self.worst('grad_rel', 'bf16'):.1e} (bound {BOUNDS['bfloat16']:.0e}){self._flips()}"
+            f"{len(self.failed)} failed; worst fp32{products} {first}loss "
+            f"{self.worst('loss_rel'):.1e}, gradient {self.worst('grad_rel'):.1e} (bound "
+            f"{grads[0]:.2g}), state after {STEPS} steps {self.worst('state_rel'):.1e} "
+            f"(bound {state:.2g}); worst bf16 gradient "
+            f"{self.worst('grad_rel', 'bfloat16'):.1e} (bound {grads[1]:.2g}){self._flips()}"
         )
 
     def _flips(self) -> str:
-        """Describes in words the flips of each precision."""
+        """Describes in words the flips of each compute dtype."""
         text = ""
-        for name in PRECISIONS:
-            of_precision = [d.flips for d in self.differences if d.layout.precision == name]
+        for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+            of_precision = [d.flips for d in self.differences if d.layout.dtype == dtype]
             if count := sum(flip.count for flip in of_precision):
                 worst = max(flip.margin for flip in of_precision)
                 text += f"; {count} {name} flips of experts, margins up to {worst:.1e}"
@@ -151,6 +180,7 @@ class Certificate:
             "layouts": len(self.differences),
             "failed": len(self.failed),
             "worst_loss_rel": self.worst("loss_rel"),
+            "worst_first_loss_rel": self.worst("first_loss_rel"),
             "worst_grad_rel": self.worst("grad_rel"),
             "worst_eval_rel": self.worst("eval_rel"),
             "worst_state_rel": self.worst("state_rel"),
@@ -190,8 +220,13 @@ def certify(
         )
     if not full:
         experiment = shrink(experiment, devices=devices)
-    axes = dict(experts=bool(described.expert_calls), context="context" in described.can)
-    due, closed_count = layouts(devices, which, **axes)
+    due, closed_count = layouts(
+        devices,
+        which,
+        experts=bool(described.expert_calls),
+        context="context" in described.can,
+        narrow=experiment.precision.products is not None,
+    )
     reference_of = partial(Layout.reference, balanced=described.balances_microbatches)
     if not hasattr(experiment.model, "varied"):
         # A layout lists only options that its model can vary.
@@ -273,6 +308,7 @@ def difference(layout: Layout, outcome: Outcome, reference: Outcome) -> Differen
         state[part],
         part,
         flips=flips(outcome.routing, reference.routing),
+        first_loss_rel=_relative(outcome.losses[:1], reference.losses[:1], elementwise=True),
     )
 
 

@@ -58,11 +58,21 @@ class Layout(NamedTuple):
         options = (f"{k}={v}" for k, v in self._asdict().items() if v != defaults.get(k, ...))
         return f"{sizes}: {' '.join(options)}"
 
+    @property
+    def narrow(self) -> bool:
+        """True if products are in 8 bits, as in the experiment."""
+        return self.precision.endswith(NARROW)
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype."""
+        return jnp.dtype(PRECISIONS[self.precision.removesuffix(NARROW)].compute).name
+
     def reference(self, *, balanced: bool = False) -> Layout:
         """Returns the one-device run that it must equal, in one microbatch. With dropout, whose
-        masks differ by microbatch, and if experts are `balanced` by the loads of one, it keeps its
-        microbatches."""
-        by_microbatch = bool(self.dropout) or balanced
+        masks differ by microbatch, with products in 8 bits, whose scales do, and if experts are
+        `balanced` by the loads of one, it keeps its microbatches."""
+        by_microbatch = bool(self.dropout) or balanced or self.narrow
         plain = Layout((("data", 1),), microbatches=self.microbatches if by_microbatch else 1)
         return plain._replace(**{name: getattr(self, name) for name in SEMANTIC})
 
@@ -149,6 +159,8 @@ CONTEXTS: dict[str, Method | None] = {
 """Methods for split rows; "own" is the experiment's, or the mesh's choice."""
 ACTIVATIONS = {"own": None, "steep at zero": steep}
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
+NARROW = ", 8 bits"
+"""Follows the name of a precision whose products are those of the experiment, in 8 bits."""
 MESHES = (
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": 8},
@@ -185,10 +197,15 @@ USUAL = ("dropout", "precision", "activation", "packing", "periods", "microbatch
 
 
 def layouts(
-    devices: int, selection: str, *, experts: bool = False, context: bool = True
+    devices: int,
+    selection: str,
+    *,
+    experts: bool = False,
+    context: bool = True,
+    narrow: bool = False,
 ) -> tuple[list[Layout], int]:
     """Returns the layouts of `quick` or `all`, and their closed count. Without `context` no layout
-    splits rows.
+    splits rows. narrow: products are in 8 bits, in schedules that do not split the backward pass.
 
     quick: a pairwise covering array of meshes without stages, one of meshes with stages, and one of
       methods for split rows. The mesh axis `expert` is on meshes of models with `experts` only; for
@@ -198,12 +215,12 @@ def layouts(
     if selection not in ("quick", "all"):
         raise ValueError(f"layouts={selection!r}; use 'quick' or 'all'")
     axes = tuple(axis for axis in AXES if context or axis != "context")
-    pairwise = [*_pairwise(devices, experts, context)]
+    pairwise = [*_pairwise(devices, experts, context, narrow)]
     if selection == "quick":
         return pairwise, len(pairwise)
     sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
     plain = [
-        _plain(mesh, mode)
+        _named(_plain(mesh, mode), narrow)
         for n in sizes
         for mesh in factorisations(n, axes)
         for mode in EVERYWHERE
@@ -216,7 +233,7 @@ def layouts(
 
 
 @cache
-def _pairwise(devices: int, experts: bool, context: bool) -> tuple[Layout, ...]:
+def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple[Layout, ...]:
     """Returns the layouts of `quick`."""
     meshes, staged_meshes = (EXPERTS, STAGED_EXPERTS) if experts else (MESHES, STAGED)
     has = {"expert": experts, "context": context}
@@ -225,7 +242,12 @@ def _pairwise(devices: int, experts: bool, context: bool) -> tuple[Layout, ...]:
     if devices > 1:
         staged = _fitting(staged_meshes, every) or [m for m in every if m["stage"] > 1]
         arrays.append(_staged_options(staged))
-        if experts:  # their rows are padded with zeros, where a steep activation has no derivative
+        if narrow:
+            names = arrays[-1]["pipeline"]
+            arrays[-1]["pipeline"] = [name for name in names if not _splits_backward(name)]
+        # A steep activation has no derivative at zero: rows of experts are padded with zeros, and
+        # products in 8 bits may be zero.
+        if experts or narrow:
             del arrays[-1]["activation"]
     if devices > 1 and context:
         cut = _fitting(CUT, every) or [m for m in every if m["context"] == devices]
@@ -236,7 +258,17 @@ def _pairwise(devices: int, experts: bool, context: bool) -> tuple[Layout, ...]:
         for row in covering_array(options, _cost, [name for name in USUAL if name in options])
     ]
     extra = _fitting(EXTRA, every) if experts else []
-    return (*pairwise, *(_plain(mesh, "explicit") for mesh in extra))
+    every_layout = (*pairwise, *(_plain(mesh, "explicit") for mesh in extra))
+    return tuple(_named(layout, narrow) for layout in every_layout)
+
+
+def _splits_backward(pipeline: str) -> bool:
+    return PIPELINES[pipeline].table(stages=2, microbatches=4).weight is not None
+
+
+def _named(layout: Layout, narrow: bool) -> Layout:
+    """Returns the layout with products in 8 bits, if `narrow`."""
+    return layout._replace(precision=layout.precision + NARROW) if narrow else layout
 
 
 def _cost(rows: list[dict[str, Any]]) -> tuple[int, int]:
@@ -296,6 +328,12 @@ def _cut_options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
     }
 
 
+def _precision(layout: Layout, own: Precision) -> Precision:
+    """own: of the experiment, whose products are kept where they are in 8 bits."""
+    precision = PRECISIONS[layout.precision.removesuffix(NARROW)]
+    return replace(precision, products=own.products) if layout.narrow else precision
+
+
 def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
     """Returns the experiment as this layout runs it."""
     e, mode, model = experiment, MODES[layout.mode], experiment.model
@@ -321,7 +359,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
         ema_decay=ema_decay,
         data=data,
         microbatches=layout.microbatches,
-        precision=PRECISIONS[layout.precision],
+        precision=_precision(layout, e.precision),
         sharding=SHARDING[layout.sharding],
         execution=Execution(
             mode.name,

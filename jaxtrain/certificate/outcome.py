@@ -119,7 +119,9 @@ def program(experiment: Experiment, layout: Layout) -> Program:
 
 def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:
     """Returns the gradients that have a bound."""
-    if isinstance(experiment.optimizer, SGD) and experiment.precision.compute == jnp.float32:
+    precision = experiment.precision
+    exact = precision.compute == jnp.float32 and precision.products is None
+    if isinstance(experiment.optimizer, SGD) and exact:
         return grads
     first, second = grads[:2]
     return [{k: g if g.any() else second[k] for k, g in first.items()}]

@@ -18,7 +18,7 @@ from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 
 V5E, H100 = "meshes/v5e_16.toml", "meshes/h100_64.toml"
-MESHES = ("v5e_16", "v5e_256", "v5p_512", "h100_8", "h100_64", "h100_1024", "two_sites")
+MESHES = ("v5e_16", "v5e_256", "v6e_256", "v5p_512", "h100_8", "h100_64", "h100_1024", "two_sites")
 
 # A program for an absent chip can be written to JAX's cache of programs, but not read back.
 NO_CACHE = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")

@@ -57,7 +57,7 @@ def write(folder: Path, text: str) -> Path:
 def test_the_promised_meshes_are_there():
     assert {path.stem for path in FILES} >= {
         *("cpu_1", "cpu_8", "h100_1", "h200_1", "h100_8", "h100_64", "h100_1024"),
-        *("v5e_16", "v5e_256", "v5p_512", "two_sites"),
+        *("v5e_16", "v5e_256", "v6e_256", "v5p_512", "two_sites"),
     }
 
 
