@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxtrain.cluster.exit_codes import REFUSED
 from jaxtrain.machines import agent, agents, pauses
 from jaxtrain.machines.agents import GONE_S, TOLD_S, Agents
 from jaxtrain.machines.channel import Gone
@@ -19,8 +20,13 @@ from jaxtrain.machines.pauses import PAUSE_S, Pauses
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time that passes only as a test says: `clock.now`."""
     made = SimpleNamespace(now=1000.0)
+
+    def sleep(seconds: float) -> None:
+        made.now += seconds
+
+    time = SimpleNamespace(monotonic=lambda: made.now, sleep=sleep)
     for module in (agent, agents, pauses):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(module, "time", time)
     return made
 
 
@@ -36,6 +42,7 @@ def test_the_time_since_a_moment_is_without_the_pauses_behind_it(
         gap = drawn.choice([every, every + 0.9 * PAUSE_S, every + 1.1 * PAUSE_S, 3.0, 600.0])
         late = gap - every if gap - every > PAUSE_S else 0.0
         awake.append((clock.now + gap - late, awake[-1][1] + gap - late))
+        awake.append((clock.now + gap - 0.3 * late, awake[-1][1]))
         clock.now += gap
         awake.append((clock.now, awake[-1][1]))
         assert looks.look() == pytest.approx(late)
@@ -117,3 +124,19 @@ def test_a_paused_agent_keeps_its_launch(
             made._serve(channel)
     else:
         assert made._serve(channel) == 0
+
+
+def test_an_agent_leaves_after_as_many_refusals_in_a_row_as_a_lost_one_is_noticed_in(
+    clock: SimpleNamespace,
+) -> None:
+    """Twice that time awake; a launch that took it in between begins the count anew."""
+    tries = int(2 * GONE_S / agent.AGAIN_S)
+    made = agent.Agent(("", 0), b"", name="a", program=[], wait_s=0, tell=print)
+    for taken in (True, False):
+        for _ in range(tries):
+            assert made._refused("there is a machine named a") is None
+            clock.now += 600.0  # a pause is no try
+        if taken:
+            made._taken()
+            made._is_taken = False
+    assert made._refused("there is a machine named a") == REFUSED
