@@ -15,7 +15,7 @@ from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import calls, kernel_of, local_rows
-from jaxtrain.telemetry.metrics import has_tensorboard
+from jaxtrain.telemetry.events import has_tensorboard
 
 MANY = 4
 """Note head chunks when there are over this many times as many as needed."""

@@ -8,27 +8,22 @@ have none.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.files.regular import append_whole, open_regular, write_all
+from jaxtrain.telemetry.events import HELD, Events, has_tensorboard, refuse_without_tensorboard
 
 Values = dict[str, Any]
 _FILE = "metrics.jsonl"
 _MARK = "_nonfinite"
-
-HELD = 4 * 2**20
-"""Most bytes of lines that wait for space on a full disk."""
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -109,20 +104,7 @@ def refuse_unusable(run_dir: str | Path, *, tensorboard: bool | None, process: i
     """Checks before a run: raises what a `MetricsWriter` would raise, and writes nothing."""
     read_metrics(run_dir)
     if tensorboard and process == 0:
-        _refuse_without_tensorboard()
-
-
-def has_tensorboard() -> bool:
-    """True if tensorboardX is installed."""
-    return importlib.util.find_spec("tensorboardX") is not None
-
-
-def _refuse_without_tensorboard() -> None:
-    if not has_tensorboard():
-        raise ValueError(
-            "TensorBoard events need tensorboardX, which is not installed; "
-            "pip install tensorboardX, or use tensorboard=False"
-        )
+        refuse_without_tensorboard()
 
 
 def _truncate(path: Path, start: int) -> int:
@@ -145,48 +127,6 @@ def _truncate(path: Path, start: int) -> int:
     return lines[-1]["step"] if lines else -1
 
 
-class _Events:
-    """TensorBoard events, written by a thread that imports the library after the first write."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        _refuse_without_tensorboard()
-        self._path, self._start = path, start
-        self._writer: Any = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[None]] = deque()
-
-    def write(self, step: int, values: Values) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="events")
-        self._pending.append(self._thread.submit(self._add, step, values))
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()  # raises an error of that thread, such as a full disk
-
-    def _add(self, step: int, values: Values) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            # Readers discard what an abandoned continuation wrote from `start` on. The suffix
-            # keeps a run resumed within the same second off the file of the one before.
-            self._writer = SummaryWriter(
-                str(self._path), purge_step=self._start, filename_suffix=f".from{self._start}"
-            )
-        for name, value in values.items():
-            # Not finite: left to metrics.jsonl, since the library logs a warning for each.
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._writer.add_scalar(name, float(value), step)
-
-    def close(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.shutdown(wait=True)
-        self._thread = None
-        if self._writer is not None:
-            self._writer.close()
-        while self._pending:
-            self._pending.popleft().result()
-
-
 class MetricsWriter:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/events`; only process 0 writes anything.
 
@@ -207,12 +147,12 @@ class MetricsWriter:
     ) -> None:
         self._file: Any = None
         self._unwritten = b""
-        self._events: _Events | None = None
+        self._events: Events | None = None
         if process != 0:
             return
         folder = Path(run_dir)
         if tensorboard or (tensorboard is None and has_tensorboard()):
-            self._events = _Events(folder / "events", start)
+            self._events = Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
         self._last = _truncate(folder / _FILE, start)
         self._path = folder / _FILE
@@ -245,9 +185,9 @@ class MetricsWriter:
     def close(self) -> None:
         """Finishes both files. May be called twice."""
         if self._file is not None:
-            file, self._file = self._file, None
-            with file:
-                append_whole(file, self._unwritten)
+            with self._file:
+                self._append(b"")
+            self._file = None
         if self._events is not None:
             events, self._events = self._events, None
             events.close()

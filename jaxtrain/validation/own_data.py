@@ -20,8 +20,9 @@ def dataset_violations(dataset: Any, *, saved: bool, sampled: bool) -> list[str]
     violations = _shape_violations(dataset)
     digest = getattr(dataset, "digest", None)
     if saved and not (isinstance(digest, str | int) and digest):
+        present = f"digest={digest!r}" if hasattr(dataset, "digest") else "no digest"
         violations.append(
-            f"it has digest={digest!r}, which every save keeps so that no run goes on with another "
+            f"it has {present}; every save keeps a digest, so that no run goes on with another "
             "corpus; give it a text that changes with its rows, or use checkpoints=None"
         )
     missing = [name for name in ("encode", "decode") if not _callable(dataset, name)]

@@ -119,11 +119,11 @@ class OwnData:
 
 
 REFUSED = {
-    "NoDigest": "NoDigest: it has digest=None, which every save keeps.*checkpoints=None",
+    "NoDigest": "NoDigest: it has digest=None; every save keeps a digest.*checkpoints=None",
     "NoText": r"no encode\(\) and no decode\(\), which a sample of text needs.*sample=None",
     "Listed": r"Listed: rows\(\[0, 1\]\) gave ndarray; give a dict",
     "OneRow": r"gave 'targets' a ndarray of shape \(8,\), 'weights' a list of shape \(2,\); give",
-    "stream": r"(?s)generator: 3 problems.*no len\(\).*no rows\(.*digest=None.*no encode",
+    "stream": r"(?s)generator: 3 problems.*no len\(\).*no rows\(.*no digest; every.*no encode",
     "NoLength": r"no len\(\), the rows of an epoch; give an object that reads any row by",
 }
 

@@ -96,7 +96,7 @@ def test_where_every_step_is_damaged_nothing_begins_again(
     before = steps_of(tmp_path)
     for step in (1, 2):
         flip(tmp_path / "run", step)
-    with pytest.raises(DamagedCheckpoint, match=r"all steps there are damaged.*--run-dir"):
+    with pytest.raises(DamagedCheckpoint, match=r"no step there is whole and of this.*--run-dir"):
         run(tmp_path, saving(own), steps=3)
     assert steps_of(tmp_path) == before
 

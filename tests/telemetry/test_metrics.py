@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.telemetry import metrics
+from jaxtrain.telemetry.events import _record
 from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
 
 
@@ -260,6 +261,55 @@ def test_push_reads_no_step_but_the_one_before() -> None:
 
 
 def test_the_heavy_library_is_not_imported_with_the_module() -> None:
-    source = Path(sys.modules["jaxtrain.telemetry.metrics"].__file__).read_text()
+    source = Path(sys.modules["jaxtrain.telemetry.events"].__file__).read_text()
     assert not any(line.startswith(("import tensorboardX", "from tensorboardX"))
                    for line in source.splitlines())  # fmt: skip
+
+
+def test_events_wait_for_room_on_a_full_disk_and_end(tmp_path: Path) -> None:
+    """The library's own thread would have ended, and its queue been full for ever."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"loss": 0.0})
+        events = writer._events
+        assert events is not None and events._thread is not None
+        events._thread.submit(lambda: None).result()  # all before is written
+        (path,) = (tmp_path / "events").iterdir()
+        free, events._file = events._file, FullDisk(path, "ab")
+        failed = 0
+        for step in range(1, 30):
+            try:
+                writer.write(step, {"loss": float(step)})
+            except OSError as error:
+                failed += 1
+                assert error.filename == str(tmp_path / "events")
+            events._thread.submit(lambda: None).result()
+        assert failed == 28, "told with the next"
+        events._file.close()
+        events._file = free
+    assert scalars(tmp_path / "events") == [(step, "loss", float(step)) for step in range(30)]
+
+
+def test_events_that_found_no_room_to_the_end_are_told(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"loss": 0.0})
+    events = writer._events
+    assert events is not None and events._thread is not None
+    events._thread.submit(lambda: None).result()
+    (path,) = (tmp_path / "events").iterdir()
+    events._file.close()
+    events._file = FullDisk(path, "ab")
+    writer.write(1, {"loss": 1.0})
+    with pytest.raises(OSError, match="events"):
+        writer.close()
+    writer.close()
+    assert scalars(tmp_path / "events") == [(0, "loss", 0.0)]
+
+
+def test_records_are_framed_as_the_library_frames_them(tmp_path: Path) -> None:
+    from tensorboardX.record_writer import RecordWriter
+
+    for data in (b"", b"a", bytes(range(256)) * 9):
+        theirs = RecordWriter(str(tmp_path / "record"))
+        theirs.write(data)
+        theirs.close()
+        assert (tmp_path / "record").read_bytes() == _record(data)
