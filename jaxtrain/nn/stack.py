@@ -276,7 +276,7 @@ def _forward(
     weights, x = fetched(0, x)
     (x, last), out = lax.scan(ahead, (x, weights), jnp.arange(layers - 1))
     pinned, x = lax.optimization_barrier((tables, x))
-    compute = (forward, (x, last, extras, layers - 1))
+    compute = (partial(forward, layer=layers - 1), (x, last, extras))  # static: no residual
     (x, (saved, _)), used = stack.side_by_side(compute, (stack.fetch_tables, (pinned,)))
     last_kept = (saved, last if keep or keep_last else None)
     return (x, used), (params, extras, (out, last_kept), tables)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.tree_util import PyTreeDef
 from jaxtyping import PyTree
@@ -194,11 +195,36 @@ def _read_part(barrier: Operation, read: set[int]) -> Operation:
     return Operation(None, tuple(pair[0] for pair in live), tuple(pair[1] for pair in live))
 
 
+def _of_one_type(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the operands; if when the equation was traced all could differ over the same mesh
+    axes, they are typed so again. A residual that was in a buffer of a pipeline may differ between
+    stages, as far as types know, and other operands beside it not."""
+    avals = [var.aval for var in equation.invars]
+    typed = all(isinstance(aval, ShapedArray) for aval in avals)
+    if not typed or len({aval.manual_axis_type.varying for aval in avals}) != 1:
+        return operands
+    axes = frozenset[str]().union(*map(_varying, operands))
+    return [_vary(x, tuple(sorted(axes))) for x in operands]
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary(x: Any, axes: Sequence[str]) -> Any:
+    """Types x as varying over `axes` too."""
+    missing = tuple(axis for axis in axes if axis not in _varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def compute(operation: Operation, operands: Sequence[Any]) -> list[Any]:
     """Returns an operation's results, under the names and settings it was traced with."""
     if operation.equation is None:
         return list(lax.optimization_barrier(tuple(operands)))
     equation = operation.equation
+    if operation.name == "pvary":
+        return [_vary(operands[0], equation.params["axes"])]
+    operands = _of_one_type(equation, operands)
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     with ExitStack() as scopes:

@@ -79,6 +79,24 @@ def test_layouts_equal_one_device(
     passes([layout], monkeypatch)
 
 
+DROPPED = Layout(
+    (("fsdp", 2), ("stage", 2), ("tensor", 2)),
+    mode="explicit, ring",
+    loop="scanned, prefetch, remat full",
+    dropout=0.1,
+    pipeline="GPipe, residuals",
+    periods=4,
+)
+
+
+@pytest.mark.slow
+def test_dropout_of_stages_that_keep_residuals_is_that_of_one_device(
+    monkeypatch: pytest.MonkeyPatch, remembered: None
+) -> None:
+    """Beside permutes that are tied to products."""
+    passes([DROPPED], monkeypatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.sampled(PARTS)

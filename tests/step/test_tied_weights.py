@@ -27,10 +27,12 @@ from tests.permutes import bodies, tied_permutes
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 
 
-def loops(axes, collectives, **execution):
+def loops(axes, collectives, *, remat="dots_and_attention", layers=2, dropout=0.0, **execution):
     """The equations of each loop of a step that has permutes in it."""
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=4)
-    loop = LayerLoop(remat="dots_and_attention")
+    period = tuple(replace(block, dropout=dropout) for block in small.model.period)
+    small = replace(small, model=replace(small.model, period=period, layers=layers))
+    loop = LayerLoop(remat=remat)
     chosen = replace(small.execution, collectives=collectives, loop=loop, **execution)
     assembly = assemble(replace(small, execution=chosen), jaxtrain.mesh_from_axes(**axes))
     mesh = active_mesh(make_mesh(assembly.spec), assembly.sizes)
@@ -56,6 +58,22 @@ def test_permutes_of_the_loop_over_layers_are_tied(collectives):
 def test_those_of_a_pipelines_stage_too():
     pipeline = jaxtrain.Pipeline("gpipe", save="residuals")
     found = loops(dict(stage=2, fsdp=2), Collectives(Recursive()), pipeline=pipeline)
+    assert any(tied_permutes(equations) for equations in found)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots_and_attention"])
+@pytest.mark.parametrize("layers", [2, 4])
+def test_residuals_of_dropout_come_back_from_a_stages_buffers(layers, remat):
+    """What a layer keeps (its number, a key) is equal on all stages when it is made, and differs
+    between them, as far as types know, when it is read from such a buffer."""
+    found = loops(
+        dict(stage=2, fsdp=2),
+        Collectives(Ring(1)),
+        remat=remat,
+        layers=layers,
+        dropout=0.1,
+        pipeline=jaxtrain.Pipeline("gpipe", save="residuals"),
+    )
     assert any(tied_permutes(equations) for equations in found)
 
 
