@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
@@ -100,15 +101,20 @@ def train(
             experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True, phases=phases
         )
         stack.callback(session.close)
-        first, directory = jax.process_index() == 0, None
-        if run is not None and first:
-            directory = RunDirectory(run, config, session.dataset)
+        directory = None if run is None else _open_directory(run, config, session)
+        if directory is not None:
             stack.callback(directory.close)
-        out = (stream or sys.stdout) if first else io.StringIO()
+        out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
         result = Result(session.experiment, session.start, run, session=session)
         loop = _Loop(result, session, saves, directory, out, last, user_callbacks)
         stack.callback(loop.close)
         return loop.run_to_end()
+
+
+def _open_directory(run: Path, config: dict[str, Any], session: Session) -> RunDirectory | None:
+    """Opens the run directory on the first process. Raises ValueError on all if that fails."""
+    first = jax.process_index() == 0
+    return share_failure(lambda: RunDirectory(run, config, session.dataset) if first else None)
 
 
 def _last_step(experiment: Experiment, steps: int | None) -> int:

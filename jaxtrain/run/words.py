@@ -26,8 +26,11 @@ def headline(session: Session, last: int) -> str:
 
 
 def finish(result: Result, session: Session, tell: Callable[[str], None]) -> None:
-    """Prints bits per byte beside reference compressors, and a sample; adds both to `result`."""
+    """Prints bits per byte beside reference compressors, and a sample; adds both to `result`. Says
+    so if nothing was learnt."""
     e = session.experiment
+    if result.history and all(line.get("loss", 0.0) is None for line in result.history):
+        tell("NOTE no token of any batch had a weight above 0: nothing was learnt")
     reached = result.evaluation.get("bits_per_byte")
     if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
         bits = reference_bits(e.data)

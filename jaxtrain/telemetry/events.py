@@ -7,6 +7,7 @@ for room on a full disk, as the lines of metrics.jsonl do.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import socket
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxtrain.files.regular import append_whole, open_regular
@@ -72,37 +74,32 @@ class Events:
         self._pending.clear()
         if self._file is not None:
             with self._file:
-                self._append(b"")  # now all is written, whatever failed before
+                if self._unwritten:
+                    self._append(b"")  # now all is written, whatever failed before
         elif errors:
             raise errors[0]
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
         if self._file is None:
             self._open()
+        summary_type = _messages("summary").Summary
         numbers = [
-            Summary.Value(tag=name, simple_value=float(value))
+            summary_type.Value(tag=name, simple_value=float(value))
             for name, value in values.items()
             if isinstance(value, int | float) and math.isfinite(value)
         ]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=numbers))
-        self._append(_record(event.SerializeToString()))
+        summary = summary_type(value=numbers)
+        self._append(_event(step=step, summary=summary))
 
     def _open(self) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
         self._path.mkdir(parents=True, exist_ok=True)
         # The suffix keeps a run resumed within the same second off the file of the one before.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from{self._start}"
         self._file = open_regular(self._path / name, "ab")
-        begun = SessionLog(status=SessionLog.START)
-        for event in (
-            Event(wall_time=time.time(), file_version="brain.Event:2"),
-            Event(wall_time=time.time(), step=self._start, session_log=begun),
-        ):
-            self._unwritten += _record(event.SerializeToString())
+        session_log = _messages("event").SessionLog
+        begun = session_log(status=session_log.START)
+        self._unwritten += _event(file_version="brain.Event:2")
+        self._unwritten += _event(step=self._start, session_log=begun)
 
     def _append(self, record: bytes) -> None:
         """Appends what waits and `record`, or keeps both for the next time and raises OSError."""
@@ -113,6 +110,17 @@ class Events:
             if len(self._unwritten) + len(record) <= HELD:
                 self._unwritten += record
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+def _messages(name: str) -> ModuleType:
+    """Returns a module of message types, which it makes when it is imported."""
+    return importlib.import_module(f"tensorboardX.proto.{name}_pb2")
+
+
+def _event(**fields: Any) -> bytes:
+    """Returns the record of an event of now."""
+    event = _messages("event").Event(wall_time=time.time(), **fields)
+    return _record(event.SerializeToString())
 
 
 def _record(data: bytes) -> bytes:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +185,15 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Finishes both files. May be called twice."""
-        if self._file is not None:
-            with self._file:
+        try:
+            if self._unwritten and self._file is not None:
                 self._append(b"")
-            self._file = None
-        if self._events is not None:
-            events, self._events = self._events, None
-            events.close()
+        finally:
+            files = [file for file in (self._file, self._events) if file is not None]
+            self._file = self._events = None
+            with ExitStack() as stack:
+                for file in files:
+                    stack.callback(file.close)
 
     def __enter__(self) -> MetricsWriter:
         return self

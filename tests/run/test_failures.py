@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.cluster import agreement
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
+from jaxtrain.run import loop
 from jaxtrain.run.directory import RunDirectory, left_in
 from jaxtrain.run.memory import memory_remedies
 from jaxtrain.run.session import Session
@@ -406,3 +407,18 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
     assert phases.now.failed_in == {"end": "callback"}.get(phase, phase)
     assert phases.now.phase == "finish"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("4")] == ["4"]
+
+
+def test_a_directory_that_the_first_process_may_not_have_is_refused_on_all(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of the others hears of it, before its first step."""
+
+    def another_fails(_: Any) -> Any:
+        raise ValueError("process 0: run directory run is in use by process 7")
+
+    monkeypatch.setattr(loop, "share_failure", another_fails)
+    mesh, stream = jaxtrain.mesh_from_axes(fsdp=2), io.StringIO()
+    with pytest.raises(ValueError, match="process 0: run directory run is in use by process 7"):
+        jaxtrain.train(own, mesh, run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream)
+    assert not stream.getvalue() and not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -24,8 +24,8 @@ from jaxtrain.telemetry.metrics import read_metrics
 @dataclass(frozen=True)
 class Unlearnt:
     """A corpus in which some batches have no weight. every: of the training batches one in so many
-    has weights, the first among them. since: held-out batches from this one on have. name: of the
-    field of weights."""
+    has weights, the first among them; 0 for none. since: held-out batches from this one on have.
+    name: of the field of weights."""
 
     corpus: Any
     every: int = 1
@@ -39,7 +39,8 @@ class Unlearnt:
         def rows(numbers: np.ndarray) -> dict[str, np.ndarray]:
             batch = read(numbers)
             at = numbers // BATCH
-            learnt = at % self.every == 0 if split == "train" else at >= self.since
+            trained = at % self.every == 0 if self.every else at < 0
+            learnt = trained if split == "train" else at >= self.since
             weights = batch.pop("weights") * learnt[:, None]
             return {**batch, self.name: weights.astype(np.float32)}
 
@@ -79,6 +80,18 @@ def test_a_step_without_a_learnt_token_has_no_loss_and_is_no_spike(
     lines = read_metrics(tmp_path / "run")
     assert [line["loss"] for line in lines] == losses and "loss_nonfinite" not in lines[1]
     assert "step 17/18 no token learnt from" in text and "step 16/18 loss 2." in text
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_run_that_learns_nothing_says_so(
+    own: jaxtrain.Experiment, tmp_path: Path, every: int
+) -> None:
+    """At its end, and again where all its steps were done before."""
+    policy = jaxtrain.SavePolicy(every=5)
+    experiment = replace(own, steps=5, data=Unlearnt(own.data, every), checkpoints=policy)
+    for _ in range(2):
+        _, text = train(experiment, tmp_path)
+        assert text.count("NOTE no token of any batch had a weight above 0") == (not every)
 
 
 def test_an_evaluation_without_a_learnt_token_is_refused_before_the_first_step(
