@@ -88,7 +88,9 @@ def test_a_step_of_another_make_is_not_silently_a_lost_save(make, small):
     (manager.directory / "50").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"step 10 .* newer than all.*step 50"):
         manager.save(10, small, {})
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is missing.*all steps there"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"manifest\.json is missing.*no step there is whole"
+    ):
         manager.newest_whole()
     assert manager.set_damaged_aside()
     manager.save(10, small, {})
