@@ -222,6 +222,7 @@ def test_a_model_is_timed_at_the_largest_batch_that_fits(told: Told) -> None:
     assert row["batch"] == batch > 1 and row["program_gb"] * 1e9 <= DRY.usable
     assert row["tokens_per_s"] == pytest.approx(batch * 32 / row["step_s"])
     assert 0 < row["mfu_causal"] < row["mfu_full"], "documents are not rows"
+    assert 0 < row["peaks_s"] < row["step_s"], "no step is quicker than the chip's peaks"
     assert row["first_loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
@@ -266,6 +267,7 @@ def test_every_part_is_measured_by_something() -> None:
     whats = dict(zip(parts.PARTS, (what for _, what in found), strict=True))
     assert whats["llama3_1b/turn/torch/2"] == "2" and whats["save"] == ""
     assert whats["sweep/flag/cublaslt"] in parts.FLAGS
+    assert set(parts.PRECISIONS) == set(model.PRECISIONS)
     of_torch = [part for part in parts.PARTS if "torch" in part]
     assert [part for part in parts.PARTS if parts.of_torch(part)] == of_torch
     order = [parts.PARTS.index(f"llama3_1b/turn/{who}") for who in ("jaxtrain/1", "torch/1")]

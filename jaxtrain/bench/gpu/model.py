@@ -20,7 +20,10 @@ from jaxtrain.bench.gpu.timing import ROUNDS, summary
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.nn.quantized.delayed import Delayed
+from jaxtrain.nn.quantized.recipe import Fp8Products
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.precision import Precision, fp8, int8
 from jaxtrain.run.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import TrainState, shardings
@@ -28,6 +31,7 @@ from jaxtrain.step.train_step import compile_step
 from jaxtrain.telemetry.flops import mfu
 from jaxtrain.telemetry.hlo.collectives import dot_flops, peak_memory
 from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.telemetry.roofline import roofline
 
 EXPERIMENT = Path(__file__).parents[3] / "experiments" / "llama3_1b.py"
 REMAT = "dots_and_attention"
@@ -42,6 +46,13 @@ MORE = 1.01
 would not fit otherwise."""
 
 
+PRECISIONS = {
+    "fp8": fp8,
+    "fp8_delayed": replace(fp8, products=Fp8Products(Delayed())),
+    "int8": int8,
+}
+
+
 class Need(NamedTuple):
     """Peak bytes of a compiled step, and FLOPs of its products."""
 
@@ -51,11 +62,12 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of the step. batch: rows a step, in one microbatch. chunk_tokens: None for the
-    model's own. options: of the compiler."""
+    """Options of the step. batch: rows a step, in one microbatch. precision: None for the
+    experiment's. chunk_tokens: None for the model's own. options: of the compiler."""
 
     batch: int
     remat: str = REMAT
+    precision: Precision | None = None
     chunk_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,12 +101,21 @@ class Compiled:
         return Need(peak, dot_flops(program_text(self.program)))
 
     def row(self) -> Row:
-        v = self.variant
+        """Returns the batch, what the program needs, and its kernels' seconds at the chip's peaks,
+        which leave out kernels that XLA does not see into: those of attention."""
+        v, a = self.variant, self.assembly
+        kernels = roofline(
+            program_text(self.program),
+            peak_flops=a.peak_flops,
+            narrow_flops=a.product_flops,
+            bandwidth_gbytes=a.spec.chip.hbm_bandwidth_gbytes,
+        )
         return {
             "batch": v.batch,
             "remat": v.remat,
             "compile_s": self.compile_s,
             "program_gb": self.need.peak / 1e9,
+            "peaks_s": kernels.seconds,
         }
 
     def train(self) -> Row:
@@ -157,6 +178,7 @@ def experiment(setting: Setting, variant: Variant) -> Experiment:
         data=SyntheticDocuments(model.vocab, seq, setting.sizes.mean),
         batch=variant.batch,
         microbatches=1,
+        precision=variant.precision or e.precision,
         execution=replace(e.execution, loop=LayerLoop(remat=variant.remat)),
         evaluation=None,
         checkpoints=None,
@@ -234,6 +256,12 @@ def again(setting: Setting, turn: str) -> None:
     """Measures the default at its best batch again, alternating with torch. turn: names the row."""
     best = Compiled(setting, Variant(best_batch(setting)))
     setting.tell({"row": f"jaxtrain, turn {turn}", **best.train()})
+
+
+def precision(setting: Setting, name: str) -> None:
+    """Measures products in 8 bits at the best batch of the default."""
+    variant = Variant(best_batch(setting), precision=PRECISIONS[name])
+    setting.tell({"row": name, **Compiled(setting, variant).train()})
 
 
 def other_remat(setting: Setting, remat: str) -> None:

@@ -22,6 +22,8 @@ FLAGS: dict[str, dict[str, bool | str]] = {
     "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
 }
 """Options of the compiler, each by itself."""
+PRECISIONS = ("fp8", "fp8_delayed", "int8")
+"""Products in 8 bits, beside the experiment's bf16."""
 BATCHES = (4, 8, 16, 32)
 """Rows a step of torch's; after one that does not fit no larger one is tried."""
 
@@ -32,6 +34,7 @@ PARTS = (
     *(f"{MODEL}/{case}" for case in ("batch", "largest", "half")),
     *(f"{MODEL}/torch/{batch}" for batch in BATCHES),
     *(f"{MODEL}/turn/{library}/{turn}" for turn in (1, 2) for library in ("jaxtrain", "torch")),
+    *(f"sweep/precision/{name}" for name in PRECISIONS),
     *(f"sweep/remat/{policy}" for policy in REMAT),
     *(f"sweep/chunk/{tokens}" for tokens in CHUNKS),
     *(f"sweep/flag/{name}" for name in FLAGS),
@@ -45,6 +48,7 @@ _MEASURED_BY = {
     f"{MODEL}/turn/jaxtrain": "model:again",
     f"{MODEL}/turn/torch": "peer:again",
     MODEL: "model:step",
+    "sweep/precision": "model:precision",
     "sweep/remat": "model:other_remat",
     "sweep/chunk": "model:chunk",
     "sweep/flag": "model:flag",
