@@ -5,11 +5,15 @@ table of where each begins and how long it is, and does not compute what lies be
 JAX has that form below its public names: the two primitives that are called here, below also the
 code that makes that table, which in JAX 0.10 counts a packed key's place in query heads: with
 grouped queries that is another document's.
+
+cuDNN takes memory for each sequence as if it were as long as the longest may be, and clears it:
+with 64 documents in each row of Llama 3.2 1B that was 4.3 GB a row, and most of the backward pass's
+time (experiments/LOG.md, on an H200). So documents are computed in groups of similar lengths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.documents import Starts, TwoStarts, table
+from jaxtrain.attention.documents import Group, Starts, TwoStarts, group, table
 from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
 from jaxtrain.attention.online_softmax import MASKED, Scoring
 from jaxtrain.attention.refusal import refuse
@@ -47,13 +51,41 @@ Packed = tuple[Sequences, Sequences]
 """Of queries, and of keys."""
 
 
+SHORTEST = 128
+"""Tokens of cuDNN's tiles: the longest of each group is a multiple."""
+
+RATIO = 4
+"""Longest document of a group over that of the next: a group has room for all that a row can hold
+of its lengths, so memory is at most this many times that of the tokens."""
+
+
+class Lengths(NamedTuple):
+    """Documents of more than `above` and at most `longest` tokens; room: for how many, at least, in
+    a row of `longest` tokens."""
+
+    above: int
+    longest: int
+    room: int
+
+
+def length_groups(seq: int, documents: int) -> list[Lengths]:
+    """Returns the groups of documents in rows of `seq` tokens. Only the last one's room can be too
+    small: it is for `documents` a row."""
+    groups, longest = [], seq
+    while longest % RATIO == 0 and (shorter := longest // RATIO) % SHORTEST == 0:
+        groups.append(Lengths(shorter, longest, RATIO))
+        longest = shorter
+    return [*groups, Lengths(0, longest, max(2, -(-documents * longest // seq)))]
+
+
 @dataclass(frozen=True)
 class Cudnn:
     """cuDNN's fused attention (GPU, 16-bit): causal or not, windows, grouped queries, documents.
 
-    documents: for how many there is room, in the mean of a device's rows; it costs memory while a
-      layer is computed, documents * batch * heads * seq * 4 bytes. Where a device has more it takes
-      `Blockwise`, far slower. Packed documents need a Hopper or later (compute capability 9).
+    documents: for how many short ones there is room in the mean of a device's rows; in rows of
+      4,096 tokens those of up to 256 are short (`length_groups`). Long ones always have room. Room
+      costs memory while a layer is pulled back, and time to clear it. Where a device has more it
+      takes `Blockwise`, far slower. Packed documents need a Hopper or later (compute capability 9).
     Raises ValueError for what it cannot compute: a softcap, 32-bit inputs, a head_dim that is not a
     multiple of 8 or above 128, a q of 2**31 elements or more.
     """
@@ -100,20 +132,23 @@ class Cudnn:
             return o, statistics.swapaxes(1, 2)
         if isinstance(starts, tuple):
             return _forward_between(q, k, v, starts, scoring)
-        room = len(q) * self.documents
-        packed = table(starts, room)
-        documents = (Sequences(packed.lengths, packed.firsts),) * 2
+        parts = self._parts(q, starts)
 
         def fused() -> Attended:
-            o, statistics = _forward(q, k, v, documents, scoring)
-            position = jnp.arange(q.shape[1], dtype=jnp.int32)[None] - starts
-            return o, statistics[packed.number, :, position]
+            o, lse = jnp.zeros_like(q), jnp.zeros_like(q, jnp.float32, q.shape[:3])
+            for part in parts:
+                queries, keys, values = (part.folded(x) for x in (q, k, v))
+                masks = part.sequences, part.scoring(scoring)
+                own, statistics = _forward(queries, keys, values, *masks)
+                o = part.placed(own, o)
+                lse = jnp.where(part.has[:, :, None], part.from_statistics(statistics), lse)
+            return o, lse
 
         def portable() -> Attended:
             with jax.named_scope(FALLBACK):
                 return GPU_BLOCKS.forward(q, k, v, starts, scoring)
 
-        return lax.cond(packed.count <= room, fused, portable)
+        return lax.cond(parts[-1].fits, fused, portable)
 
     def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
         q, k, v, starts, o, lse = saved
@@ -121,22 +156,80 @@ class Cudnn:
             return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
         if isinstance(starts, tuple):
             return _backward_between(saved, starts, do, scoring)
-        room = len(q) * self.documents
-        packed = table(starts, room)
-        documents = (Sequences(packed.lengths, packed.firsts),) * 2
+        parts = self._parts(q, starts)
 
         def fused() -> tuple[Heads, Keys, Keys]:
-            _, seq, heads = lse.shape
-            position = jnp.arange(seq, dtype=jnp.int32)[None] - starts
-            empty = jnp.zeros_like(lse, shape=(room, heads, seq))
-            statistics = empty.at[packed.number, :, position].set(lse, mode="drop")
-            return _backward(q, k, v, documents, statistics, do, o, scoring)
+            gradients: tuple[Any, ...] = tuple(map(jnp.zeros_like, (q, k, v)))
+            for part in parts:
+                queries, keys, values, dout, out = (part.folded(x) for x in (q, k, v, do, o))
+                results = part.to_statistics(lse), dout, out, part.scoring(scoring)
+                written = _backward(queries, keys, values, part.sequences, *results)
+                gradients = tuple(map(part.placed, written, gradients))
+            dq, dk, dv = gradients
+            return dq, dk, dv
 
         def portable() -> tuple[Heads, Keys, Keys]:
             with jax.named_scope(FALLBACK):
                 return GPU_BLOCKS.backward(saved, do, scoring)
 
-        return lax.cond(packed.count <= room, fused, portable)
+        return lax.cond(parts[-1].fits, fused, portable)
+
+    def _parts(self, q: Heads, starts: Starts) -> list[Part]:
+        documents, (batch, seq) = table(starts), starts.shape
+        parts = []
+        for lengths in length_groups(seq, self.documents):
+            rows = batch * seq // lengths.longest
+            entries = group(documents, lengths.above, lengths.longest, rows * lengths.room)
+            parts.append(Part(lengths, rows, entries, documents.position))
+        return parts
+
+
+class Part(NamedTuple):
+    """One group of a batch's documents. rows: of `lengths.longest` tokens, that the batch is taken
+    for. position: of each token, in its document."""
+
+    lengths: Lengths
+    rows: int
+    group: Group
+    position: Int[Array, "batch seq"]
+
+    @property
+    def has(self) -> Bool[Array, "batch seq"]:
+        """True for tokens of the group's documents."""
+        return self.group.slot < self.group.lengths.size
+
+    @property
+    def fits(self) -> Bool[Array, ""]:
+        return self.group.count <= self.group.lengths.size
+
+    @property
+    def sequences(self) -> Packed:
+        return (Sequences(self.group.lengths, self.group.firsts),) * 2
+
+    def scoring(self, scoring: Scoring) -> Scoring:
+        """Without a window that no document of the group is longer than."""
+        window = scoring.mask.window
+        if window is None or window < self.lengths.longest:
+            return scoring
+        return replace(scoring, mask=replace(scoring.mask, window=None))
+
+    def folded(self, x: jax.Array) -> jax.Array:
+        """The same memory as rows of the group's longest document."""
+        return x.reshape(self.rows, self.lengths.longest, *x.shape[2:])
+
+    def placed(self, x: jax.Array, others: jax.Array) -> jax.Array:
+        """Returns x for the group's tokens, which alone are written, and others for the rest."""
+        return jnp.where(self.has[:, :, None, None], x.reshape(others.shape), others)
+
+    def from_statistics(self, statistics: Statistics) -> Float32[Array, "batch tokens heads"]:
+        """Returns the log-sum-exp of the group's tokens, anything for others."""
+        return statistics[self.group.slot, :, self.position]
+
+    def to_statistics(self, lse: Float32[Array, "batch tokens heads"]) -> Statistics:
+        """Returns the log-sum-exp as cuDNN has it, 0 where no document is."""
+        shape = (self.group.lengths.size, lse.shape[2], self.lengths.longest)
+        empty = jnp.zeros_like(lse, shape=shape)
+        return empty.at[self.group.slot, :, self.position].set(lse, mode="drop")
 
 
 def _spanning(

@@ -44,27 +44,58 @@ LONG, BLOCK = 8192, 512
 
 
 class Documents(NamedTuple):
-    """Documents as a table with room for some, all rows' one behind the other.
+    """Documents of all rows, one behind the other.
 
-    lengths in tokens, 0 where there is no document. firsts: the token of the whole batch with which
-    each begins, the number of tokens where there is none, and once more at the end. number: of each
-    token, which document it is of. count: of documents; of more than there is room for the
-    last are missing.
+    lengths: in tokens, 0 beyond the last document. firsts: the token of the whole batch with which
+    each begins, the number of tokens beyond the last one. number: of each token, which document it
+    is of. position: of each token, in its document.
+    """
+
+    lengths: Int[Array, " tokens"]
+    firsts: Int[Array, " tokens"]
+    number: Int[Array, "batch seq"]
+    position: Int[Array, "batch seq"]
+
+
+class Group(NamedTuple):
+    """Documents of some lengths, as a table with room for some of them.
+
+    lengths, firsts: as in `Documents`; firsts ends with the number of tokens once more. slot: of
+    each token, which entry its document is, `room` where it is in none. count: of documents, those
+    without an entry too.
     """
 
     lengths: Int[Array, " room"]
     firsts: Int[Array, " room+1"]
-    number: Int[Array, "batch seq"]
+    slot: Int[Array, "batch seq"]
     count: Int[Array, ""]
 
 
-def table(starts: Starts, room: int) -> Documents:
-    """The documents of `starts`, up to `room` of them."""
+def table(starts: Starts) -> Documents:
+    """Returns the documents of `starts`."""
     batch, seq = starts.shape
-    begins = (starts == jnp.arange(seq, dtype=jnp.int32)[None]).reshape(-1)
-    number = jnp.cumsum(begins, dtype=jnp.int32) - 1
-    # What there is no room for is written beyond the end, and so not at all.
-    to = jnp.where(begins, number, room + 1)
-    tokens = jnp.arange(batch * seq, dtype=jnp.int32)
-    firsts = jnp.full(room + 1, batch * seq, jnp.int32).at[to].set(tokens, mode="drop")
-    return Documents(firsts[1:] - firsts[:-1], firsts, number.reshape(starts.shape), number[-1] + 1)
+    position = jnp.arange(seq, dtype=jnp.int32)[None] - starts
+    begins = (position == 0).reshape(-1)
+    number, tokens = jnp.cumsum(begins, dtype=jnp.int32) - 1, begins.size
+    # What does not begin a document is written beyond the end, and so not at all.
+    to = jnp.where(begins, number, tokens + 1)
+    every = jnp.arange(tokens, dtype=jnp.int32)
+    firsts = jnp.full(tokens + 1, tokens, jnp.int32).at[to].set(every, mode="drop")
+    lengths = firsts[1:] - firsts[:-1]
+    return Documents(lengths, firsts[:-1], number.reshape(batch, seq), position)
+
+
+def group(documents: Documents, above: int, longest: int, room: int) -> Group:
+    """Returns the documents of more than `above` and at most `longest` tokens, the first `room` of
+    them in the table."""
+    lengths, tokens = documents.lengths, documents.lengths.size
+    belongs = (lengths > above) & (lengths <= longest)
+    ranks = jnp.cumsum(belongs, dtype=jnp.int32) - 1
+    slots = jnp.where(belongs & (ranks < room), ranks, room)
+
+    def entries(values: Array, size: int, beyond: int) -> Array:
+        return jnp.full(size, beyond, jnp.int32).at[slots].set(values, mode="drop")
+
+    firsts = jnp.append(entries(documents.firsts, room, tokens), jnp.int32(tokens))
+    of_token = slots[documents.number]
+    return Group(entries(lengths, room, 0), firsts, of_token, ranks[-1] + 1)

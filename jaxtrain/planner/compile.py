@@ -36,6 +36,7 @@ from jaxtrain.step.train_step import trace_step
 from jaxtrain.telemetry.branches import branch_violations
 from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.hlo.order import side_by_side
+from jaxtrain.telemetry.hlo.scratch import with_scratch
 from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
 from jaxtrain.telemetry.hlo.text import program_text
 from jaxtrain.telemetry.overlap import Overlap, Tally, overlaps, tally
@@ -155,8 +156,8 @@ class CompileReport:
             lines.append(f"attention: {', '.join(self.attention)}")
         if (room := documents_room(self.checked.assembly)) is not None:
             lines.append(
-                f"a device whose rows have more than {room} documents in the mean runs attention "
-                "as loops over tiles, which these seconds and FLOPs leave out"
+                f"a device whose rows have more than {room} short documents in the mean runs "
+                "attention as loops over tiles, which these seconds and FLOPs leave out"
             )
         if self.grouped_matmul:
             lines.append(f"experts: {', '.join(self.grouped_matmul)}")
@@ -258,7 +259,7 @@ def compile_experiment(
     with (compiler_log or _no_log)() as log, _refused_by(spec):
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
     elapsed, text = time.perf_counter() - started, program_text(compiled)
-    operations, memory = collectives(text), peak_memory(compiled)
+    operations, memory = collectives(text), with_scratch(peak_memory(compiled), text)
     stated = why_not_predicted(assembly) is None
     outcome = contract(assembly, lowered_collectives(lowered), operations) if stated else None
     peak, squeezed = memory["peak_bytes"], _memory_warnings(log())

@@ -275,8 +275,8 @@ class CrowdedRows(Callback):
             return
         run.tell(
             f"NOTE step {step}: rows hold {mean:.0f} documents in the mean, and Cudnn(documents="
-            f"{self._room}) has room for fewer: devices with more run attention as loops over "
-            f"tiles, on an H100 8 times as long; use execution.attention=Cudnn(documents="
+            f"{self._room}) has room for fewer short ones: devices with more run attention as "
+            "loops over tiles, on an H100 8 times as long; use execution.attention=Cudnn(documents="
             f"{1 << math.ceil(1.2 * mean).bit_length()})"
         )
         self._room = None

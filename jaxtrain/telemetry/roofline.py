@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass
 
 from jaxtrain.telemetry.hlo.collectives import SENT
 from jaxtrain.telemetry.hlo.matmul import matmul_flops
+from jaxtrain.telemetry.hlo.scratch import moved_results
 from jaxtrain.telemetry.hlo.text import Computation, Instruction, Module, Shape, calls, parse
 from jaxtrain.telemetry.hlo.totals import fold
 
@@ -180,7 +181,7 @@ def _bytes(module: Module, body: Computation, instruction: Instruction) -> float
     if instruction.opcode == "dynamic-update-slice":
         return _in_memory(shapes[1]) + _window(shapes[1], instruction.shapes)
     if instruction.opcode != "fusion":
-        return math.fsum(map(_in_memory, shapes)) + _in_memory(instruction.shapes)
+        return math.fsum(map(_in_memory, shapes)) + _in_memory(moved_results(instruction))
     (name,) = instruction.names("calls")
     return _fused_bytes(module, module.computations[name])
 

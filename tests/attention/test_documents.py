@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.attention.documents import document_starts, table
+from jaxtrain.attention.documents import document_starts, group, table
 
 ROWS = {
     "one": [1, 1, 1, 1, 1, 1],
@@ -38,23 +38,38 @@ def test_starts_of_long_rows_are_found_block_by_block(seq):
     np.testing.assert_array_equal(document_starts(jnp.asarray(rows, jnp.int32)), expected)
 
 
-@pytest.mark.parametrize("spare", [0, 3])
-def test_the_table_has_every_document_of_every_row(spare):
+def documents_of(rows):
+    """(first token of the batch, tokens) of every document."""
+    return [
+        (i * len(row) + first, length)
+        for i, row in enumerate(rows)
+        for first, length in zip(*by_loop(row), strict=True)
+    ]
+
+
+def test_the_table_has_every_document_of_every_row():
     rows = list(ROWS.values())
-    firsts, lengths = [], []
-    for i, row in enumerate(rows):
-        found = by_loop(row)
-        firsts += [i * len(row) + at for at in found[0]]
-        lengths += found[1]
-    tokens = sum(lengths)
-    found = table(document_starts(jnp.asarray(rows, jnp.int32)), len(firsts) + spare)
-    assert found.count == len(firsts)
-    assert found.firsts.tolist() == [*firsts, *[tokens] * (spare + 1)]
+    firsts, lengths = zip(*documents_of(rows), strict=True)
+    found = table(document_starts(jnp.asarray(rows, jnp.int32)))
+    tokens, spare = sum(lengths), sum(lengths) - len(firsts)
+    assert found.firsts.tolist() == [*firsts, *[tokens] * spare]
     assert found.lengths.tolist() == [*lengths, *[0] * spare]
     assert found.number.reshape(-1).tolist() == np.repeat(range(len(firsts)), lengths).tolist()
+    assert found.position.reshape(-1).tolist() == [i for n in lengths for i in range(n)]
 
 
-def test_more_documents_than_there_is_room_for_are_seen():
-    found = table(document_starts(jnp.asarray([[1, 2, 3, 4], [1, 1, 1, 1]], jnp.int32)), 3)
-    assert found.count == 5
-    assert found.lengths.tolist() == [1, 1, 1]
+@pytest.mark.parametrize("spare", [-2, 0, 3])
+@pytest.mark.parametrize(("above", "longest"), [(0, 1), (1, 3), (3, 6), (0, 6), (6, 9)])
+def test_a_group_has_the_documents_of_its_lengths_in_their_order(above, longest, spare):
+    rows = list(ROWS.values())
+    every = documents_of(rows)
+    wanted = [document for document in every if above < document[1] <= longest]
+    room = max(1, len(wanted) + spare)
+    found = group(table(document_starts(jnp.asarray(rows, jnp.int32))), above, longest, room)
+    kept, tokens = wanted[:room], sum(length for _, length in every)
+    beyond = room - len(kept)
+    assert found.count == len(wanted)
+    assert found.firsts.tolist() == [*(at for at, _ in kept), *[tokens] * (beyond + 1)]
+    assert found.lengths.tolist() == [*(n for _, n in kept), *[0] * beyond]
+    slots = [(kept.index(document) if document in kept else room) for document in every]
+    assert found.slot.reshape(-1).tolist() == np.repeat(slots, [n for _, n in every]).tolist()

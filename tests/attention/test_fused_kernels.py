@@ -135,6 +135,7 @@ def _sequences(operands, packed):
         sizes = (q[0].size, k[0].size)
         return [(i, i * sizes[0], i * sizes[1], q.shape[1]) for i in range(len(q))]
     lengths, _, of_q, of_k = (x.reshape(-1) for x in operands[4:8])
+    assert lengths.max() <= q.shape[1], "no sequence is longer than a row"
     return [(s, of_q[s], of_k[s], n) for s, n in enumerate(lengths) if n > 0]
 
 
@@ -258,6 +259,64 @@ def test_documents_are_cudnns_up_to_exactly_the_room_there_is(fake, count) -> No
     passed = both_passes(Cudnn(documents=3), case, ids)
     assert [len(passes.calls) for passes in fake] == ([1, 1] if count <= 6 else [0, 0])
     assert_near(passed, both_passes(Cudnn(documents=24), case, ids), 2**-6)
+
+
+LENGTHS = ([32], [9, 8, 7, 3, 2, 2, 1]), ([1, 31], [17, 1, 1, 1, 4, 8]), ([1] * 8 + [24], [8] * 4)
+"""Tokens of the documents of two rows of 32: at both ends of each group's."""
+
+
+@pytest.fixture
+def three_groups(monkeypatch):
+    """Documents of over 8, over 2 and at most 2 of 32 tokens."""
+    monkeypatch.setattr(ours, "SHORTEST", 2)
+    return Cudnn(documents=16)
+
+
+@pytest.mark.parametrize("rows", LENGTHS, ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(seq=32, head_dim=8), Case(seq=32, head_dim=8, window=8, kv_heads=1)], ids=str
+)
+def test_documents_of_similar_lengths_are_computed_together(fake, three_groups, case, rows):
+    ids = np.stack([np.repeat(np.arange(len(row)), row) for row in rows])
+    starts = document_starts(jnp.asarray(ids, jnp.int32))
+    found = both_passes(three_groups, case, ids)
+    assert [len(passes.calls) for passes in fake] == [3, 3]
+    windows = [case.window, None, None]  # none is of use to documents of as many tokens
+    assert all([o["sliding_window_length"] for o in p.calls] == windows for p in fake)
+    q, k, v, do, _ = draw(case, jnp.bfloat16)
+    reference = Reference()
+    (o, lse), pull = jax.vjp(lambda *arrays: reference(*arrays, starts, case.scoring), q, k, v)
+    dq, dk, dv = pull((do, jnp.zeros_like(lse)))
+    assert_near(found, dict(o=o, lse=lse, dq=dq, dk=dk, dv=dv), 2**-6)
+
+
+@pytest.mark.parametrize(("last", "fits"), [([16, 16], True), ([16, 15, 1], False)], ids=str)
+def test_only_short_documents_can_have_no_room(monkeypatch, fake, last, fits) -> None:
+    """There is room for 16 of up to 8 tokens, a few a row in the mean, and for all longer ones."""
+    monkeypatch.setattr(ours, "SHORTEST", 8)
+    ids = np.stack([np.repeat(np.arange(len(x)), x) for x in ([2] * 16, last)])
+    both_passes(Cudnn(documents=8), Case(seq=32, head_dim=8), ids)
+    assert [len(passes.calls) for passes in fake] == ([2, 2] if fits else [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("seq", "documents", "longest", "rooms"),
+    [
+        (4096, 64, [4096, 1024, 256], [4, 4, 4]),
+        (8192, 64, [8192, 2048, 512, 128], [4, 4, 4, 2]),
+        (4096, 100, [4096, 1024, 256], [4, 4, 7]),
+        (512, 64, [512, 128], [4, 16]),
+        (1000, 64, [1000], [64]),
+        (384, 5, [384], [5]),
+    ],
+)
+def test_groups_have_room_for_all_that_a_row_can_hold(seq, documents, longest, rooms) -> None:
+    groups = ours.length_groups(seq, documents)
+    assert [group.longest for group in groups] == longest
+    assert [group.room for group in groups] == rooms
+    for group in groups[:-1]:  # shorter ones than `above + 1` are another group's
+        assert group.longest // (group.above + 1) < group.room
+    assert groups[-1].above == 0 and groups[-1].room * seq >= documents * longest[-1]
 
 
 GPU_CALLS = {"__cudnn$fmha": Cudnn(documents=4), "__gpu$xla.gpu.triton": Triton()}

@@ -63,7 +63,7 @@ def test_documents_for_which_a_kernel_has_no_room_are_in_no_figure(small):
         experiment = replace(small, precision=jaxtrain.bf16, execution=execution)
         packed = replace(report, checked=check(experiment, "h100_1", data_here=False))
         assert packed.as_json()["documents_room"] == room
-        told = f"whose rows have more than {room} documents in the mean runs attention as loops"
+        told = f"whose rows have more than {room} short documents in the mean runs attention as"
         assert told in packed.summary()
 
 
