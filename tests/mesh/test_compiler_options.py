@@ -1,10 +1,18 @@
-"""Options for programs that are compiled for longer than they run."""
+"""Options for programs that are compiled for longer than they run, and those of shipped meshes."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
+import pytest
 
 from jaxtrain.mesh.compiler_options import QUICK_TO_COMPILE, option_violations, quick_to_compile
+from jaxtrain.mesh.mesh import load_mesh
+
+SHIPPED = [load_mesh(path) for path in sorted(Path("meshes").glob("*.toml"))]
+GPUS = [spec for spec in SHIPPED if spec.compiler_options and spec.chip.platform == "gpu"]
 
 
 def test_the_compiler_gets_those_that_it_takes() -> None:
@@ -23,3 +31,12 @@ class Absent:
 
 def test_other_platforms_compile_as_ever() -> None:
     assert quick_to_compile(Absent()) == {}
+
+
+@pytest.mark.parametrize("spec", GPUS, ids=lambda spec: spec.name)
+def test_options_of_shipped_gpu_meshes_are_known_by_this_version(spec) -> None:
+    """One compiler reads the options of CPU and GPU, and refuses a name that it does not know."""
+    lowered = jax.jit(jnp.negative).lower(jnp.ones(8))
+    lowered.compile(compiler_options=dict(spec.compiler_options))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile(compiler_options={**dict(spec.compiler_options), "xla_gpu_never": 1})
