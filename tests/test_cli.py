@@ -374,12 +374,12 @@ def test_a_full_disk_is_refused_before_the_run(
 def test_a_disk_that_fills_costs_the_log_and_not_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxtrain.telemetry.metrics import MetricsWriter
+    from jaxtrain.files.appended import AppendedFile
 
-    def full(writer: Any, line: bytes) -> None:
+    def full(file: Any, record: bytes, **_: Any) -> None:
         raise OSError(28, "No space left on device", "runs/small/metrics.jsonl")
 
-    monkeypatch.setattr(MetricsWriter, "_append", full)
+    monkeypatch.setattr(AppendedFile, "append", full)
     assert cli.main(train_of()()) == 0
     out = capsys.readouterr().out
     assert out.count("No space left on device") == out.count("NOT LOGGED step") == 4

@@ -20,10 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxtrain.files.regular import append_whole, open_regular
-
-HELD = 4 * 2**20
-"""Most bytes that wait for space on a full disk."""
+from jaxtrain.files.appended import AppendedFile
 
 
 def has_tensorboard() -> bool:
@@ -50,8 +47,7 @@ class Events:
     def __init__(self, path: Path, start: int) -> None:
         refuse_without_tensorboard()
         self._path, self._start = path, start
-        self._file: Any = None
-        self._unwritten = b""
+        self._file: AppendedFile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
 
@@ -73,15 +69,12 @@ class Events:
         errors = [error for future in self._pending if (error := future.exception()) is not None]
         self._pending.clear()
         if self._file is not None:
-            with self._file:
-                if self._unwritten:
-                    self._append(b"")  # now all is written, whatever failed before
+            self._file.close()  # now all is written, whatever failed before
         elif errors:
             raise errors[0]
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._file is None:
-            self._open()
+        file = self._file = self._file or self._opened()
         summary_type = _messages("summary").Summary
         numbers = [
             summary_type.Value(tag=name, simple_value=float(value))
@@ -89,27 +82,19 @@ class Events:
             if isinstance(value, int | float) and math.isfinite(value)
         ]
         summary = summary_type(value=numbers)
-        self._append(_event(step=step, summary=summary))
+        file.append(_event(step=step, summary=summary))
 
-    def _open(self) -> None:
+    def _opened(self) -> AppendedFile:
+        """Returns the file, whose first records wait for the first event."""
         self._path.mkdir(parents=True, exist_ok=True)
         # The suffix keeps a run resumed within the same second off the file of the one before.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from{self._start}"
-        self._file = open_regular(self._path / name, "ab")
+        file = AppendedFile(self._path / name)
         session_log = _messages("event").SessionLog
         begun = session_log(status=session_log.START)
-        self._unwritten += _event(file_version="brain.Event:2")
-        self._unwritten += _event(step=self._start, session_log=begun)
-
-    def _append(self, record: bytes) -> None:
-        """Appends what waits and `record`, or keeps both for the next time and raises OSError."""
-        try:
-            append_whole(self._file, self._unwritten + record)
-            self._unwritten = b""
-        except OSError as error:
-            if len(self._unwritten) + len(record) <= HELD:
-                self._unwritten += record
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        file.append(_event(file_version="brain.Event:2"), later=True)
+        file.append(_event(step=self._start, session_log=begun), later=True)
+        return file
 
 
 def _messages(name: str) -> ModuleType:

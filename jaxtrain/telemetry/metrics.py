@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.files.regular import append_whole, open_regular, write_all
-from jaxtrain.telemetry.events import HELD, Events, has_tensorboard, refuse_without_tensorboard
+from jaxtrain.files.appended import AppendedFile
+from jaxtrain.files.regular import open_regular, write_all
+from jaxtrain.telemetry.events import Events, has_tensorboard, refuse_without_tensorboard
 
 Values = dict[str, Any]
 _FILE = "metrics.jsonl"
@@ -146,8 +147,7 @@ class MetricsWriter:
         tensorboard: bool | None = True,
         process: int = 0,
     ) -> None:
-        self._file: Any = None
-        self._unwritten = b""
+        self._file: AppendedFile | None = None
         self._events: Events | None = None
         if process != 0:
             return
@@ -156,8 +156,7 @@ class MetricsWriter:
             self._events = Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
         self._last = _truncate(folder / _FILE, start)
-        self._path = folder / _FILE
-        self._file = open_regular(self._path, "ab")
+        self._file = AppendedFile(folder / _FILE)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs `values` of `step`, one call per step: its evaluation belongs in it too."""
@@ -169,31 +168,18 @@ class MetricsWriter:
                 "put all metrics of a step into one write"
             )
         line, self._last = _encode(step, values).encode(), step
-        self._append(line)
+        self._file.append(line)
         if self._events is not None:
             plain = {name: _plain(name, value) for name, value in values.items()}
             self._events.write(step, plain)
 
-    def _append(self, line: bytes) -> None:
-        try:
-            append_whole(self._file, self._unwritten + line)
-            self._unwritten = b""
-        except OSError as error:
-            if len(self._unwritten) + len(line) <= HELD:
-                self._unwritten += line
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
     def close(self) -> None:
         """Finishes both files. May be called twice."""
-        try:
-            if self._unwritten and self._file is not None:
-                self._append(b"")
-        finally:
-            files = [file for file in (self._file, self._events) if file is not None]
-            self._file = self._events = None
-            with ExitStack() as stack:
-                for file in files:
-                    stack.callback(file.close)
+        files = [file for file in (self._file, self._events) if file is not None]
+        self._file = self._events = None
+        with ExitStack() as stack:
+            for file in files:
+                stack.callback(file.close)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -7,6 +7,8 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.telemetry import metrics
+from jaxtrain.files import appended
+from jaxtrain.files.appended import AppendedFile
 from jaxtrain.telemetry.events import _record
 from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
 
@@ -139,38 +142,61 @@ class FullDisk(io.FileIO):
         return super().write(data[: len(data) // 2])
 
 
+@contextmanager
+def full_disk(file: AppendedFile) -> Iterator[None]:
+    """While it lasts the file's disk has little room."""
+    free, file._file = file._file, FullDisk(file.path, "ab")
+    yield
+    file._file.close()
+    file._file = free
+
+
 def test_a_full_disk_names_the_file_and_leaves_it_whole_and_lines_wait_for_room(
     tmp_path: Path,
 ) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(0, {"loss": 1.0})
-        free, writer._file = writer._file, FullDisk(tmp_path / "metrics.jsonl", "ab")
-        with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
+        assert writer._file is not None
+        with (
+            full_disk(writer._file),
+            pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"),
+        ):
             writer.write(1, {"loss": 2.0})
         assert strict(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.0}]
-        writer._file.close()
-        writer._file = free
         writer.write(2, {"loss": 3.0})
         lines = [{"step": step, "loss": 1.0 + step} for step in range(4)]
         assert strict(tmp_path / "metrics.jsonl") == lines[:3]
-        writer._file = FullDisk(tmp_path / "metrics.jsonl", "ab")
-        with pytest.raises(OSError, match="No space left"):
+        with full_disk(writer._file), pytest.raises(OSError, match="No space left"):
             writer.write(3, {"loss": 4.0})
-        writer._file.close()
-        writer._file = free
     assert strict(tmp_path / "metrics.jsonl") == lines, "as it is closed at last"
 
 
 def test_lines_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "HELD", 60)
+    monkeypatch.setattr(appended, "LARGEST_BACKLOG", 60)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        free, writer._file = writer._file, FullDisk(tmp_path / "metrics.jsonl", "ab")
-        for step in range(9):
-            with pytest.raises(OSError):
-                writer.write(step, {"loss": 1.0})
-        writer._file.close()
-        writer._file = free
+        assert writer._file is not None
+        with full_disk(writer._file):
+            for step in range(9):
+                with pytest.raises(OSError):
+                    writer.write(step, {"loss": 1.0})
     assert [line["step"] for line in strict(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_metrics_without_room_at_the_end_are_told_and_both_files_are_closed(
+    tmp_path: Path,
+) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"loss": 0.0})
+    file = writer._file
+    assert file is not None
+    file._file.close()
+    file._file = FullDisk(file.path, "ab")
+    with pytest.raises(OSError):
+        writer.write(1, {"loss": 1.0})
+    with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
+        writer.close()
+    assert file._file.closed
+    assert scalars(tmp_path / "events") == [(0, "loss", 0.0)]
 
 
 def scalars(events: Path) -> list[tuple[int, str, float]]:
@@ -274,18 +300,17 @@ def test_events_wait_for_room_on_a_full_disk_and_end(tmp_path: Path) -> None:
         assert events is not None and events._thread is not None
         events._thread.submit(lambda: None).result()  # all before is written
         (path,) = (tmp_path / "events").iterdir()
-        free, events._file = events._file, FullDisk(path, "ab")
         failed = 0
-        for step in range(1, 30):
-            try:
-                writer.write(step, {"loss": float(step)})
-            except OSError as error:
-                failed += 1
-                assert error.filename == str(tmp_path / "events")
-            events._thread.submit(lambda: None).result()
+        assert events._file is not None
+        with full_disk(events._file):
+            for step in range(1, 30):
+                try:
+                    writer.write(step, {"loss": float(step)})
+                except OSError as error:
+                    failed += 1
+                    assert error.filename == str(path)
+                events._thread.submit(lambda: None).result()
         assert failed == 28, "told with the next"
-        events._file.close()
-        events._file = free
     assert scalars(tmp_path / "events") == [(step, "loss", float(step)) for step in range(30)]
 
 
@@ -295,9 +320,10 @@ def test_events_that_found_no_room_to_the_end_are_told(tmp_path: Path) -> None:
     events = writer._events
     assert events is not None and events._thread is not None
     events._thread.submit(lambda: None).result()
-    (path,) = (tmp_path / "events").iterdir()
-    events._file.close()
-    events._file = FullDisk(path, "ab")
+    file = events._file
+    assert file is not None
+    file._file.close()
+    file._file = FullDisk(file.path, "ab")
     writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match="events"):
         writer.close()

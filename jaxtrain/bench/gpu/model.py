@@ -119,7 +119,7 @@ class Compiled:
         }
 
     def train(self) -> Row:
-        """Returns the row of a training on one batch. A round of steps is dispatched at once, and
+        """Returns what a training on one batch shows. A round of steps is dispatched at once, and
         is shorter if steps are long, so that a part ends in time."""
         a, e = self.assembly, self.assembly.experiment
         state, steps = initialise(a, self.shardings), self.setting.sizes.steps
@@ -142,7 +142,7 @@ class Compiled:
         documents = lengths(rows.rows(read)["positions"])
         flops = e.model.flops(seq=e.data.seq, sequences=len(read), documents=documents)
         peak = {"peak_flops_per_device": a.peak_flops, "devices": 1, "step_s": step.seconds}
-        return self.row() | {
+        return {
             "step_s": step.seconds,
             "spread": step.spread,
             "tokens_per_s": len(read) * e.data.seq / step.seconds,
@@ -152,6 +152,13 @@ class Compiled:
             "first_loss": losses[0],
             "loss": losses[-1],
         }
+
+
+def measure(setting: Setting, row: str, variant: Variant, **options: str) -> None:
+    """Reports what a variant's program needs, then its steps: a program that hangs has told."""
+    compiled = Compiled(setting, variant)
+    setting.tell({"row": row, **compiled.row(), **options})
+    setting.tell({"row": row, "batch": variant.batch, **compiled.train()})
 
 
 def held_bytes() -> int:
@@ -240,13 +247,13 @@ def step(setting: Setting, case: str) -> None:
         return
     largest = setting.rows(f"{MODEL}/batch")[-1]["batch"]
     batch = largest if case == "largest" else max(1, largest // 2)
-    setting.tell({"row": f"jaxtrain, {case}", **Compiled(setting, Variant(batch)).train()})
+    measure(setting, f"jaxtrain, {case}", Variant(batch))
 
 
 def best_batch(setting: Setting) -> int:
     """Returns the batch of the most tokens a second. Raises Skipped where none was timed."""
     parts = [f"{MODEL}/{case}" for case in ("largest", "half")]
-    rows = [row for part in parts for row in setting.earlier.get(part, [])]
+    rows = [row for part in parts for row in setting.earlier.get(part, []) if "loss" in row]
     if not rows:
         raise Skipped(f"needs what {' or '.join(parts)} finds, which found nothing")
     return max(rows, key=lambda row: row["tokens_per_s"])["batch"]
@@ -254,31 +261,27 @@ def best_batch(setting: Setting) -> int:
 
 def again(setting: Setting, turn: str) -> None:
     """Measures the default at its best batch again, alternating with torch. turn: names the row."""
-    best = Compiled(setting, Variant(best_batch(setting)))
-    setting.tell({"row": f"jaxtrain, turn {turn}", **best.train()})
+    measure(setting, f"jaxtrain, turn {turn}", Variant(best_batch(setting)))
 
 
 def precision(setting: Setting, name: str) -> None:
     """Measures products in 8 bits at the best batch of the default."""
-    variant = Variant(best_batch(setting), precision=PRECISIONS[name])
-    setting.tell({"row": name, **Compiled(setting, variant).train()})
+    measure(setting, name, Variant(best_batch(setting), precision=PRECISIONS[name]))
 
 
 def other_remat(setting: Setting, remat: str) -> None:
     """Measures a remat policy at its own largest batch."""
-    variant = search(setting, remat)
-    setting.tell({"row": f"remat {remat}", **Compiled(setting, variant).train()})
+    measure(setting, f"remat {remat}", search(setting, remat))
 
 
 def chunk(setting: Setting, tokens: str) -> None:
     """Measures the head in chunks of `tokens`."""
     variant = Variant(best_batch(setting), chunk_tokens=int(tokens))
-    setting.tell({"row": f"chunks of {tokens} tokens", **Compiled(setting, variant).train()})
+    measure(setting, f"chunks of {tokens} tokens", variant)
 
 
 def flag(setting: Setting, name: str) -> None:
     """Measures the step with options of the compiler."""
     options = FLAGS[name]
-    row = Compiled(setting, Variant(best_batch(setting), options=options)).train()
     shown = ", ".join(f"{option}={value}" for option, value in options.items())
-    setting.tell({"row": name, **row, "options": shown})
+    measure(setting, name, Variant(best_batch(setting), options=options), options=shown)
