@@ -182,6 +182,7 @@ class CompileReport:
         parts = self.checked.bytes_per_device
         sizes = {"params": parts["params"], "optimizer": parts["optimizer"]}
         sizes |= {k: self.memory[f"{k}_bytes"] for k in ("temp", "host_temp", "peak")}
+        sizes["scratch"] = self.memory.get("scratch_bytes", 0)
         sent: list[dict[str, Any]] = [
             {"kind": k.kind, "axes": k.axes, "dtype": k.dtype, "count": n, "bytes": b}
             | self._hidden(k)

@@ -25,6 +25,7 @@ from jaxtrain.planner import compile as compiling
 from jaxtrain.planner.compile import compile_experiment
 from jaxtrain.run.check import check
 from jaxtrain.step import train_step as stepping
+from jaxtrain.telemetry.hlo import scratch
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,15 +143,20 @@ def logged(text):
     return log
 
 
-def test_too_much_for_what_a_program_may_take_does_not_fit(small):
-    """To the byte, whatever the chip has in all."""
+def test_too_much_for_what_a_program_may_take_does_not_fit(small, monkeypatch):
+    """To the byte, whatever the chip has in all; with scratch memory that the compiler left out."""
     spec = jaxtrain.mesh_from_axes(fsdp=2)
-    peak = compile_experiment(small, spec, compiler_log=silent).memory["peak_bytes"]
+    counted = compile_experiment(small, spec, compiler_log=silent)
+    assert counted.as_json()["bytes_per_device"]["scratch"] == 0
+    monkeypatch.setattr(scratch, "uncounted_scratch", lambda text: 1000)
+    peak = counted.memory["peak_bytes"] + 1000
     for usable, fits in ((peak - 1, False), (peak, True)):
         tiny = replace(spec, chip=replace(spec.chip, usable_gbytes=usable / 1e9))
         report = compile_experiment(small, tiny, compiler_log=silent)
         assert report.fits is fits and not report.violations
-        assert report.as_json()["usable_bytes"] == usable
+        found = report.as_json()
+        assert found["usable_bytes"] == usable and found["bytes_per_device"]["scratch"] == 1000
+        assert ", scratch 1,000;" in report.summary()
         assert f"a program may take {usable:,}" in report.summary()
 
 

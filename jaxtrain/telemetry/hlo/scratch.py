@@ -24,16 +24,14 @@ def moved_results(instruction: Instruction) -> list[Shape]:
 
 
 def with_scratch(memory: Mapping[str, int | None], text: str) -> dict[str, int | None]:
-    """Returns `memory` (of `peak_memory`) with what the program's largest backward kernel of
-    attention needs beside it, in `scratch_bytes` and in `peak_bytes`; 0 if the compiler has
-    counted it. A bound: the peak may be elsewhere."""
-    scratch = uncounted_scratch(text)
-    peak = memory["peak_bytes"]
-    return {
-        **memory,
-        "scratch_bytes": scratch,
-        "peak_bytes": None if peak is None else peak + scratch,
-    }
+    """Returns `memory` (of `peak_memory`); if the compiler has not counted what the program's
+    largest backward kernel of attention needs beside it, with that in `scratch_bytes` and added to
+    `peak_bytes`. A bound: the peak may be elsewhere."""
+    scratch, peak = uncounted_scratch(text), memory["peak_bytes"]
+    if not scratch:
+        return dict(memory)
+    more = None if peak is None else peak + scratch
+    return {**memory, "scratch_bytes": scratch, "peak_bytes": more}
 
 
 def uncounted_scratch(text: str) -> int:
