@@ -376,7 +376,7 @@ def test_a_disk_that_fills_costs_the_log_and_not_the_run(
 ) -> None:
     from jaxtrain.files.appended import AppendedFile
 
-    def full(file: Any, record: bytes, **_: Any) -> None:
+    def full(file: Any, record: bytes) -> None:
         raise OSError(28, "No space left on device", "runs/small/metrics.jsonl")
 
     monkeypatch.setattr(AppendedFile, "append", full)

@@ -132,7 +132,7 @@ class Cudnn:
             return o, statistics.swapaxes(1, 2)
         if isinstance(starts, tuple):
             return _forward_between(q, k, v, starts, scoring)
-        parts = self._parts(q, starts)
+        parts = self._parts(starts)
 
         def fused() -> Attended:
             o, lse = jnp.zeros_like(q), jnp.zeros_like(q, jnp.float32, q.shape[:3])
@@ -141,7 +141,7 @@ class Cudnn:
                 masks = part.sequences, part.scoring(scoring)
                 own, statistics = _forward(queries, keys, values, *masks)
                 o = part.placed(own, o)
-                lse = jnp.where(part.has[:, :, None], part.from_statistics(statistics), lse)
+                lse = part.placed(part.from_statistics(statistics), lse)
             return o, lse
 
         def portable() -> Attended:
@@ -156,7 +156,7 @@ class Cudnn:
             return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
         if isinstance(starts, tuple):
             return _backward_between(saved, starts, do, scoring)
-        parts = self._parts(q, starts)
+        parts = self._parts(starts)
 
         def fused() -> tuple[Heads, Keys, Keys]:
             gradients: tuple[Any, ...] = tuple(map(jnp.zeros_like, (q, k, v)))
@@ -174,22 +174,19 @@ class Cudnn:
 
         return lax.cond(parts[-1].fits, fused, portable)
 
-    def _parts(self, q: Heads, starts: Starts) -> list[Part]:
-        documents, (batch, seq) = table(starts), starts.shape
-        parts = []
-        for lengths in length_groups(seq, self.documents):
-            rows = batch * seq // lengths.longest
-            entries = group(documents, lengths.above, lengths.longest, rows * lengths.room)
-            parts.append(Part(lengths, rows, entries, documents.position))
+    def _parts(self, starts: Starts) -> list[Part]:
+        documents, parts = table(starts), list[Part]()
+        for lengths in length_groups(starts.shape[1], self.documents):
+            room = starts.size // lengths.longest * lengths.room
+            entries = group(documents, lengths.above, lengths.longest, room)
+            parts.append(Part(lengths, entries, documents.position))
         return parts
 
 
 class Part(NamedTuple):
-    """One group of a batch's documents. rows: of `lengths.longest` tokens, that the batch is taken
-    for. position: of each token, in its document."""
+    """One group of a batch's documents. position: of each token, in its document."""
 
     lengths: Lengths
-    rows: int
     group: Group
     position: Int[Array, "batch seq"]
 
@@ -215,11 +212,12 @@ class Part(NamedTuple):
 
     def folded(self, x: jax.Array) -> jax.Array:
         """The same memory as rows of the group's longest document."""
-        return x.reshape(self.rows, self.lengths.longest, *x.shape[2:])
+        return x.reshape(-1, self.lengths.longest, *x.shape[2:])
 
     def placed(self, x: jax.Array, others: jax.Array) -> jax.Array:
         """Returns x for the group's tokens, which alone are written, and others for the rest."""
-        return jnp.where(self.has[:, :, None, None], x.reshape(others.shape), others)
+        has = jnp.expand_dims(self.has, range(2, others.ndim))
+        return jnp.where(has, x.reshape(others.shape), others)
 
     def from_statistics(self, statistics: Statistics) -> Float32[Array, "batch tokens heads"]:
         """Returns the log-sum-exp of the group's tokens, anything for others."""

@@ -288,7 +288,8 @@ def _compare(
         if layout.precision == "fp32" and flips(outcome.routing, reference.routing).count:
             outcome = run(reference.routing)
     except Exception as error:  # whatever it is, other layouts are compared
-        text = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        first_line = (str(error).splitlines() or [""])[0]
+        text = f"{type(error).__name__}: {first_line[:200]}"
         return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
     return difference(layout, outcome, reference)
 

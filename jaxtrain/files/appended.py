@@ -13,17 +13,14 @@ LARGEST_BACKLOG = 4 * 2**20
 class AppendedFile:
     """Appends records to a regular file, each whole or not at all. What a disk has no room for
     waits, up to LARGEST_BACKLOG, and is written with the next record that fits; records that come
-    when more waits are lost. Raises ValueError as `open_regular`; OSError."""
+    when more waits are lost. first: waits for the first record. Raises ValueError as
+    `open_regular`; OSError."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._file, self._unwritten = path, open_regular(path, "ab"), b""
+    def __init__(self, path: Path, first: bytes = b"") -> None:
+        self.path, self._file, self._unwritten = path, open_regular(path, "ab"), first
 
-    def append(self, record: bytes, *, later: bool = False) -> None:
-        """Writes what waits and `record`. later: lets it wait for the next one. Raises OSError that
-        names the file."""
-        if later:
-            self._unwritten += record
-            return
+    def append(self, record: bytes) -> None:
+        """Writes what waits and `record`. Raises OSError that names the file."""
         try:
             append_whole(self._file, self._unwritten + record)
             self._unwritten = b""

@@ -89,12 +89,10 @@ class Events:
         self._path.mkdir(parents=True, exist_ok=True)
         # The suffix keeps a run resumed within the same second off the file of the one before.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.from{self._start}"
-        file = AppendedFile(self._path / name)
         session_log = _messages("event").SessionLog
         begun = session_log(status=session_log.START)
-        file.append(_event(file_version="brain.Event:2"), later=True)
-        file.append(_event(step=self._start, session_log=begun), later=True)
-        return file
+        first = _event(file_version="brain.Event:2") + _event(step=self._start, session_log=begun)
+        return AppendedFile(self._path / name, first)
 
 
 def _messages(name: str) -> ModuleType:

@@ -337,6 +337,17 @@ def test_a_layout_that_does_not_run_has_failed_and_the_others_go_on(
     assert len(certificate.differences) == certificate.closed_count
 
 
+def test_a_layout_that_fails_without_a_word_ends_no_certificate(made_up: Any) -> None:
+    def change(outcome: Any, layout: Layout) -> Any:
+        if layout.sharding == "zero1":
+            raise AssertionError
+        return outcome
+
+    certificate = list(made_up(change))[-1][1]
+    assert {d.error for d in certificate.failed} == {"AssertionError: "}
+    assert len(certificate.differences) == certificate.closed_count
+
+
 def test_programs_are_compiled_while_one_runs_and_run_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, made_up: Any
 ) -> None:

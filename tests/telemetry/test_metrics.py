@@ -142,6 +142,12 @@ class FullDisk(io.FileIO):
         return super().write(data[: len(data) // 2])
 
 
+def fill_disk(file: AppendedFile) -> None:
+    """From now on the file's disk has little room."""
+    file._file.close()
+    file._file = FullDisk(file.path, "ab")
+
+
 @contextmanager
 def full_disk(file: AppendedFile) -> Iterator[None]:
     """While it lasts the file's disk has little room."""
@@ -189,8 +195,7 @@ def test_metrics_without_room_at_the_end_are_told_and_both_files_are_closed(
     writer.write(0, {"loss": 0.0})
     file = writer._file
     assert file is not None
-    file._file.close()
-    file._file = FullDisk(file.path, "ab")
+    fill_disk(file)
     with pytest.raises(OSError):
         writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
@@ -322,8 +327,7 @@ def test_events_that_found_no_room_to_the_end_are_told(tmp_path: Path) -> None:
     events._thread.submit(lambda: None).result()
     file = events._file
     assert file is not None
-    file._file.close()
-    file._file = FullDisk(file.path, "ab")
+    fill_disk(file)
     writer.write(1, {"loss": 1.0})
     with pytest.raises(OSError, match="events"):
         writer.close()

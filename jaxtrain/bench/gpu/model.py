@@ -95,17 +95,21 @@ class Compiled:
         self.compile_s = time.perf_counter() - began
 
     @cached_property
+    def text(self) -> str:
+        return program_text(self.program)
+
+    @cached_property
     def need(self) -> Need:
         peak = peak_memory(self.program)["peak_bytes"]
         assert peak is not None, "XLA tells it on CPU, GPU and TPU"
-        return Need(peak, dot_flops(program_text(self.program)))
+        return Need(peak, dot_flops(self.text))
 
     def row(self) -> Row:
         """Returns the batch, what the program needs, and its kernels' seconds at the chip's peaks,
         which leave out kernels that XLA does not see into: those of attention."""
         v, a = self.variant, self.assembly
         kernels = roofline(
-            program_text(self.program),
+            self.text,
             peak_flops=a.peak_flops,
             narrow_flops=a.product_flops,
             bandwidth_gbytes=a.spec.chip.hbm_bandwidth_gbytes,
