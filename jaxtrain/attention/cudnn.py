@@ -13,6 +13,7 @@ time (experiments/LOG.md, on an H200). So documents are computed in groups of si
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,6 +50,9 @@ class Sequences(NamedTuple):
 
 Packed = tuple[Sequences, Sequences]
 """Of queries, and of keys."""
+
+Branch = Callable[..., tuple[jax.Array, ...]]
+"""One of two ways to compute the same arrays."""
 
 
 SHORTEST = 128
@@ -134,7 +138,7 @@ class Cudnn:
             return _forward_between(q, k, v, starts, scoring)
         parts = self._parts(starts)
 
-        def fused() -> Attended:
+        def fused(q: Heads, k: Keys, v: Keys) -> Attended:
             o, lse = jnp.zeros_like(q), jnp.zeros_like(q, jnp.float32, q.shape[:3])
             for part in parts:
                 queries, keys, values = (part.folded(x) for x in (q, k, v))
@@ -144,11 +148,13 @@ class Cudnn:
                 lse = part.placed(part.from_statistics(statistics), lse)
             return o, lse
 
-        def portable() -> Attended:
+        def portable(q: Heads, k: Keys, v: Keys) -> Attended:
             with jax.named_scope(FALLBACK):
                 return GPU_BLOCKS.forward(q, k, v, starts, scoring)
 
-        return lax.cond(parts[-1].fits, fused, portable)
+        shapes = q.shape, q.shape[:3]
+        o, lse = _either(parts[-1].fits, fused, portable, (q, k, v), shapes)
+        return o, lse
 
     def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
         q, k, v, starts, o, lse = saved
@@ -158,7 +164,7 @@ class Cudnn:
             return _backward_between(saved, starts, do, scoring)
         parts = self._parts(starts)
 
-        def fused() -> tuple[Heads, Keys, Keys]:
+        def fused(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
             gradients: tuple[Any, ...] = tuple(map(jnp.zeros_like, (q, k, v)))
             for part in parts:
                 queries, keys, values, dout, out = (part.folded(x) for x in (q, k, v, do, o))
@@ -168,11 +174,13 @@ class Cudnn:
             dq, dk, dv = gradients
             return dq, dk, dv
 
-        def portable() -> tuple[Heads, Keys, Keys]:
+        def portable(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
             with jax.named_scope(FALLBACK):
-                return GPU_BLOCKS.backward(saved, do, scoring)
+                return GPU_BLOCKS.backward(Saved(q, k, v, starts, o, lse), do, scoring)
 
-        return lax.cond(parts[-1].fits, fused, portable)
+        shapes = q.shape, k.shape, v.shape
+        dq, dk, dv = _either(parts[-1].fits, fused, portable, (q, k, v, do, o), shapes)
+        return dq, dk, dv
 
     def _parts(self, starts: Starts) -> list[Part]:
         documents, parts = table(starts), list[Part]()
@@ -181,6 +189,35 @@ class Cudnn:
             entries = group(documents, lengths.above, lengths.longest, room)
             parts.append(Part(lengths, entries, documents.position))
         return parts
+
+
+def _either(
+    fits: Bool[Array, ""],
+    fused: Branch,
+    portable: Branch,
+    operands: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[jax.Array, ...]:
+    """Returns the results, of these shapes, of fused(*operands) if it fits, else of
+    portable(*operands).
+
+    XLA lays out what a conditional takes and gives as any of its branches likes. Loops over tiles
+    like heads before tokens, so all was transposed for cuDNN and back (1% of a step of Llama 3.2
+    1B). Heads and their dims therefore travel as one dim, which leaves no choice.
+    """
+
+    def joined(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(*x.shape[:2], -1) for x in arrays)
+
+    def split(arrays: Sequence[jax.Array], shapes: Iterable[tuple[int, ...]]) -> list[jax.Array]:
+        return [x.reshape(shape) for x, shape in zip(arrays, shapes, strict=True)]
+
+    def run(branch: Branch) -> Branch:
+        return lambda *arrays: joined(branch(*split(arrays, [x.shape for x in operands])))
+
+    # Without the barrier XLA moves the reshapes into the branches, and has the choice again.
+    taken = lax.optimization_barrier(joined(operands))
+    return tuple(split(lax.cond(fits, run(fused), run(portable), *taken), shapes))
 
 
 class Part(NamedTuple):

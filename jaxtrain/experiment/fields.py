@@ -136,7 +136,7 @@ class Execution:
 
     mode: "explicit" (our collectives, one shard_map), "gspmd" (XLA's), None: explicit for models
       that describe themselves, gspmd for others.
-    loop: how the loop over layers runs (unrolled, remat, prefetch).
+    loop: how the loop over layers runs (unrolled, remat, prefetch); None: `loop_on`.
     attention: an attention kernel of `jaxtrain.attention`; None is the platform's own.
     grouped_matmul: the multiplication of experts' rows, of `jaxtrain.moe`; None is the platform's
       own.
@@ -183,6 +183,16 @@ class Execution:
         if self.expert_chunk is not None:
             violations += count("expert_chunk", self.expert_chunk)
         raise_violations(kind_violations(self) or violations)
+
+    def loop_on(self, platform: str, fetches: bool) -> LayerLoop:
+        """Returns the loop over layers. By default it is unrolled on CPUs, and on GPUs if layers
+        fetch no weights: then a scanned one has nothing to hide, and copies residuals to stacks
+        and back."""
+        if self.loop is not None:
+            return self.loop
+        if platform == "cpu":
+            return LayerLoop(unroll=True, remat="none")
+        return LayerLoop(unroll=platform == "gpu" and not fetches, remat="dots_and_attention")
 
 
 def seed_violations(seed: int) -> list[str]:

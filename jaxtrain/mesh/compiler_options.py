@@ -1,4 +1,4 @@
-"""Checks of a mesh file's compiler options, by the compiler that would get them.
+"""Compiler options: checks of a mesh file's, by the compiler that would get them, and our own.
 
 A compiler has no list of its options that a program could read, and they change with its version.
 """
@@ -14,6 +14,15 @@ from jaxtrain.mesh.hardware import PLATFORMS
 if TYPE_CHECKING:
     import jax
 
+KEEP_BARRIERS = "cse_barrier_expander"
+"""XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
+time: with it nothing is rematerialised, and gathers are moved. Other platforms keep their barriers
+that long anyway."""
+
+FP8_KERNELS = {"xla_gpu_enable_triton_gemm": False}
+"""Products in fp8 by cuBLASLt alone. With Triton's kernels to try, Llama 3.2 1B had not told of a
+step after 150 s on an H200; so it compiled in 49 s (experiments/LOG.md, 2026-11-26)."""
+
 QUICK_TO_COMPILE: dict[str, bool | int] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -21,6 +30,16 @@ QUICK_TO_COMPILE: dict[str, bool | int] = {
 }
 """Options of XLA:CPU for programs that compile for longer than they run: LLVM optimises nothing,
 and gets fewer and simpler functions. Sums and precision are unchanged."""
+
+
+def with_defaults(options: dict[str, Any], platform: str, *, fp8: bool) -> dict[str, Any]:
+    """Returns a mesh's options with ours for the platform, which do not replace any of them. On CPU
+    the pass `KEEP_BARRIERS` is disabled beside those that the mesh disables. fp8: whether products
+    are in it."""
+    if platform == "cpu":
+        disabled = filter(None, (options.get("xla_disable_hlo_passes"), KEEP_BARRIERS))
+        return options | {"xla_disable_hlo_passes": ",".join(disabled)}
+    return FP8_KERNELS | options if platform == "gpu" and fp8 else options
 
 
 @cache

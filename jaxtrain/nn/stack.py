@@ -42,8 +42,8 @@ Body = Callable[[Weights, Stream, PyTree, Index], Stream]
 class LayerLoop:
     """Settings of the loop over layers.
 
-    unroll: layers are unrolled into the program (True) or scanned. On XLA:CPU a scanned loop
-      costs 1.3x; on accelerators scanning keeps compile time flat in depth.
+    unroll: layers are unrolled into the program (True) or scanned. A scanned loop costs 1.3x on
+      XLA:CPU and 1.07x on an H200; it keeps compile time flat in depth, and prefetches.
     remat: a name of `remat.REMAT`.
     offload: which of the values that are saved for the backward pass wait for it in the host's
       memory, names of `remat.OFFLOAD`: less of the chip's memory, and each goes over the link to

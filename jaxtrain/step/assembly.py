@@ -18,9 +18,11 @@ from jaxtrain.collectives.defaults import default_collectives
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import Rows
-from jaxtrain.experiment import Execution, Experiment
+from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.compiler_options import with_defaults
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import (
+    STAGE,
     Dims,
     Leaf,
     LogicalAxes,
@@ -57,11 +59,6 @@ from jaxtrain.validation.experiment import (
 from jaxtrain.validation.model import describes, model_violations, untrue
 from jaxtrain.validation.remedies import with_tried_remedies, without_heads
 from jaxtrain.validation.sequence import chosen_method
-
-KEEP_BARRIERS = "cse_barrier_expander"
-"""XLA:CPU's pass that drops optimization barriers before equal instructions are merged for the last
-time: with it nothing is rematerialised, and gathers are moved. Other platforms keep their barriers
-that long anyway."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +174,10 @@ class Assembly:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """The mesh's compiler options. On CPU also KEEP_BARRIERS."""
-        options: dict[str, Any] = dict(self.spec.compiler_options)
-        if self.spec.platform == "cpu":
-            off = (options.get("xla_disable_hlo_passes"), KEEP_BARRIERS)
-            options["xla_disable_hlo_passes"] = ",".join(filter(None, off))
-        return options
+        """The mesh's compiler options and those of `mesh.compiler_options`."""
+        products = self.experiment.precision.products
+        fp8 = products is not None and products.rate == "fp8"
+        return with_defaults(dict(self.spec.compiler_options), self.spec.platform, fp8=fp8)
 
     @property
     def largest_batch(self) -> int:
@@ -365,7 +360,7 @@ def _build(fields: Any, **assembled: Any) -> Assembly:
     )
     return Assembly(
         **assembled,
-        loop=_loop(e.execution, assembled["spec"]),
+        loop=e.execution.loop_on(assembled["spec"].platform, _fetches(assembled["sizes"], places)),
         transform=transform,
         abstract=abstract,
         splits=state_splits(abstract, places, parts),
@@ -383,12 +378,9 @@ def _power_of_two(tokens: int) -> float:
     return 2.0 ** round(math.log2(tokens))
 
 
-def _loop(execution: Execution, spec: MeshSpec) -> LayerLoop:
-    """The loop, by default unrolled on CPU, where a scanned loop costs 1.3x."""
-    if execution.loop is not None:
-        return execution.loop
-    on_cpu = spec.platform == "cpu"
-    return LayerLoop(unroll=on_cpu, remat="none" if on_cpu else "dots_and_attention")
+def _fetches(sizes: Mapping[str, int], places: Mapping[str, Leaf]) -> bool:
+    """True if layers fetch weights: from other devices, or from a stack of their stage's."""
+    return STAGE in sizes or any(leaf.params != leaf.in_use for leaf in places.values())
 
 
 def active_mesh(mesh: jax.sharding.Mesh, sizes: Mapping[str, int]) -> jax.sharding.Mesh:

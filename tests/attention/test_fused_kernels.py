@@ -212,7 +212,7 @@ def fake(monkeypatch):
     calls = FakeCudnn(_forward), FakeCudnn(_backward)
     monkeypatch.setattr(cudnn, "_dot_product_attention_fwd_p", calls[0])
     monkeypatch.setattr(cudnn, "_dot_product_attention_bwd_p", calls[1])
-    monkeypatch.setattr(ours.lax, "cond", lambda fits, a, b: a() if fits else b())
+    monkeypatch.setattr(ours.lax, "cond", lambda fits, a, b, *xs: a(*xs) if fits else b(*xs))
     return calls
 
 
@@ -357,3 +357,24 @@ def test_named_residuals_spare_cudnns_forward_kernel_in_the_backward_pass(docume
     kept = policies.save_only_these_names("attention_out", "attention_lse")
     assert calls_of(Cudnn(), case, kept) == (1, 1)
     assert calls_of(Cudnn(), case, policies.nothing_saveable) == (2, 1)
+
+
+def test_heads_cross_the_choice_of_a_kernel_as_one_dim_with_theirs() -> None:
+    """XLA lays out what crosses a conditional as either branch likes, and then transposes it."""
+    case = Case(seq=24, head_dim=8, documents=True)
+    q, k, v, do, starts = draw(case, jnp.bfloat16)
+
+    def both(q, k, v, do):
+        o, lse = Cudnn().forward(q, k, v, starts, case.scoring)
+        return Cudnn().backward(ours.Saved(q, k, v, starts, o, lse), do, case.scoring)
+
+    steps = jax.make_jaxpr(both)(q, k, v, do).eqns
+    barriers = [eqn for eqn in steps if eqn.primitive.name == "optimization_barrier"]
+    barred = {x for eqn in barriers for x in eqn.outvars}
+    conditionals = [eqn for eqn in steps if eqn.primitive.name == "cond"]
+    assert len(conditionals) == 2
+    for eqn, taken, given in zip(conditionals, (3, 5), (1, 3), strict=True):
+        arrays = [x for x in eqn.invars if x.aval.dtype == jnp.bfloat16]
+        assert len(arrays) == taken and all(x in barred and x.aval.ndim == 3 for x in arrays)
+        results = [x for x in eqn.outvars if x.aval.dtype == jnp.bfloat16]
+        assert len(results) == given and all(x.aval.ndim == 3 for x in results)

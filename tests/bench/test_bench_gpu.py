@@ -232,7 +232,12 @@ def test_the_model_is_llama3_1b_on_documents_of_its_length() -> None:
     e = model.experiment(real, model.Variant(16, chunk_tokens=4096))
     assert (e.model.vocab, e.model.layers, e.model.chunk_tokens) == (128_256, 16, 4096)
     assert (e.data.seq, e.batch, e.microbatches) == (4096, 16, 1)
-    assert e.execution.loop.remat == model.REMAT
+    loop = model.assembled(real, model.Variant(16)).loop
+    assert (loop.unroll, loop.remat) == (True, model.REMAT), "the loop is the platform's own"
+    loop = model.assembled(real, model.Variant(16, "full", unroll=False)).loop
+    assert (loop.unroll, loop.remat) == (False, "full")
+    options = model.assembled(real, model.Variant(16, options={"xla_a": 1})).compiler_options
+    assert options == {"xla_a": 1}
     with pytest.raises(ValueError, match="is not in the table of chips"):
         replace(real, device="Voodoo2").spec  # noqa: B018
     with pytest.raises(ValueError, match="has 8 devices, and bench gpu measures one"):

@@ -20,10 +20,10 @@ from jaxtrain.certificate.layouts import LOOPS, MODES, PIPELINES, Layout, experi
 from jaxtrain.certificate.outcome import STEPS, Outcome, Program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
-from jaxtrain.mesh.compiler_options import quick_to_compile
+from jaxtrain.mesh.compiler_options import KEEP_BARRIERS, quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.small import seq_of
-from jaxtrain.step.assembly import KEEP_BARRIERS, assemble
+from jaxtrain.step.assembly import assemble
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 PLAIN = Layout((("data", 1),)).reference()

@@ -18,7 +18,7 @@ from jaxtrain.attention.documents import document_starts
 from jaxtrain.attention.kernels import SelfAttention
 from jaxtrain.attention.splash import Splash
 from jaxtrain.context import GatheredKeys, RingAttention, TwoLevel, Ulysses
-from jaxtrain.step.assembly import KEEP_BARRIERS
+from jaxtrain.mesh.compiler_options import KEEP_BARRIERS
 from jaxtrain.telemetry.hlo.collectives import dot_flops
 from jaxtrain.telemetry.hlo.text import program_text
 

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.mesh.compiler_options import QUICK_TO_COMPILE, option_violations, quick_to_compile
+from jaxtrain.mesh.compiler_options import (
+    FP8_KERNELS,
+    KEEP_BARRIERS,
+    QUICK_TO_COMPILE,
+    option_violations,
+    quick_to_compile,
+    with_defaults,
+)
 from jaxtrain.mesh.mesh import load_mesh
 
 SHIPPED = [load_mesh(path) for path in sorted(Path("meshes").glob("*.toml"))]
@@ -33,10 +40,21 @@ def test_other_platforms_compile_as_ever() -> None:
     assert quick_to_compile(Absent()) == {}
 
 
-@pytest.mark.parametrize("spec", GPUS, ids=lambda spec: spec.name)
-def test_options_of_shipped_gpu_meshes_are_known_by_this_version(spec) -> None:
+OF_GPUS = {spec.name: dict(spec.compiler_options) for spec in GPUS} | {"fp8": FP8_KERNELS}
+
+
+@pytest.mark.parametrize("name", OF_GPUS)
+def test_options_for_gpus_are_known_by_this_version(name: str) -> None:
     """One compiler reads the options of CPU and GPU, and refuses a name that it does not know."""
     lowered = jax.jit(jnp.negative).lower(jnp.ones(8))
-    lowered.compile(compiler_options=dict(spec.compiler_options))
+    lowered.compile(compiler_options=OF_GPUS[name])
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        lowered.compile(compiler_options={**dict(spec.compiler_options), "xla_gpu_never": 1})
+        lowered.compile(compiler_options={**OF_GPUS[name], "xla_gpu_never": 1})
+
+
+def test_what_a_mesh_disables_stays_disabled() -> None:
+    passes = "xla_disable_hlo_passes"
+    assert with_defaults({}, "cpu", fp8=True) == {passes: KEEP_BARRIERS}
+    also = with_defaults({passes: "a,b", "xla_c": 1}, "cpu", fp8=False)
+    assert also == {passes: f"a,b,{KEEP_BARRIERS}", "xla_c": 1}
+    assert with_defaults({passes: "a"}, "gpu", fp8=True) == {passes: "a", **FP8_KERNELS}

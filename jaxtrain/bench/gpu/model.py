@@ -22,7 +22,6 @@ from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.quantized.delayed import Delayed
 from jaxtrain.nn.quantized.recipe import Fp8Products
-from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.precision import Precision, fp8, int8
 from jaxtrain.run.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
@@ -62,11 +61,13 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of the step. batch: rows a step, in one microbatch. precision: None for the
-    experiment's. chunk_tokens: None for the model's own. options: of the compiler."""
+    """Options of the step. batch: rows a step, in one microbatch. unroll: layers are unrolled, None
+    for the platform's choice. precision: None for the experiment's. chunk_tokens: None for the
+    model's own. options: of the compiler."""
 
     batch: int
     remat: str = REMAT
+    unroll: bool | None = None
     precision: Precision | None = None
     chunk_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -80,11 +81,8 @@ class Compiled:
     variant: Variant
 
     def __post_init__(self) -> None:
-        options = tuple(
-            {**dict(self.setting.spec.compiler_options), **self.variant.options}.items()
-        )
-        spec = replace(self.setting.spec, compiler_options=options)
-        self.assembly: Assembly = assemble(experiment(self.setting, self.variant), spec)
+        self.assembly = assembled(self.setting, self.variant)
+        spec = self.assembly.spec
         self.mesh = active_mesh(make_mesh(spec), self.assembly.sizes)
         device = self.mesh.devices.flat[0]
         if refused := option_violations(dict(self.variant.options), device):
@@ -170,6 +168,16 @@ def held_bytes() -> int:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
+def assembled(setting: Setting, variant: Variant) -> Assembly:
+    """Returns the experiment on the setting's device. The loop over layers is the platform's own
+    but for what the variant says of it."""
+    options = dict(setting.spec.compiler_options) | dict(variant.options)
+    spec = replace(setting.spec, compiler_options=tuple(options.items()))
+    a = assemble(experiment(setting, variant), spec)
+    unroll = a.loop.unroll if variant.unroll is None else variant.unroll
+    return replace(a, loop=replace(a.loop, remat=variant.remat, unroll=unroll))
+
+
 def experiment(setting: Setting, variant: Variant) -> Experiment:
     """Returns the experiment on synthetic documents, in one microbatch, with training steps
     only."""
@@ -190,7 +198,6 @@ def experiment(setting: Setting, variant: Variant) -> Experiment:
         batch=variant.batch,
         microbatches=1,
         precision=variant.precision or e.precision,
-        execution=replace(e.execution, loop=LayerLoop(remat=variant.remat)),
         evaluation=None,
         checkpoints=None,
     )
@@ -276,6 +283,11 @@ def precision(setting: Setting, name: str) -> None:
 def other_remat(setting: Setting, remat: str) -> None:
     """Measures a remat policy at its own largest batch."""
     measure(setting, f"remat {remat}", search(setting, remat))
+
+
+def scanned(setting: Setting, _: str) -> None:
+    """Measures a loop over layers that is not unrolled."""
+    measure(setting, "scanned", Variant(best_batch(setting), unroll=False))
 
 
 def chunk(setting: Setting, tokens: str) -> None:
