@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import pytest
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.certificate import certify as certify_module
-from jaxtrain.checkpoint import committed_steps
+from jaxtrain.checkpoint import committed_steps, manager
 from jaxtrain.cli import train as train_command
 from jaxtrain.cli.shared import signals_to
 from jaxtrain.cluster.phases import Phases
@@ -202,6 +203,29 @@ def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
     Path("small.py").write_text(text)
     assert cli.main(train) == 0
     assert re.search(r"resuming at step [23]\b", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("fail", "begins"), [({2}, "step 4"), ({2, 3}, "step 2"), ({1, 2, 3}, "the beginning")], ids=str
+)
+def test_a_last_save_that_fails_is_told_without_a_traceback(
+    fail: set[int], begins: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fail: of the saves of steps 2 and 4, and of 4 on the way out."""
+    tries, make = itertools.count(1), manager.make_and_remove
+
+    def full(directory: Path) -> None:
+        if next(tries) in fail:
+            raise OSError(28, "No space left on device", str(directory))
+        make(directory)
+
+    monkeypatch.setattr(manager, "make_and_remove", full)
+    train = ["train", write(more="checkpoints=SavePolicy(every=2),"), "--mesh", mesh()]
+    assert cli.main([*train, "--steps", "4"]) == 1
+    out, said = capsys.readouterr()
+    remedy = f"; make room or mend the directory, and start the run again: it goes on from {begins}"
+    assert "Traceback" not in said and said.endswith(f"{remedy}\n")
+    assert out.count("; the run goes on, and its next save tries again") == (1 in fail)
 
 
 # Refusals
@@ -402,8 +426,17 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
         assert f"DAMAGED {found['config']}" in said.err
     config.unlink()
     assert cli.main(["verify", "runs/small"]) == 1
-    config.write_text(stored)
+    other = json.loads(stored)
+    other["experiment"]["logging"]["every"] += 1  # which a resumed run may change
+    config.write_text(json.dumps(other))
+    assert cli.main(["verify", "runs/small"]) == 0
+    other["experiment"]["seed"] += 1
+    config.write_text(json.dumps(other))
     capsys.readouterr()
+    assert cli.main(["verify", "runs/small"]) == 1
+    said = capsys.readouterr().out
+    assert "DAMAGED in 1 places" in said and "experiment.seed was 0, now 1" in said
+    config.write_text(stored)
     pack = next(Path("runs/small/checkpoints").rglob("*.pack"))
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1

@@ -43,7 +43,7 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-MEND = "make room or mend the directory; the next save tries again"
+MEND = "make room or mend the directory"
 
 
 class CheckpointManager:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from jaxtrain.cluster.sampler import STARTED_BY
 from jaxtrain.files.regular import open_regular, refuse_links
 
 NAME = ".lock"
@@ -26,7 +27,7 @@ def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
     with opened as file:
         _take(file, run_dir)
         file.truncate(0)
-        file.write(str(os.getpid()).encode())
+        file.write(f"{os.getpid()} {os.environ.get(STARTED_BY, '')}".encode())
         status = os.fstat(file.fileno())
         yield lambda: _is_at(run_dir / NAME, status)
 
@@ -67,11 +68,15 @@ def _take(file: FileIO, run_dir: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"run directory {run_dir} is in use by process {_holder(file)}; wait for it, "
-            "stop it, or give another run directory"
+            f"run directory {run_dir} is in use by {_holder(file)}, or give another run directory"
         ) from None
 
 
 def _holder(file: FileIO) -> str:
+    """Returns which process holds the lock, and what to do."""
     file.seek(0)
-    return file.read(20).decode(errors="replace") or "?"
+    holder, _, starter = file.read(40).decode(errors="replace").partition(" ")
+    if starter:
+        again = f"process {holder}, which process {starter} starts again"
+        return f"{again}; wait for it, stop {starter}"
+    return f"process {holder or '?'}; wait for it, stop it"

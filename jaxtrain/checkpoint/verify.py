@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.storage import (
 )
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
+from jaxtrain.state_format.manifest import Foreign
 from jaxtrain.state_format.reader import verify_chunks
 
 
@@ -26,9 +27,10 @@ class Verdict(NamedTuple):
     damages: list[str]
 
 
-def verify(run_dir: str | Path) -> list[Verdict]:
+def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[Verdict]:
     """Returns a verdict on each committed step of a run directory's durable tier, oldest first.
-    Writes nothing, needs no device, and may run during a run.
+    Writes nothing, needs no device, and may run during a run. foreign: returns why a step with this
+    metadata is not of the run; its lines count as damages.
 
     Raises ValueError where no step is committed there, or links lead out of it.
     """
@@ -41,7 +43,7 @@ def verify(run_dir: str | Path) -> list[Verdict]:
             f"{directory} has no committed checkpoint; give the run directory that holds "
             f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
         )
-    verdicts = [_verdict(directory, step) for step in steps]
+    verdicts = [_verdict(directory, step, foreign) for step in steps]
     # A run beside this may have removed a step while it was read.
     return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
 
@@ -58,7 +60,7 @@ def config_damage(run_dir: str | Path) -> str:
     return ""
 
 
-def _verdict(directory: Path, step: int) -> Verdict:
+def _verdict(directory: Path, step: int, foreign: Foreign) -> Verdict:
     try:
         manifest = whole_manifest(directory, step)
     except DamagedCheckpoint as error:
@@ -66,4 +68,5 @@ def _verdict(directory: Path, step: int) -> Verdict:
     except CheckpointError as error:
         return Verdict(step, 0, 0, [str(error)])
     chunks = [chunk for leaf_chunks in manifest.chunks.values() for chunk in leaf_chunks]
-    return Verdict(step, len(chunks), sum(c.size for c in chunks), verify_chunks(manifest))
+    damages = verify_chunks(manifest) + foreign(manifest.metadata)
+    return Verdict(step, len(chunks), sum(c.size for c in chunks), damages)

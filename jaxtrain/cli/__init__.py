@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from jaxtrain.cli.shared import (
     answer,
     experiment_of,
     mesh_of,
+    print_failure,
     progress,
     set_simulation_flags,
     settle_streams,
@@ -73,7 +73,7 @@ def _exit_code(options: argparse.Namespace) -> int:
         return options.run(options)
     except RunFailed as error:
         assert error.__cause__ is not None
-        traceback.print_exception(error.__cause__)
+        print_failure(error.__cause__)
         return FAILED
     except (ValueError, LacksPackage) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)

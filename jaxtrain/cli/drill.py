@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 
 from jaxtrain.cli.shared import JSON, answer, text_stream
 from jaxtrain.cluster.exit_codes import FAILED
+from jaxtrain.files.temporary import temporary_folder
 
 
 def add_options(drill: argparse.ArgumentParser) -> None:
@@ -26,11 +25,11 @@ def drill_command(options: argparse.Namespace) -> int:
         return answer(options, listing, str(listing))
     if options.experiment is None:
         raise ValueError("drill wants an experiment file, or --list alone")
-    with tempfile.TemporaryDirectory(prefix="jaxtrain-drill-") as folder:
+    with temporary_folder("drill") as folder:
         report = drill(
             options.experiment,
             processes=options.processes,
-            folder=Path(folder),
+            folder=folder,
             tell=lambda text: print(text, flush=True, file=text_stream(options)),
         )
     answer(options, report, str(report))

@@ -22,6 +22,7 @@ from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
+from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
 from jaxtrain.machines.layouts import Layout, read_layouts
@@ -135,7 +136,7 @@ def _machines(
     """Returns the machines that start the processes, and a folder that all of them and this one
     share."""
     if options.machines is None:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-")))
+        folder = stack.enter_context(temporary_folder("launch"))
         return LocalMachines(slots_of(options.processes, folder, own_command(), os.environ)), folder
     key = read_key(os.environ)
     address = options.listen or LISTEN
@@ -241,8 +242,8 @@ def _submit(options: argparse.Namespace, train: argparse.Namespace, command: lis
     if options.dry_run:
         print(text, end="")
         return 0
-    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
-        file = Path(folder) / f"{job.name}.job"
+    with temporary_folder("schedule") as folder:
+        file = folder / f"{job.name}.job"
         file.write_text(text)
         program = submission(options.scheduler, file)
         try:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +60,17 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
     if options.own_process and too_late and not os.environ.get(STARTED_AGAIN):
         os.environ[STARTED_AGAIN] = "1"  # a system that drops GLIBC_TUNABLES must not loop
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def print_failure(error: BaseException) -> None:
+    """Prints why a run failed: of a failed save a line with what to do, of others the traceback."""
+    storage: Any = sys.modules.get("jaxtrain.checkpoint.storage")
+    if storage is None or not isinstance(error, storage.CheckpointError):
+        return traceback.print_exception(error)
+    newest = max(storage.committed_steps(error.directory), default=None)
+    begins = "the beginning" if newest is None else f"step {newest}"
+    text = f"jaxtrain: {error}, and start the run again: it goes on from {begins}"
+    return print("\n".join([text, *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 class RunFailed(Exception):

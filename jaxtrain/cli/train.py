@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from jaxtrain.cli.shared import (
     MESH,
     RunFailed,
     mesh_of,
+    print_failure,
     run_dir_of,
     say,
     set_simulation_flags,
@@ -26,9 +26,9 @@ from jaxtrain.cli.shared import (
 from jaxtrain.cluster.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import Place, join, place_of, process_count, process_number
 from jaxtrain.cluster.phases import Phases
-from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sampler, end_with_parent
+from jaxtrain.cluster.sampler import SAMPLE_FILE, STARTED_BY, SUPERVISOR, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
-from jaxtrain.fault_tolerance.ledger import OpenEntry
+from jaxtrain.fault_tolerance.ledger import OpenEntry, unwritten
 from jaxtrain.run.callback import Callback, Run
 
 if TYPE_CHECKING:  # it imports JAX
@@ -62,6 +62,7 @@ def train_command(options: argparse.Namespace) -> int:
         # Child processes do not inherit these.
         path, faults = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
         if supervisor := os.environ.pop(SUPERVISOR, None):
+            os.environ[STARTED_BY] = supervisor
             end_with_parent(int(supervisor))
         if path:
             faulthandler.register(signal.SIGUSR1)
@@ -150,6 +151,8 @@ class KeepLedger:
         now = self._phases.now
         if self._entry is not None and now.first >= 0:
             self._entry.close(now)
+            for line in unwritten():
+                print(f"jaxtrain: {line}", file=sys.stderr)
 
 
 class LeaveAtOnce(Callback):
@@ -173,7 +176,7 @@ class LeaveAtOnce(Callback):
             code = REFUSED
             print(f"jaxtrain: {error}", file=sys.stderr)
         else:
-            traceback.print_exception(error)
+            print_failure(error)
         self._ledger.keep()
         settle_streams()
         os._exit(code)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from jaxtrain.cli.shared import JSON, text_stream
 from jaxtrain.cluster.exit_codes import FAILED
@@ -15,16 +18,21 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def verify_command(options: argparse.Namespace) -> int:
+    from jaxtrain.checkpoint.run_config import read_config
     from jaxtrain.checkpoint.verify import config_damage, verify
+    from jaxtrain.experiment import of_another
 
-    verdicts, out = verify(options.run_dir), text_stream(options)
+    foreign: dict[str, Any] = {}
+    if not (config := config_damage(options.run_dir)):
+        stored = read_config(Path(options.run_dir)) or {}
+        foreign["foreign"] = partial(of_another, config=stored["experiment"])
+    verdicts, out = verify(options.run_dir, **foreign), text_stream(options)
     for verdict in verdicts:
         state = f"DAMAGED in {len(verdict.damages)} places" if verdict.damages else "whole"
         read = f"{verdict.chunks} chunks, {verdict.bytes:,} bytes"
         print(f"step {verdict.step}: {state}; {read}", file=out)
         for damage in verdict.damages:
             print(f"  {damage}", file=out)
-    config = config_damage(options.run_dir)
     if config:
         print(f"DAMAGED {config}", file=out)
     damaged = [verdict.step for verdict in verdicts if verdict.damages]

@@ -114,15 +114,17 @@ class Phases:
         self._first = step
         self.advance(step)
 
-    def advance(self, step: int, seconds: float | None = None) -> None:
-        """`step` steps are done. seconds: time of the last one, None if it is not like other
-        steps."""
+    def advance(self, step: int) -> None:
+        """`step` steps are done."""
         with self._lock:
             self._step, self._raised = step, ""
-            if seconds is not None:
-                self._steps.append(seconds)
-                self._median_s = statistics.median(self._steps)
         self._tell()
+
+    def measure(self, seconds: float) -> None:
+        """Adds the time of a step, callbacks included, to those of the median."""
+        with self._lock:
+            self._steps.append(seconds)
+            self._median_s = statistics.median(self._steps)
 
     def accuse(self, processes: Sequence[int]) -> None:
         """Reports wrong numbers of `processes`; if empty, of one process that is unknown."""

@@ -28,6 +28,10 @@ SAMPLE_FILE = "JAXTRAIN_SAMPLE_FILE"
 SUPERVISOR = "JAXTRAIN_SUPERVISOR"
 """Environment variable with the supervisor's process id."""
 
+STARTED_BY = "JAXTRAIN_STARTED_BY"
+"""Environment variable: number of the process, a launch or an agent, that starts a run's process
+again when it has ended."""
+
 EVERY_S = 2.0
 HEAD = Struct("<QII")
 """Number of the record, its bytes, their CRC-32."""

@@ -15,7 +15,7 @@ from jaxtrain.experiment.fields import (
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.experiment.load import config_of, load_experiment
 from jaxtrain.experiment.settings import with_fields
-from jaxtrain.experiment.stored import RESUMABLE, completed, resumable
+from jaxtrain.experiment.stored import RESUMABLE, completed, of_another, resumable
 
 __all__ = [
     "RESUMABLE",
@@ -33,6 +33,7 @@ __all__ = [
     "completed",
     "config_of",
     "load_experiment",
+    "of_another",
     "resumable",
     "with_fields",
 ]

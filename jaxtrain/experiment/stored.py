@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.attention.splash import Splash, SplashBlocks
-from jaxtrain.checkpoint.run_config import NAME, read_config
+from jaxtrain.checkpoint.run_config import NAME, config_differences, read_config
 from jaxtrain.checkpoint.storage import json_text
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
@@ -58,6 +59,29 @@ def resumable(*experiments: Any) -> tuple[str, ...]:
     without the attention if one of them has a user's own kernel, which may compute anything."""
     own = any(map(own_attention, experiments))
     return tuple(name for name in RESUMABLE if not (own and name == ATTENTION))
+
+
+def of_another(
+    metadata: dict[str, Any], config: dict[str, Any], experiment: Experiment | None = None
+) -> list[str]:
+    """Returns why a checkpoint with this metadata is not of the experiment that `config_of` stored
+    as `config`; [] if it is, or says nothing of it. experiment: as `completed` takes it."""
+    stored = metadata.get("experiment")
+    if stored is None:
+        return []
+    in_form = partial(completed, experiment=experiment)
+    try:
+        differences = config_differences(
+            {"experiment": stored},
+            in_form({"experiment": config}),
+            ignore=resumable(stored, config),
+            completed=in_form,
+        )
+    except ValueError as error:
+        return [f"its experiment cannot be read: {error}"]
+    if not differences:
+        return []
+    return [f"it is of another experiment: {'; '.join(map(str, differences))}"]
 
 
 MOVED = {

@@ -158,14 +158,25 @@ def record(path: Path, value: Mapping[str, object]) -> None:
     written with the next line of any file: the run matters more than its log."""
     _unwritten.setdefault(path, []).append(value)
     for file, values in list(_unwritten.items()):
-        with suppress(OSError, ValueError):
+        try:
             while values:
                 add_line(file, values[0])
                 del values[0]
             del _unwritten[file]
+        except (OSError, ValueError) as error:
+            _reasons[file] = getattr(error, "strerror", None) or str(error)
 
 
 _unwritten: dict[Path, list[Mapping[str, object]]] = {}
+_reasons: dict[Path, str] = {}
+
+
+def unwritten() -> list[str]:
+    """Returns a line for each file that lacks records of this process, with the reason."""
+    return [
+        f"{file} lacks {len(values)} line{'s' * (len(values) > 1)}: {_reasons[file]}"
+        for file, values in _unwritten.items()
+    ]
 
 
 def read_ledger(run_dir: str | Path) -> Ledger:

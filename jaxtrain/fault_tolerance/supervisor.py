@@ -31,6 +31,7 @@ from jaxtrain.fault_tolerance.ledger import (
     add_entry,
     read_ledger,
     record,
+    unwritten,
 )
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 from jaxtrain.machines.machine import Running
@@ -177,9 +178,10 @@ class Supervisor:
 
     def _ledger(self) -> str:
         try:
-            return str(read_ledger(self.run_dir))
+            ledger = str(read_ledger(self.run_dir))
         except ValueError as error:
-            return str(error)
+            ledger = str(error)
+        return "; ".join([ledger, *unwritten()])
 
     def stop(self) -> None:
         """For a signal handler: the first signal asks all processes to save and leave, a second one

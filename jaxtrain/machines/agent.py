@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxtrain.cluster.exit_codes import EXHAUSTED, PREEMPTED, REFUSED
 from jaxtrain.cluster.join import free_port
+from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.agents import GONE_S, TOLD_S
 from jaxtrain.machines.channel import KEY, Channel, Gone, connect
 from jaxtrain.machines.pauses import Pauses
@@ -51,8 +51,8 @@ class Agent:
 
     def run(self) -> int:
         """Serves until the supervisor releases it or cannot be reached; returns the exit code."""
-        with tempfile.TemporaryDirectory(prefix="jaxtrain-agent-") as folder:
-            self._file = Path(folder) / "sample"
+        with temporary_folder("agent") as folder:
+            self._file = folder / "sample"
             while True:
                 channel = self._reach()
                 if channel is None:
@@ -75,7 +75,7 @@ class Agent:
 
     def _reach(self) -> Channel | None:
         """Connects to the supervisor; None if it is not reached in time, or this machine leaves."""
-        until, reported = time.monotonic() + self._wait_s, ""
+        began, pauses, reported = time.monotonic(), Pauses(AGAIN_S), ""
         address = ":".join(map(str, self._address))
         while not self._leaving:
             try:
@@ -87,10 +87,10 @@ class Agent:
             if why != reported:
                 reported = why
                 self._tell(f"agent: {address}: {why}; tries again for {self._wait_s:g} s")
-            if time.monotonic() > until:
+            if time.monotonic() - pauses.moved(began) > self._wait_s:
                 self._tell(f"agent: no launch at {address} took it for {self._wait_s:g} s: {why}")
                 return None
-            time.sleep(AGAIN_S)
+            pauses.sleep()
         return None
 
     def _serve(self, channel: Channel) -> int | None:

@@ -250,8 +250,12 @@ class _Remote:
 
     def join(self) -> None:
         # A stopped agent cannot answer; it kills its process once it finds the supervisor gone.
-        if not self._ended.wait(GONE_S):
-            self.lost()
+        pauses, began = Pauses(TOLD_S), time.monotonic()
+        while not self._ended.wait(TOLD_S):
+            pauses.look()
+            if time.monotonic() - pauses.moved(began) > GONE_S:
+                return self.lost()
+        return None
 
     def lost(self) -> None:
         """Marks the process as lost with its machine."""

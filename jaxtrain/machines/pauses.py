@@ -9,8 +9,8 @@ PAUSE_S = 2.0
 
 
 class Pauses:
-    """Finds the pauses of a process that calls `look` at least every `interval_s` seconds. Others
-    may have been paused with it, so that their silence in that time tells nothing."""
+    """Finds the pauses of a process that calls `look` at least every `interval_s` seconds, or
+    `sleep`. Others may have been paused with it, so that their silence then tells nothing."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s, self._looked_at = interval_s, time.monotonic()
@@ -25,6 +25,12 @@ class Pauses:
             return 0.0
         self._pauses.append((now, late))
         return late
+
+    def sleep(self) -> None:
+        """Sleeps for `interval_s`. A pause within is found; what came before is no pause."""
+        self._looked_at = time.monotonic()
+        time.sleep(self._interval_s)
+        self.look()
 
     def moved(self, when: float) -> float:
         """Returns a time of the monotonic clock, moved later by the pauses after it, to the end of

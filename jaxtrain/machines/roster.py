@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.machine import Machine, Machines
+from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.workers import Tell
 
 POLL_S = 0.05
@@ -44,7 +45,7 @@ class Roster:
         """Waits for machines and chooses those of the next start; returns True if there are enough.
         stopped: returns True once the run is to end."""
         full, began, reported_at = max(self._layouts), time.monotonic(), time.monotonic()
-        first = not self.hosts
+        first, pauses = not self.hosts, Pauses(POLL_S)
         while not stopped():
             present, now = self._usable(), time.monotonic()
             layout = self._layouts.get(min(len(present), full))
@@ -53,7 +54,7 @@ class Roster:
                 if first or layout is None
                 else self._rejoin_s * self._some_lost(present)
             )
-            waited = now - began >= patience or not self._machines.come_and_go
+            waited = now - pauses.moved(began) >= patience or not self._machines.come_and_go
             if layout is not None and (waited or len(present) >= full):
                 self._take(present, layout)
                 return True
@@ -63,7 +64,7 @@ class Roster:
             if now - reported_at > TELL_S:
                 reported_at = now
                 self._tell(f"launch: waits for machines; {len(present)} of {full} are here")
-            time.sleep(POLL_S)
+            pauses.sleep()
         return False
 
     def could_grow(self) -> bool:

@@ -240,13 +240,15 @@ class _Loop:
             self.readings.take(step + 1, self.health.step(step, batch))
         self.result.steps = step + 1
         run.advance(step + 1)
+        phases.advance(step + 1)
         hooks.tell("after_step", step + 1)
         with self.waiting():
             self.readings.read()
             if self.rollbacks and step + 1 == run.last:
                 self.readings.flush()
         took = time.monotonic() - began
-        phases.advance(step + 1, None if early else took)
+        if not early:
+            phases.measure(took)
         self.pace.add(took - self.waited, took, session.loader.wait_s)
 
     def evaluate_and_save(self, done: int) -> None:

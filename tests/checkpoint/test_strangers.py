@@ -34,6 +34,7 @@ from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.cluster.sampler import STARTED_BY
 from jaxtrain.run import loop
 from jaxtrain.state_format.chunks import Box, Chunk, Part
 from jaxtrain.state_format.leaves import LeafRecord
@@ -87,6 +88,16 @@ def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
     refuse_held(tmp_path)
     with sole_run(tmp_path):
         pass
+
+
+def test_who_starts_a_run_again_is_named_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STARTED_BY, "41")
+    own = os.getpid()
+    told = f"in use by process {own}, which process 41 starts again; wait for it, stop 41, or"
+    with sole_run(tmp_path), pytest.raises(ValueError, match=told):
+        refuse_held(tmp_path)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(

@@ -76,15 +76,16 @@ def test_listeners_hear_of_every_change() -> None:
     clock.now = 103.0
     phases.enter("step")
     for seconds in (1.0, 3.0, 9.0):
-        phases.advance(phases.now.step + 1, seconds)
+        phases.advance(phases.now.step + 1)
+        phases.measure(seconds)
     phases.advance(4)  # unlike other steps
     spent = {"start": 3.0}
     assert heard == [
         Now("start", 0, 100.0, 0.0, -1, {}),
         Now("step", 0, 103.0, 0.0, -1, spent),
-        Now("step", 1, 103.0, 1.0, -1, spent),
-        Now("step", 2, 103.0, 2.0, -1, spent),
-        Now("step", 3, 103.0, 3.0, -1, spent),
+        Now("step", 1, 103.0, 0.0, -1, spent),
+        Now("step", 2, 103.0, 1.0, -1, spent),
+        Now("step", 3, 103.0, 2.0, -1, spent),
         Now("step", 4, 103.0, 3.0, -1, spent),
     ]
     phases.begin_at(9)
@@ -92,7 +93,7 @@ def test_listeners_hear_of_every_change() -> None:
     phases.advance(10)
     assert (phases.now.first, phases.now.step) == (9, 10)
     for _ in range(RECENT):
-        phases.advance(5, 7.0)
+        phases.measure(7.0)
     assert phases.now.median_s == 7.0, "of the recent steps"
 
 

@@ -27,7 +27,9 @@ from jaxtrain.fault_tolerance.ledger import (
     read_ledger,
     record,
     sum_up,
+    unwritten,
 )
+from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.files import json_lines
 
 
@@ -284,11 +286,33 @@ def test_an_entry_that_waits_for_room_is_not_taken_over(tmp_path: Path, monkeypa
     with monkeypatch.context() as readonly:
         readonly.setattr(ledger, "add_line", refuse)
         first.close(now._replace(step=9))
+        lacks = f"{tmp_path / NAME} lacks 1 line: Read-only file system"
+        assert lacks in unwritten()
     (tmp_path / OPEN).write_text(left)
     second = OpenEntry(tmp_path)
     second.keep(now._replace(first=5))
     second.close(now._replace(first=5, step=12))
     assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(0, 9), (5, 12)]
+    assert lacks not in unwritten()
+
+
+def test_a_ledger_that_cannot_be_written_is_told_of_as_the_run_ends(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(ledger, "add_line", refuse)
+    monkeypatch.setattr(ledger, "_unwritten", {})
+    phases = Phases()
+    kept = KeepLedger(tmp_path, phases, writes=True)
+    phases.begin_at(3)
+    kept.keep()
+    lacks = f"{tmp_path / NAME} lacks 1 line: Read-only file system"
+    assert capsys.readouterr().err == f"jaxtrain: {lacks}\n"
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor.run_dir = tmp_path
+    assert supervisor._ledger().endswith(f"; {lacks}")
 
 
 def test_a_run_without_a_supervisor_keeps_its_own(tmp_path: Path) -> None:

@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 
 from jaxtrain.cluster.exit_codes import REFUSED
-from jaxtrain.machines import agent, agents, pauses
+from jaxtrain.machines import agent, agents, pauses, roster
 from jaxtrain.machines.agents import GONE_S, TOLD_S, Agents
 from jaxtrain.machines.channel import Gone
+from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.pauses import PAUSE_S, Pauses
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time that passes only as a test says: `clock.now`."""
-    made = SimpleNamespace(now=1000.0)
+    made = SimpleNamespace(now=1000.0, oversleeps=[])
+    """oversleeps: seconds by which the next sleeps are too long."""
 
     def sleep(seconds: float) -> None:
-        made.now += seconds
+        made.now += seconds + (made.oversleeps.pop(0) if made.oversleeps else 0.0)
 
     time = SimpleNamespace(monotonic=lambda: made.now, sleep=sleep)
-    for module in (agent, agents, pauses):
+    for module in (agent, agents, pauses, roster):
         monkeypatch.setattr(module, "time", time)
     return made
 
@@ -140,3 +142,59 @@ def test_an_agent_leaves_after_as_many_refusals_in_a_row_as_a_lost_one_is_notice
             made._taken()
             made._is_taken = False
     assert made._refused("there is a machine named a") == REFUSED
+
+
+PAUSED = pytest.mark.parametrize(("oversleeps", "paused"), [([600.0], True), ([1.5] * 30, False)])
+"""Of sleeps while something is waited for, for 30 seconds awake: what comes after a pause of the
+one who waits has come in time, and what comes after many long sleeps has not."""
+
+
+@PAUSED
+def test_a_paused_launch_waits_for_its_machines_as_long_as_it_said(
+    clock: SimpleNamespace, oversleeps: list[float], paused: bool
+) -> None:
+    clock.oversleeps = [*oversleeps]
+    told: list[str] = []
+    machine = SimpleNamespace(name="a", leaving=False)
+
+    def present() -> list[Any]:
+        return [] if clock.oversleeps else [machine]
+
+    machines = SimpleNamespace(present=present, come_and_go=True)
+    made = roster.Roster(machines, {1: Layout(1)}, 30.0, told.append)  # type: ignore[arg-type]
+    assert made.choose(lambda: False) is paused
+    assert bool(told) is not paused
+
+
+@PAUSED
+def test_a_paused_agent_looks_for_its_launch_as_long_as_it_said(
+    clock: SimpleNamespace,
+    oversleeps: list[float],
+    paused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock.oversleeps = [*oversleeps]
+    channel = SimpleNamespace(send=lambda _: None, host="::1")
+
+    def connect(address: Any, key: bytes) -> Any:
+        if clock.oversleeps:
+            raise OSError("refused")
+        return channel
+
+    monkeypatch.setattr(agent, "connect", connect)
+    settings: dict[str, Any] = dict(name="a", program=(), wait_s=30.0, tell=lambda _: None)
+    found = agent.Agent(("::1", 1), b"", **settings)._reach()
+    assert (found is channel) is paused
+
+
+@pytest.mark.parametrize(("gaps", "lost"), [([TOLD_S, 600.0], False), (SILENT, True)], ids=str)
+def test_a_paused_launch_takes_no_process_for_lost_that_it_ended(
+    clock: SimpleNamespace, gaps: list[float], lost: bool
+) -> None:
+    machine = SimpleNamespace(heard=clock.now)
+    remote = agents._Remote(machine, 1, 0, lambda _: None)  # type: ignore[arg-type]
+    ended = Ticks(clock, gaps)
+    ended.set = lambda: None  # type: ignore[attr-defined]
+    remote._ended = ended  # type: ignore[assignment]
+    remote.join()
+    assert remote._lost is lost

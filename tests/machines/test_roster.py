@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from jaxtrain.machines import pauses
 from jaxtrain.machines import roster as rosters
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.roster import Roster
@@ -121,14 +122,27 @@ class Clock:
         self.now += seconds
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (rosters, pauses):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def stay(roster: Roster, clock: Clock) -> None:
+    """Machines that are there now are grown onto once they have stayed."""
+    for _ in range(3):
+        assert not roster.could_grow()
+        clock.now += 4
+    assert roster.could_grow()
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_only_machines_that_stayed_are_grown_onto(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_machines_that_stayed_are_grown_onto(seed: int, clock: Clock) -> None:
     """Whatever comes and goes: those there at every look for longer than ten seconds count, by a
     record of all looks; and those of the start."""
-    clock, drawn, there = Clock(), random.Random(seed), [*"abcde"]
-    monkeypatch.setattr(rosters, "time", clock)
+    drawn, there = random.Random(seed), [*"abcde"]
     machines = Changing("ab")
     roster, _ = made(machines, FEWER, rejoin_s=10)
     assert roster.choose(lambda: False) and names(roster) == "ab"
@@ -151,12 +165,9 @@ def test_only_machines_that_stayed_are_grown_onto(
     assert 0 < grew < 120
 
 
-def test_who_has_stayed_is_taken_before_who_has_just_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_has_stayed_is_taken_before_who_has_just_come(clock: Clock) -> None:
     """Whatever their order is, and before one that took part and is gone."""
-    clock, machines = Clock(), Changing("ab")
-    monkeypatch.setattr(rosters, "time", clock)
+    machines = Changing("ab")
     roster, _ = made(machines, FEWER, rejoin_s=10)
     assert roster.choose(lambda: False)
     for machines.names in "abef", "abef", "abcdef":
@@ -166,28 +177,19 @@ def test_who_has_stayed_is_taken_before_who_has_just_come(
     assert sorted(names(roster)) == [*"abef"]
 
 
-def test_a_machine_that_takes_the_place_of_another_has_not_stayed_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, machines = Clock(), Changing("abc")
-    monkeypatch.setattr(rosters, "time", clock)
+def test_a_machine_that_takes_the_place_of_another_has_not_stayed_for_it(clock: Clock) -> None:
+    machines = Changing("abc")
     roster, _ = made(machines, FEWER, rejoin_s=10)
     assert roster.choose(lambda: False) and names(roster) == "ab"
     for turn in range(20):
         clock.now += 4
         machines.names = "abc" + "de"[turn % 2]
         assert not roster.could_grow(), "four are there at every look, and never the same"
-    for _ in range(3):
-        assert not roster.could_grow()
-        clock.now += 4
-    assert roster.could_grow()
+    stay(roster, clock)
 
 
-def test_a_machine_that_is_back_between_two_looks_has_not_stayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, machines = Clock(), Changing("ab")
-    monkeypatch.setattr(rosters, "time", clock)
+def test_a_machine_that_is_back_between_two_looks_has_not_stayed(clock: Clock) -> None:
+    machines = Changing("ab")
     roster, _ = made(machines, FEWER, rejoin_s=10)
     assert roster.choose(lambda: False) and names(roster) == "ab"
     machines.names = "abcd"
@@ -197,25 +199,18 @@ def test_a_machine_that_is_back_between_two_looks_has_not_stayed(
         assert not roster.could_grow()
         clock.now += 4
         del machines.machines["c"]
-    for _ in range(3):
-        assert not roster.could_grow()
-        clock.now += 4
-    assert roster.could_grow()
+    stay(roster, clock)
 
 
-def test_a_pause_is_no_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, machines = Clock(), Changing("ab")
-    monkeypatch.setattr(rosters, "time", clock)
+def test_a_pause_is_no_stay(clock: Clock) -> None:
+    machines = Changing("ab")
     roster, _ = made(machines, FEWER, rejoin_s=10)
     assert roster.choose(lambda: False)
     machines.names = "abcd"
     assert not roster.could_grow()
     clock.now += 600
     roster.forget_stays()
-    for _ in range(3):
-        assert not roster.could_grow()
-        clock.now += 4
-    assert roster.could_grow()
+    stay(roster, clock)
 
 
 def test_one_that_was_left_out_or_has_left_is_not_waited_for() -> None:

@@ -405,7 +405,7 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
             phases=phases,
         )
     assert phases.now.failed_in == {"end": "callback"}.get(phase, phase)
-    assert phases.now.phase == "finish"
+    assert (phases.now.phase, phases.now.step) == ("finish", 4)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("4")] == ["4"]
 
 

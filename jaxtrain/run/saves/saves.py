@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
+from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
@@ -169,8 +170,11 @@ class Saves:
         self.files.write_waiting(self.run)
 
     def after_error(self, error: Exception) -> None:
-        """Saves as for an interrupt; a second failure becomes a note on the first error."""
+        """Saves as for an interrupt; a second failure becomes a note on the first error, unless
+        both are of saving."""
         try:
             self.leave("failed")
         except Exception as second:
+            if isinstance(error, CheckpointError) and isinstance(second, CheckpointError):
+                return
             error.add_note(f"saving what was reached failed too: {second}")

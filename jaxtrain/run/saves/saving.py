@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.run_config import config_differences
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.experiment import Experiment, completed, config_of, resumable
+from jaxtrain.experiment import Experiment, config_of, of_another
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
@@ -28,27 +27,8 @@ def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> 
         return None
     hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
     mtbf_s = None if hours is None else hours * 3600 / spec.devices
-    foreign = partial(_foreign, experiment)
+    foreign = partial(of_another, config=config_of(experiment), experiment=experiment)
     return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s, foreign=foreign)
-
-
-def _foreign(experiment: Experiment, metadata: dict[str, Any]) -> list[str]:
-    """Reasons why a step with this metadata belongs to another experiment; [] if it does not."""
-    if metadata.get("experiment") is None:
-        return []
-    try:
-        config = config_of(experiment)
-        differences = config_differences(
-            {"experiment": metadata["experiment"]},
-            {"experiment": config},
-            ignore=resumable(metadata["experiment"], config),
-            completed=partial(completed, experiment=experiment),
-        )
-    except ValueError as error:
-        return [f"its experiment cannot be read: {error}"]
-    return (
-        [f"it is of another experiment: {'; '.join(map(str, differences))}"] if differences else []
-    )
 
 
 class Saving:
@@ -154,7 +134,7 @@ class Saving:
             act()
         except CheckpointError as error:
             failed = True
-            self.tell(f"NOT SAVED {error}; the run goes on")
+            self.tell(f"NOT SAVED {error}; the run goes on, and its next save tries again")
         self._tell_troubles()
         return not failed
 
