@@ -15,6 +15,7 @@ from .checkpoint.policy import SavePolicy as SavePolicy
 from .checkpoint.verify import verify as verify
 from .data import TextData as TextData
 from .data import TextFiles as TextFiles
+from .drills.drill import drill as drill
 from .experiment import Evaluation as Evaluation
 from .experiment import Execution as Execution
 from .experiment import Experiment as Experiment
@@ -27,6 +28,7 @@ from .experiment import LoRA as LoRA
 from .experiment import LossSpikes as LossSpikes
 from .experiment import Sample as Sample
 from .experiment import load_experiment as load_experiment
+from .machines.elastic import elastic as elastic
 from .mesh.mesh import MeshSpec as MeshSpec
 from .mesh.mesh import load_mesh as load_mesh
 from .mesh.mesh import mesh_from_axes as mesh_from_axes
@@ -45,9 +47,14 @@ from .optim.optimizer import SGD as SGD
 from .optim.optimizer import AdamW as AdamW
 from .optim.optimizer import Muon as Muon
 from .optim.precision import bf16 as bf16
+from .optim.precision import fp8 as fp8
+from .optim.precision import fp16 as fp16
 from .optim.precision import fp32 as fp32
+from .optim.precision import int8 as int8
 from .optim.schedule import WarmupCosine as WarmupCosine
 from .pipeline.config import Pipeline as Pipeline
+from .pipeline.picture import schedule as schedule
+from .planner.compile import compile as compile
 from .run.callback import Callback as Callback
 from .run.callback import Run as Run
 from .run.check import check as check

@@ -20,6 +20,7 @@ LAYERS = {
     "files": 0,
     "public": 0,
     "remedies": 0,
+    "reprs": 0,
     "violations": 0,
     "cluster": 1,
     "mesh": 1,
@@ -47,7 +48,7 @@ LAYERS = {
     "bench": 11,
     "machines": 11,
     "fault_tolerance": 12,
-    "drill": 13,
+    "drills": 13,
     "cli": 14,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""

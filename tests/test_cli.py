@@ -26,8 +26,9 @@ from jaxtrain import cli
 from jaxtrain.certificate import certify as certify_module
 from jaxtrain.checkpoint import committed_steps, manager
 from jaxtrain.cli import train as train_command
-from jaxtrain.cli.shared import signals_to
+from jaxtrain.cli.shared import print_failure, signals_to
 from jaxtrain.cluster.phases import Phases
+from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.run.directory import left_in
 from jaxtrain.run.session import Session
@@ -206,7 +207,7 @@ def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
 
 
 @pytest.mark.parametrize(
-    ("fail", "begins"), [({2}, "step 4"), ({2, 3}, "step 2"), ({1, 2, 3}, "the beginning")], ids=str
+    ("fail", "begins"), [({2}, ""), ({2, 3}, "step 2"), ({1, 2, 3}, "the beginning")], ids=str
 )
 def test_a_last_save_that_fails_is_told_without_a_traceback(
     fail: set[int], begins: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -224,8 +225,60 @@ def test_a_last_save_that_fails_is_told_without_a_traceback(
     assert cli.main([*train, "--steps", "4"]) == 1
     out, said = capsys.readouterr()
     remedy = f"; make room or mend the directory, and start the run again: it goes on from {begins}"
+    if not begins:
+        remedy = "; a second try saved it: start the run again"
     assert "Traceback" not in said and said.endswith(f"{remedy}\n")
     assert out.count("; the run goes on, and its next save tries again") == (1 in fail)
+
+
+def test_what_fails_of_a_checkpoint_is_a_line_and_says_no_more_than_it_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "4").mkdir()
+    place: Any = {"step": 4, "directory": tmp_path, "remedy": "mend it"}
+    damaged = manager.DamagedCheckpoint(["a byte"], **place)
+    damaged.add_note("one more")
+    print_failure(damaged)
+    assert capsys.readouterr().err == f"jaxtrain: {damaged}\none more\n"
+    print_failure(manager.CheckpointError("not set aside", **place))
+    assert capsys.readouterr().err.endswith("; mend it\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "code"), [("Damaged", -1, 2), ("Damaged", 0, 1), ("Failed", 0, 1)]
+)
+def test_one_of_several_leaves_with_a_line_too(
+    kind: str,
+    first: int,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps none of which can be gone on from are a refusal, as with one process."""
+    place: Any = {"step": 4, "directory": tmp_path, "remedy": "mend it"}
+    errors = {
+        "Damaged": manager.DamagedCheckpoint(["a byte"], **place),
+        "Failed": manager.FailedSave("no room", **place),
+    }
+    codes: list[int] = []
+    monkeypatch.setattr(train_command.os, "_exit", codes.append)
+    monkeypatch.setattr(train_command, "settle_streams", lambda: None)
+    phases = Phases()
+    if first >= 0:
+        phases.begin_at(first)
+    ledger = types.SimpleNamespace(keep=lambda: None)
+    train_command.LeaveAtOnce(phases, ledger).leave(errors[kind])  # type: ignore[arg-type]
+    assert codes == [code]
+    told = capsys.readouterr().err
+    assert told.startswith("jaxtrain: checkpoint step 4") and "Traceback" not in told
+
+
+def test_a_process_of_a_launch_says_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SUPERVISOR, "41")
+    monkeypatch.setattr(train_command, "end_with_parent", lambda process: None)
+    assert cli.main(["train", write(), "--mesh", mesh(), "--steps", "1"]) == 0
+    assert Path("runs/small/.lock").read_text() == f"{os.getpid()} 41"
 
 
 # Refusals
@@ -435,8 +488,16 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     capsys.readouterr()
     assert cli.main(["verify", "runs/small"]) == 1
     said = capsys.readouterr().out
-    assert "DAMAGED in 1 places" in said and "experiment.seed was 0, now 1" in said
+    assert "DAMAGED" not in said and "a start of this run is refused" in said
+    assert "  FOREIGN it is of another experiment: experiment.seed was 0, now 1\n" in said
+    del other["experiment"]["seed"], other["experiment"]["clip_norm"]  # older than the fields
+    config.write_text(json.dumps(other))
+    assert cli.main(["verify", "runs/small"]) == 0
+    other["experiment"]["data"]["own"] = 1  # newer than the step
+    config.write_text(json.dumps(other))
+    assert cli.main(["verify", "runs/small"]) == 0
     config.write_text(stored)
+    capsys.readouterr()
     pack = next(Path("runs/small/checkpoints").rglob("*.pack"))
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1

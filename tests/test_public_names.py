@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -80,10 +81,45 @@ def test_types_are_for_those_who_install_it() -> None:
 
 
 def test_the_top_has_what_a_script_begins_with() -> None:
-    """About forty names; the others are in rooms that are named there too."""
+    """About fifty names; the others are in rooms that are named there too."""
     rooms = {name for name in jaxtrain.__all__ if inspect.ismodule(getattr(jaxtrain, name))}
     assert rooms == {*WITH_STUBS, "checkpoint", "data"}
-    assert len(jaxtrain.__all__) - len(rooms) <= 48
+    assert len(jaxtrain.__all__) - len(rooms) <= 55
+    assert {"bf16", "fp8", "fp16", "fp32", "int8"} <= set(jaxtrain.__all__)
+
+
+def test_help_on_an_experiment_is_read_at_a_glance() -> None:
+    """Defaults are as somebody would write them, each field has a line, and Raises is last."""
+    signature = str(inspect.signature(jaxtrain.Experiment))
+    assert len(signature) < 800 and "= fp32" in signature and "= fsdp() | tensor()" in signature
+    lines = inspect.getdoc(jaxtrain.Experiment).splitlines()
+    for field in dataclasses.fields(jaxtrain.Experiment):
+        assert sum(line.startswith(f"{field.name}: ") for line in lines) == 1, field.name
+    begins = [line for line in lines if line and not line.startswith(" ")]
+    assert begins[-2].startswith("Raises ValueError") and len(begins) == 1 + 16 + 2
+
+
+def test_what_is_shown_makes_the_same_value_again() -> None:
+    """Of presets their names, of others the fields that are not the default."""
+    names = {name: getattr(jaxtrain, name) for name in jaxtrain.__all__}
+    names |= {name: getattr(jaxtrain.checkpoint, name) for name in ("Minutes", "Keep", "Best")}
+    own = jaxtrain.Execution(mode="gspmd", small_leaf=3)
+    assert repr(own) == "Execution(mode='gspmd', small_leaf=3)"
+    for value in (
+        own,
+        jaxtrain.Execution(),
+        *(jaxtrain.fp32, jaxtrain.bf16, jaxtrain.fp16, jaxtrain.fp8, jaxtrain.int8),
+        *(jaxtrain.fsdp(), jaxtrain.data_parallel(), jaxtrain.zero1(), jaxtrain.zero2()),
+        jaxtrain.zero2() | jaxtrain.tensor(),
+        jaxtrain.SavePolicy(every=jaxtrain.checkpoint.Minutes(3.0), keep=9),
+        jaxtrain.Pipeline(chunks=2),
+        jaxtrain.Health(replay=7),
+        jaxtrain.Evaluation(every=3),
+        jaxtrain.Logging(every=4),
+    ):
+        assert eval(repr(value), names) == value, value
+    other = dataclasses.replace(jaxtrain.bf16, matmul="high")
+    assert repr(other) == "Precision(compute=<class 'jax.numpy.bfloat16'>, matmul='high')"
 
 
 @pytest.mark.parametrize(
@@ -129,9 +165,11 @@ def test_a_name_that_is_not_at_the_top_is_told_where_it_is(name: str, said: str)
 def test_functions_stay_functions_whatever_was_imported() -> None:
     script = (
         "import inspect, jaxtrain.run.loop, jaxtrain.certificate.certify, jaxtrain.run.check\n"
+        "import jaxtrain.drills.drill, jaxtrain.planner.compile, jaxtrain.machines.elastic\n"
+        "import jaxtrain.pipeline.picture, jaxtrain.optim.schedule\n"
         "import jaxtrain\n"
-        "names = ('train', 'certify', 'check', 'generate', 'export', 'verify')\n"
-        "assert all(inspect.isfunction(getattr(jaxtrain, name)) for name in names)\n"
+        "names = 'train certify check generate export verify compile schedule elastic drill'\n"
+        "assert all(inspect.isfunction(getattr(jaxtrain, name)) for name in names.split())\n"
         "assert 'run_dir' in inspect.signature(jaxtrain.train).parameters\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=6000)

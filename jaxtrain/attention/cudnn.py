@@ -202,8 +202,9 @@ def _either(
     portable(*operands).
 
     XLA lays out what a conditional takes and gives as any of its branches likes. Loops over tiles
-    like heads before tokens, so all was transposed for cuDNN and back (1% of a step of Llama 3.2
-    1B). Heads and their dims therefore travel as one dim, which leaves no choice.
+    like heads before tokens, so all was transposed for cuDNN and back (18 ms of the 1,040 of a step
+    of Llama 3.2 1B on an H200). Heads and their dims therefore travel as one dim, which leaves no
+    choice.
     """
 
     def joined(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

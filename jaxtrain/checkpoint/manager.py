@@ -16,6 +16,7 @@ from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
+    FailedSave,
     check_writable,
     committed_steps,
     describe,
@@ -82,8 +83,7 @@ class CheckpointManager:
         self._in_flight: int | None = None
         self._began = 0.0
         self._retention = Retention(policy.keeping, self.directory)
-        self._trusted: set[int] = set()
-        """Steps that this start has written, or read whole."""
+        self._trusted: set[int] = set()  # steps that this start has written, or read whole
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -217,7 +217,7 @@ class CheckpointManager:
         json_text(metadata, name=f"metadata of step {step}")
         refuse_other_step(step, metadata, leaf_table.named_leaves(state))
         self._refuse_old(step)
-        with self._translated("could not be saved", step):
+        with self._translated("could not be saved", step, FailedSave):
             # In Orbax a process that cannot write the step's directory makes the others wait.
             share_oserror(lambda: make_and_remove(self.directory))
             # Before Orbax is asked: it refuses a step with False, not with an error.
@@ -234,7 +234,7 @@ class CheckpointManager:
         if not started:
             self._in_flight = None
             remedy = "remove step directories there that no run of ours wrote"
-            raise self._error("Orbax did not start to save it", step, remedy)
+            raise self._error(FailedSave, "Orbax did not start to save it", step, remedy)
 
     def restore(
         self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
@@ -328,7 +328,7 @@ class CheckpointManager:
         if self._in_flight is None:
             return
         step = self._in_flight
-        with self._translated("could not be saved", step):
+        with self._translated("could not be saved", step, FailedSave):
             self._orbax.wait_until_finished()
             problem = failure_of(self.directory, step)
             if jax.process_index() == 0:
@@ -341,8 +341,8 @@ class CheckpointManager:
         self._in_flight = None
         self.clock.save_s = time.perf_counter() - self._began
         if step not in self.steps():  # believe the directory only
-            problem = "the writer ended without an error, but the step is not there"
-            raise self._error(problem, step, "see whether something else removes files there")
+            remedy = "see whether something else removes files there"
+            raise self._error(FailedSave, "the writer ended, and it is not there", step, remedy)
         self._trusted.add(step)
         if jax.process_index() == 0:
             self._retention.drop_old(step)
@@ -366,9 +366,9 @@ class CheckpointManager:
     def _refuse_old(self, step: int) -> None:
         last = self.latest()
         if last is not None and step <= last:
-            remedy = f"resume from step {last}, or call discard_after({step - 1}) first"
             problem = f"a save is newer than all others, and step {last} is committed"
-            raise self._error(problem, step, remedy)
+            remedy = f"resume from step {last}, or call discard_after({step - 1}) first"
+            raise self._error(CheckpointError, problem, step, remedy)
 
     @contextmanager
     def _settled_if_interrupted(self, manager: ocp.CheckpointManager) -> Iterator[None]:
@@ -385,8 +385,8 @@ class CheckpointManager:
             raise
 
     @contextmanager
-    def _translated(self, problem: str, step: int, *, remedy: str = MEND) -> Iterator[None]:
-        """Raises errors of the storage as CheckpointError, with the error as its cause."""
+    def _translated(self, problem: str, step: int, kind: Any = CheckpointError) -> Iterator[None]:
+        """Raises errors of the storage as `kind`, with the error as its cause."""
         try:
             yield
         except Exception as error:
@@ -394,7 +394,7 @@ class CheckpointManager:
             self._orbax, self._in_flight = None, None
             if jax.process_index() == 0:
                 remove_unfinished(self.directory)
-            raise self._error(f"{problem}: {describe(error)}", step, remedy) from error
+            raise self._error(kind, f"{problem}: {describe(error)}", step, MEND) from error
 
-    def _error(self, problem: str, step: int, remedy: str) -> CheckpointError:
-        return CheckpointError(problem, step=step, directory=self.directory, remedy=remedy)
+    def _error(self, kind: Any, problem: str, step: int, remedy: str) -> CheckpointError:
+        return kind(problem, step=step, directory=self.directory, remedy=remedy)

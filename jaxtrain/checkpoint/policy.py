@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxtrain.files.stores import store_violations
+from jaxtrain.reprs import short_repr
 
 FARTHEST = 16
 EVALUATED_BATCHES = "eval_batches"
@@ -26,6 +27,8 @@ class Minutes:
     file has none, and before the first save."""
 
     minutes: float | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         minutes = self.minutes
@@ -124,6 +127,8 @@ class SavePolicy:
     every: int | Minutes = Minutes()
     keep: int | Keep = 3
     local: LocalTier | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         violations = []

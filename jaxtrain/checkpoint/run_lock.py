@@ -16,18 +16,25 @@ NAME = ".lock"
 
 
 @contextmanager
-def sole_run(run_dir: Path) -> Iterator[Callable[[], bool]]:
+def sole_run(run_dir: Path, last: str | None = None) -> Iterator[Callable[[], bool]]:
     """Locks the run directory, made if needed, until the block or the process ends; the kernel
     releases the lock in every case. Yields a function that is True while the lock is held: False
     once the directory or the lock file was removed. Raises ValueError while another run holds it,
-    and for a lock that is a link or no file."""
+    for a lock that is a link or no file, and if another run has held it since `refuse_held` gave
+    `last`: what this one has read is not the newest."""
     with _writable(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         opened = open_regular(run_dir / NAME, "a+b")
     with opened as file:
         _take(file, run_dir)
+        if last is not None and _last(file) != last:
+            raise ValueError(
+                f"run directory {run_dir} was used by another run while this one compiled; the "
+                "same command goes on from what that run left"
+            )
         file.truncate(0)
-        file.write(f"{os.getpid()} {os.environ.get(STARTED_BY, '')}".encode())
+        # Taken out of the environment: a process that this one starts is nobody's to start again.
+        file.write(f"{os.getpid()} {os.environ.pop(STARTED_BY, '')}".encode())
         status = os.fstat(file.fileno())
         yield lambda: _is_at(run_dir / NAME, status)
 
@@ -39,9 +46,10 @@ def _is_at(path: Path, status: os.stat_result) -> bool:
         return False
 
 
-def refuse_held(run_dir: Path) -> None:
+def refuse_held(run_dir: Path) -> str:
     """Raises ValueError while a run holds the directory, where it has links that would be written
-    through, or where its lock cannot be written; writes nothing."""
+    through, or where its lock cannot be written; writes nothing. Returns which run held it last,
+    for `sole_run`."""
     refuse_links(run_dir)
     path = run_dir / NAME
     if path.exists():
@@ -49,6 +57,15 @@ def refuse_held(run_dir: Path) -> None:
             opened = open_regular(path, "r+b")
         with opened as file:
             _take(file, run_dir)
+            return _last(file)
+    return ""
+
+
+def _last(file: FileIO) -> str:
+    """Returns text that differs between any two runs that held the lock; "" if none has."""
+    file.seek(0)
+    holder = file.read(40).decode(errors="replace")
+    return holder and f"{holder} {os.fstat(file.fileno()).st_mtime_ns}"
 
 
 @contextmanager
@@ -77,6 +94,6 @@ def _holder(file: FileIO) -> str:
     file.seek(0)
     holder, _, starter = file.read(40).decode(errors="replace").partition(" ")
     if starter:
-        again = f"process {holder}, which process {starter} starts again"
-        return f"{again}; wait for it, stop {starter}"
+        again = f"process {holder}, which process {starter} (of a launch or an agent) starts again"
+        return f"{again}; wait for it, stop the launch"
     return f"process {holder or '?'}; wait for it, stop it"

@@ -35,6 +35,7 @@ class CheckpointError(ValueError):
     Attributes:
         step: the step that was being saved or restored.
         directory: the directory of the checkpoints.
+        problem: what failed, and why.
         last_good: the newest step that is committed there (older than a damaged one), or None.
     """
 
@@ -43,6 +44,7 @@ class CheckpointError(ValueError):
     ) -> None:
         self.step = step
         self.directory = directory
+        self.problem = problem
         good_steps = [s for s in committed_steps(directory) if not (damaged and s >= step)]
         self.last_good = newest(good_steps)
         safe = (
@@ -51,6 +53,10 @@ class CheckpointError(ValueError):
             else f"step {self.last_good} is committed there"
         )
         super().__init__(f"checkpoint step {step} in {directory}: {problem}; {safe}; {remedy}")
+
+
+class FailedSave(CheckpointError):
+    """A step was not saved."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -260,7 +266,10 @@ def make_and_remove(directory: Path) -> None:
     """Makes and removes a directory in `directory`. Raises OSError where it cannot be made:
     read-only, no inode left."""
     directory.mkdir(parents=True, exist_ok=True)
-    os.rmdir(tempfile.mkdtemp(dir=directory, prefix=".writable-"))
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=directory, prefix=".writable-"))
+    except OSError as error:  # its name is drawn, and tells nothing
+        raise OSError(error.errno, error.strerror, str(directory)) from None
 
 
 def json_text(value: object, *, name: str, indent: int | None = None) -> str:

@@ -19,18 +19,25 @@ from jaxtrain.state_format.reader import verify_chunks
 
 
 class Verdict(NamedTuple):
-    """Result for one step: number of chunks and bytes read, and a line for each damage."""
+    """Result for one step: number of chunks and bytes read, a line for each damage, and why the
+    step is not of this run's experiment."""
 
     step: int
     chunks: int
     bytes: int
     damages: list[str]
+    foreign: list[str]
+
+    @property
+    def usable(self) -> bool:
+        """True if a start of the run goes on from the step, were it the newest."""
+        return not self.damages and not self.foreign
 
 
 def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[Verdict]:
     """Returns a verdict on each committed step of a run directory's durable tier, oldest first.
     Writes nothing, needs no device, and may run during a run. foreign: returns why a step with this
-    metadata is not of the run; its lines count as damages.
+    metadata is not of the run's experiment.
 
     Raises ValueError where no step is committed there, or links lead out of it.
     """
@@ -64,9 +71,9 @@ def _verdict(directory: Path, step: int, foreign: Foreign) -> Verdict:
     try:
         manifest = whole_manifest(directory, step)
     except DamagedCheckpoint as error:
-        return Verdict(step, 0, 0, error.damages)
+        return Verdict(step, 0, 0, error.damages, [])
     except CheckpointError as error:
-        return Verdict(step, 0, 0, [str(error)])
+        return Verdict(step, 0, 0, [str(error)], [])
     chunks = [chunk for leaf_chunks in manifest.chunks.values() for chunk in leaf_chunks]
-    damages = verify_chunks(manifest) + foreign(manifest.metadata)
-    return Verdict(step, len(chunks), sum(c.size for c in chunks), damages)
+    read = len(chunks), sum(chunk.size for chunk in chunks)
+    return Verdict(step, *read, verify_chunks(manifest), foreign(manifest.metadata))

@@ -219,12 +219,10 @@ def _compile(options: argparse.Namespace) -> int:
         from jaxtrain.mesh.absent import ENVIRONMENT
 
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-    from jaxtrain.planner.compile import compile_experiment
+    from jaxtrain.planner.compile import compile
 
     tell = progress(options)
-    report = compile_experiment(
-        experiment_of(options), spec, compiler_log=_compiler_log, progress=tell
-    )
+    report = compile(experiment_of(options), spec, compiler_log=_compiler_log, progress=tell)
     answer(options, report, report.table(), report.summary())
     return FAILED if report.violations or report.fits is False else 0
 

@@ -6,7 +6,6 @@ import argparse
 
 from jaxtrain.cli.shared import JSON, answer, text_stream
 from jaxtrain.cluster.exit_codes import FAILED
-from jaxtrain.files.temporary import temporary_folder
 
 
 def add_options(drill: argparse.ArgumentParser) -> None:
@@ -17,20 +16,18 @@ def add_options(drill: argparse.ArgumentParser) -> None:
 
 
 def drill_command(options: argparse.Namespace) -> int:
-    from jaxtrain.drill.drill import drill
-    from jaxtrain.drill.plan import listed
+    from jaxtrain.drills.drill import drill
+    from jaxtrain.drills.plan import listed
 
     if options.list:
         listing = listed(options.processes)
         return answer(options, listing, str(listing))
     if options.experiment is None:
         raise ValueError("drill wants an experiment file, or --list alone")
-    with temporary_folder("drill") as folder:
-        report = drill(
-            options.experiment,
-            processes=options.processes,
-            folder=folder,
-            tell=lambda text: print(text, flush=True, file=text_stream(options)),
-        )
+    report = drill(
+        options.experiment,
+        processes=options.processes,
+        tell=lambda text: print(text, flush=True, file=text_stream(options)),
+    )
     answer(options, report, str(report))
     return 0 if report.passed else FAILED

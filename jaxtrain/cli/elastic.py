@@ -16,7 +16,7 @@ def add_options(elastic: argparse.ArgumentParser) -> None:
 
 
 def elastic_command(options: argparse.Namespace) -> int:
-    from jaxtrain.machines.elastic import elastic_plans
+    from jaxtrain.machines.elastic import elastic
 
-    plans = elastic_plans(experiment_of(options), mesh_of(options), options.machines)
+    plans = elastic(experiment_of(options), mesh_of(options), options.machines)
     return answer(options, plans, str(plans))

@@ -8,9 +8,6 @@ import json
 from jaxtrain.cli.shared import JSON, text_stream
 from jaxtrain.files.stores import local_path
 
-DRAWN, PICTURED = 10_000, 200_000
-"""Most boxes: of a terminal, some seconds; of an SVG file, one that a browser still opens."""
-
 
 def add_options(schedule: argparse.ArgumentParser) -> None:
     source = schedule.add_mutually_exclusive_group(required=True)
@@ -32,7 +29,7 @@ def add_options(schedule: argparse.ArgumentParser) -> None:
 def draw(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jaxtrain.pipeline.picture import as_json, figures, grid, svg
+    from jaxtrain.pipeline.picture import DrawnSchedule
     from jaxtrain.pipeline.schedule import Costs, make_schedule
     from jaxtrain.pipeline.table_file import read_schedule, written
 
@@ -52,23 +49,16 @@ def draw(options: argparse.Namespace) -> int:
         schedule = make_schedule(options.kind, **given_sizes)
     times = {name: getattr(options, name) for name in ("forward", "backward", "weight", "head")}
     costs = Costs(**{name: time for name, time in times.items() if time is not None})
-    if svg_file is not None and schedule.ticks * schedule.stages > PICTURED:
-        raise ValueError(
-            f"--svg: {schedule.ticks} ticks of {schedule.stages} stages are no picture; draw "
-            f"fewer microbatches, for at most {PICTURED:,} boxes"
-        )
-    out = text_stream(options)
-    console = Console(file=out)
-    if schedule.ticks * schedule.stages <= DRAWN:
-        for part in grid(schedule, console.width):
-            console.print(part)
-    else:
-        print(f"{schedule.ticks} ticks of {schedule.stages} stages are not drawn", file=out)
-    print(figures(schedule, costs), file=out)
-    if svg_file is not None:
-        svg_file.write_text(svg(schedule, costs), encoding="utf-8")
+    drawn = DrawnSchedule(schedule, costs)
+    try:
+        picture = None if svg_file is None else drawn.svg()
+    except ValueError as error:
+        raise ValueError(f"--svg: {error}") from error
+    drawn.print_to(Console(file=text_stream(options)))
+    if svg_file is not None and picture is not None:
+        svg_file.write_text(picture, encoding="utf-8")
     if table_file is not None:
         table_file.write_text(written(schedule), encoding="utf-8")
     if options.json:
-        print(json.dumps(as_json(schedule, costs)))
+        print(json.dumps(drawn.as_json()))
     return 0

@@ -63,14 +63,21 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
 
 
 def print_failure(error: BaseException) -> None:
-    """Prints why a run failed: of a failed save a line with what to do, of others the traceback."""
+    """Prints why a run failed: errors of checkpoints as a line, of a failed save with what to do;
+    others with their traceback."""
     storage: Any = sys.modules.get("jaxtrain.checkpoint.storage")
     if storage is None or not isinstance(error, storage.CheckpointError):
         return traceback.print_exception(error)
-    newest = max(storage.committed_steps(error.directory), default=None)
-    begins = "the beginning" if newest is None else f"step {newest}"
-    text = f"jaxtrain: {error}, and start the run again: it goes on from {begins}"
-    return print("\n".join([text, *getattr(error, "__notes__", [])]), file=sys.stderr)
+    text, steps = str(error), storage.committed_steps(error.directory)
+    if isinstance(error, storage.FailedSave) and error.step in steps:
+        place = f"checkpoint step {error.step} in {error.directory}"
+        text = f"{place}: {error.problem}; a second try saved it: start the run again"
+    elif isinstance(error, storage.FailedSave):
+        begins = f"step {steps[-1]}" if steps else "the beginning"
+        text += f", and start the run again: it goes on from {begins}"
+    for line in (f"jaxtrain: {text}", *getattr(error, "__notes__", [])):
+        print(line, file=sys.stderr)
+    return None
 
 
 class RunFailed(Exception):

@@ -62,7 +62,8 @@ def train_command(options: argparse.Namespace) -> int:
         # Child processes do not inherit these.
         path, faults = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
         if supervisor := os.environ.pop(SUPERVISOR, None):
-            os.environ[STARTED_BY] = supervisor
+            if number == 0:  # which locks the run directory
+                os.environ[STARTED_BY] = supervisor
             end_with_parent(int(supervisor))
         if path:
             faulthandler.register(signal.SIGUSR1)
@@ -172,7 +173,7 @@ class LeaveAtOnce(Callback):
         code = FAILED
         if isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
-        elif type(error) is ValueError and self._phases.now.first < 0:
+        elif _refuses(error) and self._phases.now.first < 0:
             code = REFUSED
             print(f"jaxtrain: {error}", file=sys.stderr)
         else:
@@ -180,6 +181,13 @@ class LeaveAtOnce(Callback):
         self._ledger.keep()
         settle_streams()
         os._exit(code)
+
+
+def _refuses(error: BaseException) -> bool:
+    """True for a refusal: of the input, or of checkpoints none of which can be gone on from."""
+    storage: Any = sys.modules.get("jaxtrain.checkpoint.storage")
+    none_whole = storage is not None and isinstance(error, storage.DamagedCheckpoint)
+    return type(error) is ValueError or none_whole
 
 
 class Stop(Callback):

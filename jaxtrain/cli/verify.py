@@ -31,16 +31,18 @@ def verify_command(options: argparse.Namespace) -> int:
         state = f"DAMAGED in {len(verdict.damages)} places" if verdict.damages else "whole"
         read = f"{verdict.chunks} chunks, {verdict.bytes:,} bytes"
         print(f"step {verdict.step}: {state}; {read}", file=out)
-        for damage in verdict.damages:
-            print(f"  {damage}", file=out)
+        for line in verdict.damages:
+            print(f"  {line}", file=out)
+        for line in verdict.foreign:
+            print(f"  FOREIGN {line}", file=out)
     if config:
         print(f"DAMAGED {config}", file=out)
     damaged = [verdict.step for verdict in verdicts if verdict.damages]
-    if damaged:
-        good = [verdict.step for verdict in verdicts if not verdict.damages]
-        then = f"goes on from step {good[-1]}" if good else "is refused"
+    usable = [verdict.step for verdict in verdicts if verdict.usable]
+    if len(usable) < len(verdicts):
+        then = f"goes on from step {usable[-1]}" if usable else "is refused"
         print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
         steps = [verdict._asdict() for verdict in verdicts]
         print(json.dumps({"steps": steps, "damaged": damaged, "config": config or None}))
-    return FAILED if damaged or config else 0
+    return FAILED if config or len(usable) < len(verdicts) else 0

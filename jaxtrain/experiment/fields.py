@@ -21,6 +21,7 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.plain import Optax
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.pipeline.config import Pipeline
+from jaxtrain.reprs import short_repr
 from jaxtrain.telemetry.profiler import Steps
 from jaxtrain.violations import at_least, count, positive, raise_violations
 
@@ -96,6 +97,8 @@ class Health:
     self_check: int | None = None
     spikes: LossSpikes | None = None
     skip_batches: tuple[tuple[int, int], ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         intervals = {
@@ -178,6 +181,8 @@ class Execution:
     context: Method | None = None
     expert_chunk: int | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         violations = count("small_leaf", self.small_leaf, 0)
         if self.expert_chunk is not None:
@@ -244,6 +249,8 @@ class Evaluation:
     final_batches: int | None = None
     sample: Sample | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         violations = count("every", self.every, 1)
         for name in ("batches", "final_batches"):
@@ -268,6 +275,8 @@ class Logging:
     profile: Steps | None = None
     tensorboard: bool | None = None
     callbacks: tuple[Any, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)
@@ -298,18 +307,22 @@ class Experiment:
       *, key)` returns (sum, count) and, optionally, a dict of other sums.
     data: a value with `open(split, *, seed, cache_dir)`, such as `TextData`.
     optimizer: such as `AdamW(3e-4)`; or an optax transformation, or a function that returns one,
-      either of which is stored as an `Optax`. steps: of the complete run; schedules end there.
-    batch: sequences a step, or a `BatchRamp`. microbatches: parts a batch is accumulated over.
-    clip_norm: bound of the global gradient norm, None for none. ema_decay: of averaged weights
-      (min(ema_decay, (1 + step) / (10 + step)): a young average forgets its start sooner). Only
-      evaluation and sample use them.
-    precision: the dtypes. sharding: how tensors are split over mesh axes. execution: how the step
-      is run. checkpoints: when the run is saved and what is kept, None for never. logging: how
-      often metrics are written, and where.
+      either of which is stored as an `Optax`.
+    steps: of the complete run; schedules end there.
+    batch: sequences a step, or a `BatchRamp`.
+    microbatches: parts over which a batch is accumulated.
+    seed: of initial weights, dropout and the order of the data.
+    precision: the dtypes.
+    sharding: how tensors are split over mesh axes.
+    clip_norm: bound of the global gradient norm, None for none.
+    ema_decay: of averaged weights, None for none. The average takes min(ema_decay, (1 + step) /
+      (10 + step)): a young one forgets its start sooner. Only evaluation and sample use it.
+    execution: how the step is run.
+    evaluation: when the held-out loss is computed, None for never.
+    checkpoints: when the run is saved and what is kept, None for never.
+    logging: how often metrics are written, and where.
     fine_tuning: initial weights, and which parameters are trained; None trains all of them from
       their initialisation.
-    seed: of initial weights, dropout and the order of the data. evaluation: when the held-out loss
-      is computed, None for never.
 
     Raises ValueError that lists every field of the wrong kind, with a remedy. `check` and `train`
     report what depends on other fields or on a mesh.
@@ -331,6 +344,8 @@ class Experiment:
     checkpoints: SavePolicy | None = SavePolicy()  # noqa: RUF009 (frozen)
     logging: Logging = Logging()
     fine_tuning: FineTuning | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         violations = kind_violations(self)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.attention.splash import Splash, SplashBlocks
-from jaxtrain.checkpoint.run_config import NAME, config_differences, read_config
+from jaxtrain.checkpoint.run_config import ABSENT, NAME, config_differences, read_config
 from jaxtrain.checkpoint.storage import json_text
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
@@ -65,7 +65,8 @@ def of_another(
     metadata: dict[str, Any], config: dict[str, Any], experiment: Experiment | None = None
 ) -> list[str]:
     """Returns why a checkpoint with this metadata is not of the experiment that `config_of` stored
-    as `config`; [] if it is, or says nothing of it. experiment: as `completed` takes it."""
+    as `config`; [] if it is, or says nothing of it. experiment: as `completed` takes it; without
+    it a field that one side lacks tells nothing, since it may be newer."""
     stored = metadata.get("experiment")
     if stored is None:
         return []
@@ -79,6 +80,8 @@ def of_another(
         )
     except ValueError as error:
         return [f"its experiment cannot be read: {error}"]
+    if experiment is None:
+        differences = [d for d in differences if ABSENT not in (d.stored, d.now)]
     if not differences:
         return []
     return [f"it is of another experiment: {'; '.join(map(str, differences))}"]

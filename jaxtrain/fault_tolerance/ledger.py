@@ -174,8 +174,9 @@ _reasons: dict[Path, str] = {}
 def unwritten() -> list[str]:
     """Returns a line for each file that lacks records of this process, with the reason."""
     return [
-        f"{file} lacks {len(values)} line{'s' * (len(values) > 1)}: {_reasons[file]}"
-        for file, values in _unwritten.items()
+        f"{file} lacks {len(values)} line{'s' * (len(values) > 1)}: "
+        f"{_reasons.get(file, 'not written yet')}"
+        for file, values in list(_unwritten.items())  # a thread may write them meanwhile
     ]
 
 

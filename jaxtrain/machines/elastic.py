@@ -11,11 +11,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.axes import BATCH_AXES
-from jaxtrain.mesh.mesh import AxisSizes, MeshSpec, format_axes
+from jaxtrain.mesh.mesh import AxisSizes, MeshSpec, format_axes, load_mesh
 from jaxtrain.run.check import check
 from jaxtrain.violations import raise_violations
 
@@ -54,10 +55,15 @@ class ElasticPlans:
         }
 
 
-def elastic_plans(experiment: Experiment, spec: MeshSpec, machines: int) -> ElasticPlans:
-    """A plan for each number of machines up to `machines`, the number for the full mesh. Needs no
-    device. Raises ValueError if the mesh cannot be divided among the machines, and what `check`
-    raises for the experiment on the full mesh."""
+def elastic(
+    experiment: Experiment | str | Path, mesh: MeshSpec | str | Path, machines: int
+) -> ElasticPlans:
+    """Returns a plan for each number of machines up to `machines`, the number for the full mesh.
+    Needs no device. Raises ValueError if the mesh cannot be divided among the machines, and what
+    `check` raises for the experiment on the full mesh."""
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    spec = load_mesh(mesh)
     raise_violations(_not_shared(spec, machines), spec.where)
     batch = check(experiment, spec, data_here=False).assembly.largest_batch
     full = ElasticPlan(machines, spec.axes, experiment.microbatches)

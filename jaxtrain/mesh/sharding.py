@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXES
 from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
+from jaxtrain.reprs import short_repr
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
 LogicalAxes = tuple[str | None, ...]
@@ -88,6 +89,14 @@ class ShardingRules:
     optimizer: Table | None = None
     activations: Table = _IN_USE
     accumulate_sharded: bool = True
+
+    def __repr__(self) -> str:
+        """Returns the presets that make these rules, else the call."""
+        for preset in (data_parallel, zero1, zero2, fsdp):
+            for rules, second in ((preset(), ""), (preset() | tensor(), " | tensor()")):
+                if rules == self:
+                    return f"{preset.__name__}(){second}"
+        return short_repr(self)
 
     def __or__(self, other: ShardingRules) -> ShardingRules:
         """The product of two presets; raises ValueError where both split one logical axis."""

@@ -80,7 +80,7 @@ class DecoderConfig(DecoderFields):
         return violations(self)
 
     def describe(self) -> ModelDescription:
-        """Returns the decoder's description (design.md, D11)."""
+        """Returns the decoder's description."""
         ends = {part: getattr(self, part) for part in ("prefix", "suffix")}
         prefix, suffix = (
             {f"{part}.{i}.": describe_block(b, self.embed) for i, b in enumerate(blocks)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from jaxtrain.nn.quantized.recipe import Fp8Products, Int8Products, Products
+from jaxtrain.reprs import short_repr
 from jaxtrain.violations import at_least, count, positive, raise_violations
 
 Tree = TypeVar("Tree")
@@ -125,6 +126,11 @@ class Precision:
                 "compute=jnp.bfloat16"
             )
         raise_violations(violations)
+
+    def __repr__(self) -> str:
+        """Returns the name of a preset, else the call."""
+        presets = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8": fp8, "int8": int8}
+        return next((name for name, value in presets.items() if value == self), short_repr(self))
 
 
 def _products_like(value: Any) -> str:

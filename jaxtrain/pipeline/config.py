@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxtrain.files.stores import store_violations
 from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule, nearest_kind
 from jaxtrain.pipeline.table_file import read_schedule
+from jaxtrain.reprs import short_repr
 from jaxtrain.violations import raise_violations
 
 SAVES = ("inputs", "residuals")
@@ -29,6 +30,8 @@ class Pipeline:
     schedule: str = "one_f_one_b"
     chunks: int = 1
     save: str = "inputs"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         violations = []

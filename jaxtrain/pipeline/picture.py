@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,13 +18,72 @@ from jaxtrain.pipeline.overhead import (
     published_in_flight,
     warnings,
 )
-from jaxtrain.pipeline.schedule import Costs, Schedule
+from jaxtrain.pipeline.schedule import Costs, Schedule, make_schedule
 from jaxtrain.pipeline.table_file import cell
 
 STYLES = {"F": "black on bright_blue", "B": "black on bright_green", "W": "black on bright_yellow"}
 COLOURS = {"F": ("#7aa6e0", "#c3d7f2"), "B": ("#7cc48f", "#c6e6ce"), "W": ("#e3c063", "#f3e3b6")}
 """Fill of even and of odd chunks."""
 UNIT, LANE, MARGIN = 28, 26, 64
+DRAWN, PICTURED, WIDTH = 10_000, 200_000, 120
+"""Most boxes of a terminal, some seconds; of an SVG file that a browser still opens. Characters in
+a line of the text."""
+
+
+@dataclass(frozen=True)
+class DrawnSchedule:
+    """A pipeline schedule and the time of each kind of work, drawn: its text is a grid and the
+    figures, and a notebook shows `svg()`."""
+
+    schedule: Schedule
+    costs: Costs = Costs()  # noqa: RUF009 (frozen)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        self.print_to(Console(file=out, width=WIDTH))
+        return out.getvalue().rstrip("\n")
+
+    def print_to(self, console: Console) -> None:
+        """Prints the grid, unless it has over `DRAWN` boxes, and the figures."""
+        s = self.schedule
+        if s.ticks * s.stages <= DRAWN:
+            for part in grid(s, console.width):
+                console.print(part)
+        else:
+            print(f"{s.ticks} ticks of {s.stages} stages are not drawn", file=console.file)
+        print(figures(s, self.costs), file=console.file)
+
+    def svg(self) -> str:
+        """Returns a Gantt chart. Raises ValueError for more boxes than a browser opens."""
+        s = self.schedule
+        if s.ticks * s.stages > PICTURED:
+            raise ValueError(
+                f"{s.ticks} ticks of {s.stages} stages are no picture; draw fewer microbatches, "
+                f"for at most {PICTURED:,} boxes"
+            )
+        return svg(s, self.costs)
+
+    def _repr_svg_(self) -> str | None:
+        """For notebooks; None shows the text instead."""
+        return self.svg() if self.schedule.ticks * self.schedule.stages <= DRAWN else None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON for scripts; its keys are stable."""
+        return as_json(self.schedule, self.costs)
+
+
+def schedule(
+    kind: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    costs: Costs = Costs(),  # noqa: B008 (frozen)
+) -> DrawnSchedule:
+    """Returns a schedule of a pipeline, drawn, with its cost and memory. kind: gpipe, one_f_one_b,
+    interleaved or zero_bubble. microbatches: of a step. chunks: of layers on each stage. costs:
+    times of the work. Raises ValueError with every violation."""
+    return DrawnSchedule(make_schedule(kind, stages, microbatches, chunks), costs)
 
 
 def grid(schedule: Schedule, width: int) -> list[Table]:

@@ -226,7 +226,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def compile_experiment(
+def compile(
     experiment: Experiment | str | Path,
     mesh: MeshSpec | str | Path,
     *,

@@ -18,14 +18,14 @@ from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import record_run
 
 
-def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
+def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> str:
     """Raises ValueError, and writes nothing, if another run holds the directory, another experiment
     made it, its metrics files cannot be continued, or it has steps that this run would not continue
-    from; also if the config could not be read back."""
+    from; also if the config could not be read back. Returns which run held it last."""
     refuse_unreadable(config)
     process = jax.process_index()
-    if process == 0:  # other processes of this run come when it is already locked
-        refuse_held(run)
+    # Other processes of this run come when it is already locked.
+    last = refuse_held(run) if process == 0 else ""
     complete = partial(completed, experiment=experiment)
     stored = (read_config(run) or {}).get("experiment")
     may_differ = resumable(stored, config["experiment"])
@@ -33,6 +33,7 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> N
     if experiment.checkpoints is None:
         _refuse_begin_over(run)
     refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
+    return last
 
 
 def _refuse_begin_over(run: Path) -> None:
@@ -50,17 +51,18 @@ def _refuse_begin_over(run: Path) -> None:
 
 
 class RunDirectory:
-    """Locks the directory, and records what made the run. Raises ValueError if another run holds
-    it, or if it cannot be written."""
+    """Locks the directory, and records what made the run. last: the run that held it last, by
+    `refuse_unfit`. Raises ValueError if another run holds it, or has held it since, or if it cannot
+    be written."""
 
-    def __init__(self, path: Path, config: dict[str, Any], dataset: Any) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], dataset: Any, last: str) -> None:
         self.path, self._config, self._dataset = path, config, dataset
         self._lock = ExitStack()
-        self._take()
+        self._take(last)
         self._record()
 
-    def _take(self) -> None:
-        self._is_locked = self._lock.enter_context(sole_run(self.path))
+    def _take(self, last: str | None = None) -> None:
+        self._is_locked = self._lock.enter_context(sole_run(self.path, last))
         self._inode = _inode(self.path)
 
     def _record(self) -> None:

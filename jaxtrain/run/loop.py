@@ -85,10 +85,10 @@ def train(
     cache = cache_directory(cache_dir)
     last = _last_step(experiment, steps)
     user_callbacks = callbacks_of(experiment, callbacks)
-    config = {}
+    config, last_held = {}, ""
     if run is not None:
         config = {"experiment": config_of(experiment)}
-        refuse_unfit(run, config, experiment)
+        last_held = refuse_unfit(run, config, experiment)
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     refuse_without_saves(experiment, run)
@@ -101,7 +101,7 @@ def train(
             experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True, phases=phases
         )
         stack.callback(session.close)
-        directory = None if run is None else _open_directory(run, config, session)
+        directory = None if run is None else _open_directory(run, config, session, last_held)
         if directory is not None:
             stack.callback(directory.close)
         out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
@@ -111,10 +111,14 @@ def train(
         return loop.run_to_end()
 
 
-def _open_directory(run: Path, config: dict[str, Any], session: Session) -> RunDirectory | None:
+def _open_directory(
+    run: Path, config: dict[str, Any], session: Session, last: str
+) -> RunDirectory | None:
     """Opens the run directory on the first process. Raises ValueError on all if that fails."""
     first = jax.process_index() == 0
-    return share_failure(lambda: RunDirectory(run, config, session.dataset) if first else None)
+    return share_failure(
+        lambda: RunDirectory(run, config, session.dataset, last) if first else None
+    )
 
 
 def _last_step(experiment: Experiment, steps: int | None) -> int:

@@ -379,7 +379,7 @@ def _power_of_two(tokens: int) -> float:
 
 
 def _fetches(sizes: Mapping[str, int], places: Mapping[str, Leaf]) -> bool:
-    """True if layers fetch weights: from other devices, or from a stack of their stage's."""
+    """True if any weight is gathered before its use, or if layers are split into stages."""
     return STAGE in sizes or any(leaf.params != leaf.in_use for leaf in places.values())
 
 

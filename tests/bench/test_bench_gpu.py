@@ -244,6 +244,17 @@ def test_the_model_is_llama3_1b_on_documents_of_its_length() -> None:
         replace(real, mesh="h100_8").spec  # noqa: B018
 
 
+def test_a_loop_over_layers_is_measured_beside_unrolled_ones(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[model.Variant] = []
+    monkeypatch.setattr(model, "best_batch", lambda _: 3)
+    monkeypatch.setattr(model, "measure", lambda _, row, variant: measured.append(variant))
+    measure, argument = parts.measured_by("sweep/scanned")
+    measure(told.setting, argument)
+    assert measured == [model.Variant(3, unroll=False)]
+
+
 def test_best_batches_are_those_of_the_most_tokens_a_second(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +95,27 @@ def test_who_starts_a_run_again_is_named_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STARTED_BY, "41")
-    own = os.getpid()
-    told = f"in use by process {own}, which process 41 starts again; wait for it, stop 41, or"
-    with sole_run(tmp_path), pytest.raises(ValueError, match=told):
+    told = (
+        f"in use by process {os.getpid()}, which process 41 (of a launch or an agent) starts again"
+    )
+    with sole_run(tmp_path), pytest.raises(ValueError, match=re.escape(told)):
         refuse_held(tmp_path)
+    assert STARTED_BY not in os.environ, "what this run starts is nobody's to start again"
+
+
+def test_a_run_between_the_look_and_the_lock_is_noticed(tmp_path: Path) -> None:
+    """While a start compiled another may have trained to its end: what was read is old."""
+    told = "was used by another run while this one compiled; the same command goes on from what"
+    for _ in range(2):  # where there was no run, and where there was one
+        looked = refuse_held(tmp_path)
+        with sole_run(tmp_path, looked):
+            pass
+        with pytest.raises(ValueError, match=told), sole_run(tmp_path, looked):
+            pass
+        with sole_run(tmp_path, refuse_held(tmp_path)):
+            pass
+    with sole_run(tmp_path):  # that of a run which had it before, and writes it again
+        pass
 
 
 def test_a_directory_that_cannot_be_written_is_refused(

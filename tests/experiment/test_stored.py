@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -24,7 +25,7 @@ from jaxtrain import cli
 from jaxtrain.attention import Blockwise, Cudnn, Reference, Splash, SplashBlocks
 from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.checkpoint.run_config import write_config
-from jaxtrain.experiment import completed, config_of
+from jaxtrain.experiment import completed, config_of, of_another
 from jaxtrain.experiment.reading import Reader
 from jaxtrain.experiment.stored import (
     RESUMABLE,
@@ -547,3 +548,44 @@ def test_a_resumed_run_may_change_what_leaves_its_numbers_as_they_are() -> None:
     every = {f.name for f in dataclasses.fields(jaxtrain.Experiment)} - {"execution"}
     every |= {f"execution.{f.name}" for f in dataclasses.fields(jaxtrain.Execution)}
     assert every - {name.removeprefix("experiment.") for name in RESUMABLE} == learned
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnData:
+    """A user's own, with a field that older runs of it lack."""
+
+    seq: int = 8
+    newer: int = 3
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> None: ...
+
+
+def test_a_step_is_of_another_experiment_only_by_what_both_say() -> None:
+    """Fields that came later have their defaults on either side: this library's always, a user's
+    own where the experiment is at hand; without it they tell nothing."""
+    experiment = dataclasses.replace(EXPERIMENT, data=OwnData())
+    now = json.loads(json.dumps(config_of(experiment)))
+    assert of_another({}, now) == of_another({"experiment": now}, now) == []
+    for name, path in (("seed", ()), ("newer", ("data",))):
+        older = copy.deepcopy(now)
+        there = older
+        for part in path:
+            there = there[part]
+        del there[name]
+        assert of_another({"experiment": older}, now, experiment) == []
+        assert of_another({"experiment": older}, now) == []
+        assert of_another({"experiment": now}, older) == []
+    changed = dataclasses.replace(experiment, data=OwnData(newer=4), seed=5, steps=experiment.steps)
+    (told,) = of_another({"experiment": json.loads(json.dumps(config_of(changed)))}, now)
+    assert "experiment.seed was 5, now 0" in told and "experiment.data.newer was 4, now 3" in told
+    place, moved = "jaxtrain.models.transformer.attention:", "jaxtrain.models.block:"
+    assert place in json.dumps(now)
+    before = json.loads(json.dumps(now).replace(place, moved))
+    assert of_another({"experiment": before}, now) == of_another({"experiment": now}, before) == []
+    older = copy.deepcopy(now)
+    del older["data"]["newer"]
+    four = dataclasses.replace(experiment, data=OwnData(newer=4))
+    (told,) = of_another({"experiment": older}, json.loads(json.dumps(config_of(four))), four)
+    assert "experiment.data.newer was 3, now 4" in told
+    logged = dataclasses.replace(experiment, logging=jaxtrain.Logging(every=99))
+    assert of_another({"experiment": config_of(logged)}, now) == []

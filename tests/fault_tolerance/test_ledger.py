@@ -310,6 +310,11 @@ def test_a_ledger_that_cannot_be_written_is_told_of_as_the_run_ends(
     kept.keep()
     lacks = f"{tmp_path / NAME} lacks 1 line: Read-only file system"
     assert capsys.readouterr().err == f"jaxtrain: {lacks}\n"
+    record(tmp_path / NAME, {})
+    assert unwritten() == [f"{tmp_path / NAME} lacks 2 lines: Read-only file system"]
+    ledger._unwritten[tmp_path / "b"] = [{}]  # as another thread is about to write it
+    assert unwritten()[1] == f"{tmp_path / 'b'} lacks 1 line: not written yet"
+    del ledger._unwritten[tmp_path / "b"], ledger._unwritten[tmp_path / NAME][1]
     supervisor = Supervisor.__new__(Supervisor)
     supervisor.run_dir = tmp_path
     assert supervisor._ledger().endswith(f"; {lacks}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,21 +9,40 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.files.temporary import LOCK, temporary_folder
+
+HOLDS = """
+import os, signal, sys, tempfile
 from jaxtrain.files.temporary import temporary_folder
+tempfile.tempdir = sys.argv[1]
+with temporary_folder("a") as folder:
+    print(folder.name, flush=True)
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_folders_of_killed_processes_are_removed_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process of another container may have any number: the lock tells who lives."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    stay = [f"jaxtrain-a-{os.getppid()}-x", f"jaxtrain-b-{ended.pid}-x", "jaxtrain-a-me", "a-1-x"]
-    gone = [f"jaxtrain-a-{ended.pid}-x", f"jaxtrain-a-{10**30}-x"]
-    for name in (*stay, *gone):
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+    held = other.stdout.readline().strip()
+    stay = {"jaxtrain-a-without", "jaxtrain-b-x", "a-x"}
+    for name in stay:
         (tmp_path / name / "within").mkdir(parents=True)
+    (tmp_path / "jaxtrain-b-x" / LOCK).touch()
     with temporary_folder("a") as folder, temporary_folder("a") as another:
-        names = {path.name for path in tmp_path.iterdir()}
-        assert names == {*stay, folder.name, another.name} and folder != another
-        assert folder.name.startswith(f"jaxtrain-a-{os.getpid()}-")
-    assert {path.name for path in tmp_path.iterdir()} == {*stay}
+        assert folder != another and folder.is_dir() and another.is_dir()
+        assert {path.name for path in tmp_path.iterdir()} - {folder.name, another.name} == {
+            *stay,
+            held,
+        }
+    other.communicate("")
+    assert (tmp_path / held).is_dir(), "nothing of its own has removed it"
+    with temporary_folder("a"):
+        assert not (tmp_path / held).exists()
+    assert {path.name for path in tmp_path.iterdir()} == stay

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,7 +147,9 @@ def test_an_agent_leaves_after_as_many_refusals_in_a_row_as_a_lost_one_is_notice
     assert made._refused("there is a machine named a") == REFUSED
 
 
-PAUSED = pytest.mark.parametrize(("oversleeps", "paused"), [([600.0], True), ([1.5] * 30, False)])
+PAUSED = pytest.mark.parametrize(
+    ("oversleeps", "paused"), [([600.0, 0.0], True), ([1.5] * 30, False)]
+)
 """Of sleeps while something is waited for, for 30 seconds awake: what comes after a pause of the
 one who waits has come in time, and what comes after many long sleeps has not."""
 
@@ -163,7 +168,7 @@ def test_a_paused_launch_waits_for_its_machines_as_long_as_it_said(
     machines = SimpleNamespace(present=present, come_and_go=True)
     made = roster.Roster(machines, {1: Layout(1)}, 30.0, told.append)  # type: ignore[arg-type]
     assert made.choose(lambda: False) is paused
-    assert bool(told) is not paused
+    assert any("after 30 s" in line for line in told) is not paused
 
 
 @PAUSED
@@ -198,3 +203,29 @@ def test_a_paused_launch_takes_no_process_for_lost_that_it_ended(
     remote._ended = ended  # type: ignore[assignment]
     remote.join()
     assert remote._lost is lost
+
+
+def test_what_came_before_a_sleep_is_no_pause(clock: SimpleNamespace) -> None:
+    """Such as a try to connect, which may take long."""
+    looks, began = Pauses(1.0), clock.now
+    clock.now += 600
+    looks.sleep()
+    assert looks.moved(began) == began
+    clock.oversleeps = [600.0]
+    looks.sleep()
+    assert clock.now - looks.moved(began) == pytest.approx(602.0)
+
+
+def test_an_agents_folder_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    purposes: list[str] = []
+
+    @contextmanager
+    def folder(purpose: str) -> Iterator[Path]:
+        purposes.append(purpose)
+        yield tmp_path
+
+    monkeypatch.setattr(agent, "temporary_folder", folder)
+    monkeypatch.setattr(agent.Agent, "_reach", lambda _: None)
+    settings: dict[str, Any] = dict(name="a", program=(), wait_s=30.0, tell=lambda _: None)
+    agent.Agent(("::1", 1), b"", **settings).run()
+    assert purposes == ["agent"]

@@ -22,7 +22,7 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.planner import compile as compiling
-from jaxtrain.planner.compile import compile_experiment
+from jaxtrain.planner.compile import compile
 from jaxtrain.run.check import check
 from jaxtrain.step import train_step as stepping
 from jaxtrain.telemetry.hlo import scratch
@@ -41,7 +41,7 @@ def silent():
 
 
 def test_an_explicit_step_is_held_to_its_contract(small):
-    report = compile_experiment(small, jaxtrain.mesh_from_axes(data=2, fsdp=2, tensor=2))
+    report = compile(small, jaxtrain.mesh_from_axes(data=2, fsdp=2, tensor=2))
     found = report.as_json()
     assert found["contract"] is True and not report.violations
     assert report.memory["argument_bytes"] == report.checked.bytes_per_device["total"]
@@ -57,7 +57,7 @@ def test_an_explicit_step_is_held_to_its_contract(small):
 
 def test_documents_for_which_a_kernel_has_no_room_are_in_no_figure(small):
     """As `compile` says of a program for GPUs, whose rows may have more."""
-    report = compile_experiment(small, jaxtrain.mesh_from_axes(fsdp=2))
+    report = compile(small, jaxtrain.mesh_from_axes(fsdp=2))
     assert report.as_json()["documents_room"] is None and "documents" not in report.summary()
     for changes, room in ({}, 64), (dict(attention=Cudnn(documents=32)), 32):
         execution = jaxtrain.Execution(**changes)
@@ -71,7 +71,7 @@ def test_documents_for_which_a_kernel_has_no_room_are_in_no_figure(small):
 @pytest.mark.slow
 def test_gspmd_tells_what_xla_chose(small):
     experiment = replace(small, execution=jaxtrain.Execution(mode="gspmd"))
-    report = compile_experiment(experiment, jaxtrain.mesh_from_axes(data=2, tensor=4))
+    report = compile(experiment, jaxtrain.mesh_from_axes(data=2, tensor=4))
     assert report.contract is None and report.as_json()["contract"] is None
     assert report.sent and "predicted" not in report.table()
 
@@ -100,9 +100,7 @@ def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatc
     monkeypatch.setattr(stepping, "make_train_step", step)
     for checked in (True, False):
         execution = jaxtrain.Execution(check_vma=checked)
-        report = compile_experiment(
-            replace(small, execution=execution), jaxtrain.mesh_from_axes(data=2)
-        )
+        report = compile(replace(small, execution=execution), jaxtrain.mesh_from_axes(data=2))
         assert any("stands in a cond" in text for text in report.violations), checked
 
 
@@ -110,7 +108,7 @@ def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatc
 def test_the_program_of_the_last_steps_is_compiled(small):
     reducer = jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8(), warmup_steps=2)
     execution = jaxtrain.Execution(reducer=reducer, small_leaf=100)
-    report = compile_experiment(
+    report = compile(
         replace(small, execution=execution, sharding=jaxtrain.data_parallel()),
         jaxtrain.mesh_from_axes(data=2),
     )
@@ -122,7 +120,7 @@ def test_the_program_of_the_last_steps_is_compiled(small):
 def test_a_broken_contract_is_a_violation(small, monkeypatch):
     right = compiling.collectives
     monkeypatch.setattr(compiling, "collectives", lambda text: right(text)[:-1])
-    report = compile_experiment(small, jaxtrain.mesh_from_axes(fsdp=8))
+    report = compile(small, jaxtrain.mesh_from_axes(fsdp=8))
     assert report.as_json()["contract"] is False
     assert any("the contract is broken: " in text for text in report.violations)
     assert "BROKEN" in report.table()
@@ -130,7 +128,7 @@ def test_a_broken_contract_is_a_violation(small, monkeypatch):
 
 def test_what_the_compiler_logs_is_read(small):
     log = logged("W spmd.cc] [spmd] Involuntary full rematerialization. %add\nother\n")
-    report = compile_experiment(small, jaxtrain.mesh_from_axes(fsdp=2), compiler_log=log)
+    report = compile(small, jaxtrain.mesh_from_axes(fsdp=2), compiler_log=log)
     (text,) = report.violations
     assert text.startswith("XLA gathers a whole tensor") and "%add" in text
 
@@ -146,13 +144,13 @@ def logged(text):
 def test_too_much_for_what_a_program_may_take_does_not_fit(small, monkeypatch):
     """To the byte, whatever the chip has in all; with scratch memory that the compiler left out."""
     spec = jaxtrain.mesh_from_axes(fsdp=2)
-    counted = compile_experiment(small, spec, compiler_log=silent)
+    counted = compile(small, spec, compiler_log=silent)
     assert counted.as_json()["bytes_per_device"]["scratch"] == 0
     monkeypatch.setattr(scratch, "uncounted_scratch", lambda text: 1000)
     peak = counted.memory["peak_bytes"] + 1000
     for usable, fits in ((peak - 1, False), (peak, True)):
         tiny = replace(spec, chip=replace(spec.chip, usable_gbytes=usable / 1e9))
-        report = compile_experiment(small, tiny, compiler_log=silent)
+        report = compile(small, tiny, compiler_log=silent)
         assert report.fits is fits and not report.violations
         found = report.as_json()
         assert found["usable_bytes"] == usable and found["bytes_per_device"]["scratch"] == 1000
@@ -173,13 +171,13 @@ def test_what_xla_cannot_squeeze_in_does_not_fit(small, monkeypatch):
     right = compiling.dot_flops
     monkeypatch.setattr(compiling, "dot_flops", lambda text: 1.615 * right(text))
     spec = jaxtrain.mesh_from_axes(fsdp=2)
-    report = compile_experiment(small, spec, compiler_log=logged(SQUEEZED))
+    report = compile(small, spec, compiler_log=logged(SQUEEZED))
     smaller, again = report.violations
     assert "no smaller than 77.92GiB, and has 60.78GiB" in smaller and report.fits is False
     assert again.startswith("XLA recomputes 6") and "more matmul FLOPs" in again
     assert "DOES NOT FIT" in report.summary() and report.as_json()["fits"] is False
     monkeypatch.setattr(compiling, "dot_flops", lambda text: 1.005 * right(text))
-    assert not compile_experiment(small, spec, compiler_log=silent).violations
+    assert not compile(small, spec, compiler_log=silent).violations
 
 
 def test_a_compiler_that_refuses_the_memory_is_quoted(small, monkeypatch):
@@ -197,10 +195,10 @@ def test_a_compiler_that_refuses_the_memory_is_quoted(small, monkeypatch):
     spec = jaxtrain.mesh_from_axes(fsdp=2)
     monkeypatch.setattr(compiling, "trace_step", failing("RESOURCE_EXHAUSTED"))
     with pytest.raises(ValueError, match=r"does not fit a cpu: Ran out .*G\). Use more microbatch"):
-        compile_experiment(small, spec)
+        compile(small, spec)
     monkeypatch.setattr(compiling, "trace_step", failing("INTERNAL"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_experiment(small, spec)
+        compile(small, spec)
 
 
 @pytest.mark.slow

@@ -406,7 +406,52 @@ def test_an_error_is_told_with_the_phase_that_it_was_raised_in(
         )
     assert phases.now.failed_in == {"end": "callback"}.get(phase, phase)
     assert (phases.now.phase, phases.now.step) == ("finish", 4)
+    # The first two steps are not like others; one whose callback failed was not measured.
+    assert len(phases._steps) == {"callback": 1}.get(phase, 2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("4")] == ["4"]
+
+
+def test_a_start_that_another_run_overtook_while_it_compiled_is_refused(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write over that run's metrics, from a state that is not the newest."""
+    opened = loop.open_session
+    places = {"run_dir": tmp_path / "run", "cache_dir": tmp_path, "stream": io.StringIO()}
+    mesh, own = jaxtrain.mesh_from_axes(data=1), replace(own, checkpoints=jaxtrain.SavePolicy())
+
+    def overtaken(*given: Any, **named: Any) -> Session:
+        monkeypatch.setattr(loop, "open_session", opened)
+        session = opened(*given, **named)
+        jaxtrain.train(own, mesh, steps=3, **places)
+        return session
+
+    monkeypatch.setattr(loop, "open_session", overtaken)
+    with pytest.raises(ValueError, match="was used by another run while this one compiled"):
+        jaxtrain.train(own, mesh, steps=5, **places)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    result = jaxtrain.train(own, mesh, steps=5, **places)
+    assert (result.steps, result.session.start) == (5, 3)
+
+
+def test_a_second_failure_on_the_way_out_is_a_note_on_the_first(
+    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Path) -> None:
+        raise OSError(28, "No space left on device", str(directory))
+
+    monkeypatch.setattr("jaxtrain.checkpoint.manager.make_and_remove", full)
+    for callbacks, raised in ([Failing()], "of a callback"), ([], "could not be saved"):
+        with pytest.raises((OSError, ValueError), match=raised) as error:
+            jaxtrain.train(
+                replace(own, steps=4, checkpoints=jaxtrain.SavePolicy(every=100)),
+                jaxtrain.mesh_from_axes(fsdp=2),
+                run_dir=tmp_path / raised,
+                cache_dir=tmp_path / "cache",
+                stream=io.StringIO(),
+                callbacks=callbacks,
+            )
+        notes = [note for note in getattr(error.value, "__notes__", ()) if "No space" in note]
+        assert len(notes) == len(callbacks), "the same failure again is none"
 
 
 def test_a_directory_that_the_first_process_may_not_have_is_refused_on_all(

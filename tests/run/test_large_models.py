@@ -17,7 +17,7 @@ import pytest
 import jaxtrain
 from jaxtrain import DecoderConfig
 from jaxtrain.mesh.mesh import load_mesh
-from jaxtrain.planner.compile import compile_experiment
+from jaxtrain.planner.compile import compile
 
 ROOT = Path(__file__).parents[2]
 GPT3 = ("gpt3_175b", "v5p_512_stage8")
@@ -88,7 +88,7 @@ def test_a_state_that_fits_no_chip_is_refused_before_anything_compiles() -> None
     with pytest.raises(ValueError, match=r"holds 2\d\d\.\d GB on each device.*params 68") as told:
         jaxtrain.check(*files(*MTNLG), data_here=False)
     with pytest.raises(ValueError, match=r"holds 2\d\d\.\d GB on each device") as refused:
-        compile_experiment(*files(*MTNLG), progress=pytest.fail)
+        compile(*files(*MTNLG), progress=pytest.fail)
     assert "1 thing to mend" in str(refused.value), "data may be elsewhere"
     assert "63.7 GB, 75% of the memory of a h100_sxm" in str(told.value)
     assert "XLA_CLIENT_MEM_FRACTION" in str(told.value) and "fsdp()" in str(told.value)

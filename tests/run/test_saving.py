@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -522,3 +522,29 @@ def test_a_step_says_which_experiment_and_data_it_is_of(
         "step": 2, "data": result.session.dataset.digest, "metrics": {}, "experiment": expected,
         "skipped": [], "spikes": None,
     }  # fmt: skip
+
+
+def test_a_step_is_compared_with_the_experiment_at_hand(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """Whose own classes fill what the step is too old to say."""
+    experiment = replace(saving(own, every=2), data=Dated())
+    stored = json.loads(json.dumps(config_of(experiment)))
+    del stored["data"]["newer"]
+    mesh = jaxtrain.mesh_from_axes(data=1)
+    for newer, foreign in ((3, False), (4, True)):
+        now = replace(experiment, data=Dated(newer=newer))
+        saves = checkpoints_of(tmp_path / "run", now, mesh)
+        assert saves is not None
+        assert bool(saves.durable.foreign({"experiment": stored})) is foreign
+        saves.close()
+
+
+@dataclass(frozen=True)
+class Dated:
+    """Data of one's own that got a field."""
+
+    seq: int = 8
+    newer: int = 3
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> None: ...

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import jax
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
-from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
@@ -170,11 +169,10 @@ class Saves:
         self.files.write_waiting(self.run)
 
     def after_error(self, error: Exception) -> None:
-        """Saves as for an interrupt; a second failure becomes a note on the first error, unless
-        both are of saving."""
+        """Saves as for an interrupt; a second failure, unless it is the same again, becomes a note
+        on the first error."""
         try:
             self.leave("failed")
         except Exception as second:
-            if isinstance(error, CheckpointError) and isinstance(second, CheckpointError):
-                return
-            error.add_note(f"saving what was reached failed too: {second}")
+            if str(second) != str(error):
+                error.add_note(f"saving what was reached failed too: {second}")

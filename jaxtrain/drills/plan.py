@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.drill.apart import isolated_runs
-from jaxtrain.drill.machine_drill import faults_of_machines
+from jaxtrain.drills.apart import isolated_runs
+from jaxtrain.drills.machine_drill import faults_of_machines
 from jaxtrain.experiment import LossSpikes
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
 from jaxtrain.violations import raise_violations

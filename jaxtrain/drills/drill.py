@@ -13,11 +13,11 @@ from typing import Any
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.exit_codes import DETERMINISTIC, DONE, PREEMPTED
-from jaxtrain.drill.apart import IsolatedRun, NotHere, isolated_runs
-from jaxtrain.drill.happened import SOON, Happened, environment, named, resumed_s
-from jaxtrain.drill.machine_drill import drill_machines
-from jaxtrain.drill.namespaces import Network
-from jaxtrain.drill.plan import APART, FIRST, SAVES, SPIKES, crashes, kinds, refuse_few, skipped
+from jaxtrain.drills.apart import IsolatedRun, NotHere, isolated_runs
+from jaxtrain.drills.happened import SOON, Happened, environment, named, resumed_s
+from jaxtrain.drills.machine_drill import drill_machines
+from jaxtrain.drills.namespaces import Network
+from jaxtrain.drills.plan import APART, FIRST, SAVES, SPIKES, crashes, kinds, refuse_few, skipped
 from jaxtrain.experiment import (
     Evaluation,
     Experiment,
@@ -33,6 +33,7 @@ from jaxtrain.fault_tolerance.supervisor import (
     own_command,
 )
 from jaxtrain.files.json_lines import read_lines
+from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.layouts import Layout
 from jaxtrain.machines.machine import LocalMachines, Slot, slots_of
 from jaxtrain.machines.roster import Roster
@@ -63,7 +64,7 @@ class Paced(Callback):
         time.sleep(STEP_S)
 
 
-def drilled(path: str, processes: int) -> Experiment:
+def drilled(path: str | Path, processes: int) -> Experiment:
     """The experiment of a file in the form for drills: shrunk as for a certificate, with a save
     every few steps, and checks of copies and steps."""
     shrunk = shrink(load_experiment(path), devices=2 * processes)
@@ -124,14 +125,24 @@ class Drill:
         )
 
 
-def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None]) -> Drill:
+def drill(
+    path: str | Path,
+    *,
+    processes: int = 2,
+    folder: Path | None = None,
+    tell: Callable[[str], None] = print,
+) -> Drill:
     """Runs the experiment of a file, shrunk, on `processes` processes of this machine: undisturbed,
     with every fault one after the other, with a repeated crash, and over machines of which one is
     lost, returns and computes wrongly.
 
-    folder: for the runs. tell: prints lines of the processes and their supervisor. Raises
+    folder: for the runs, None for a temporary one. tell: prints lines of the processes and their
+    supervisor. Raises
     ValueError for what cannot be drilled.
     """
+    if folder is None:
+        with temporary_folder("drill") as own:
+            return drill(path, processes=processes, folder=own, tell=tell)
     refuse_few(processes)
     drilled(path, processes)  # raises before anything is started
     (folder / "drilled.py").write_text(
@@ -173,7 +184,7 @@ def drill(path: str, *, processes: int, folder: Path, tell: Callable[[str], None
 
 
 _EXPERIMENT = """\"\"\"What is drilled.\"\"\"
-from jaxtrain.drill.drill import drilled
+from jaxtrain.drills.drill import drilled
 
 
 def experiment():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.experiment import load_experiment
-from jaxtrain.machines.elastic import elastic_plans
+from jaxtrain.machines.elastic import elastic
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import load_mesh, mesh_from_axes
 from jaxtrain.mesh.mesh_file import mesh_text
@@ -35,7 +35,7 @@ STAND = {
 def test_data_is_cut_first_and_microbatches_make_up_for_it(name: str) -> None:
     axes, machines, micro, wanted = STAND[name]
     experiment, spec = replace(EXPERIMENT, microbatches=micro), mesh_from_axes(**axes)
-    found = elastic_plans(experiment, spec, machines).plans
+    found = elastic(experiment, spec, machines).plans
     for number, told in wanted.items():
         assert str(found[number]) == told
     whole = found[machines]
@@ -62,7 +62,7 @@ def test_a_state_that_fewer_chips_have_no_room_for_does_not_stand() -> None:
     state = 16 * check(experiment, spec, data_here=False).parameters
     assert state / 2 > spec.usable_bytes > state / 4, "of the sizes that divide, 4 chips are least"
     for machines, least in ((8, 1), (16, 1), (32, 2)):
-        found = elastic_plans(experiment, spec, machines).plans
+        found = elastic(experiment, spec, machines).plans
         assert sorted(found) == list(range(least, machines + 1))
         assert dict(found[least].axes)["data"] == 1
 
@@ -78,7 +78,7 @@ REFUSED = {
 def test_what_cannot_be_shared_out_is_refused(name: str) -> None:
     mesh, machines, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
-        elastic_plans(EXPERIMENT, load_mesh(mesh), machines)
+        elastic(EXPERIMENT, load_mesh(mesh), machines)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "meshes").glob("*.toml")), ids=lambda p: p.stem)

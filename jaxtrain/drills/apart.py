@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.drill.namespaces import MAPPED, Network, network, why_not
+from jaxtrain.drills.namespaces import MAPPED, Network, network, why_not
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.machine_faults import run_command
 

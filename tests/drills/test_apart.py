@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from jaxtrain.cluster.phases import Phases
-from jaxtrain.drill import apart, namespaces
-from jaxtrain.drill import drill as drilling
-from jaxtrain.drill.apart import IsolatedRun, NotHere, cut_network, small_disk
-from jaxtrain.drill.namespaces import Network, network, why_not
+from jaxtrain.drills import apart, namespaces
+from jaxtrain.drills import drill as drilling
+from jaxtrain.drills.apart import IsolatedRun, NotHere, cut_network, small_disk
+from jaxtrain.drills.namespaces import Network, network, why_not
 from jaxtrain.fault_tolerance import faults, machine_faults
 from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable
 from jaxtrain.fault_tolerance.machine_faults import LINK

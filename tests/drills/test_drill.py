@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import cli
-from jaxtrain.drill import drill as drilling
-from jaxtrain.drill.apart import isolated_runs
-from jaxtrain.drill.drill import Drill, drilled
-from jaxtrain.drill.happened import Happened, resumed_s
-from jaxtrain.drill.plan import APART, FIRST, SAVES, SPIKES, kinds, listed, skipped
+from jaxtrain.drills import drill as drilling
+from jaxtrain.drills.apart import isolated_runs
+from jaxtrain.drills.drill import Drill, drilled
+from jaxtrain.drills.happened import Happened, resumed_s
+from jaxtrain.drills.plan import APART, FIRST, SAVES, SPIKES, kinds, listed, skipped
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES

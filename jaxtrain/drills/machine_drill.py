@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.certificate.certify import BOUNDS
 from jaxtrain.cluster.exit_codes import DONE
-from jaxtrain.drill.happened import SOON, Happened, environment, named, resumed_s
+from jaxtrain.drills.happened import SOON, Happened, environment, named, resumed_s
 from jaxtrain.experiment import load_experiment
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import Entry, read_entries
@@ -27,7 +27,7 @@ from jaxtrain.fault_tolerance.supervisor import FAILURES, Supervisor, own_comman
 from jaxtrain.files.json_lines import read_lines
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import KEY
-from jaxtrain.machines.elastic import elastic_plans
+from jaxtrain.machines.elastic import elastic
 from jaxtrain.machines.layouts import read_layouts
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Tell
@@ -63,7 +63,7 @@ def drill_machines(
     run, last = folder / RUN, machines - 1
     lose, wrong = faults_of_machines(step, machines)
     spec = load_mesh(folder / "mesh.toml")
-    plans = elastic_plans(load_experiment(folder / "drilled.py"), spec, machines)
+    plans = elastic(load_experiment(folder / "drilled.py"), spec, machines)
     layouts, files = read_layouts(plans.as_json(), spec, folder), folder / f"{RUN} files"
     files.mkdir()
     key = secrets.token_hex()

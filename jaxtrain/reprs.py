@@ -1,0 +1,20 @@
+"""The text of a value of settings: what it was called with."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+
+def short_repr(value: Any) -> str:
+    """Returns a dataclass as a call: its class, and the fields that are not their defaults."""
+    changed = [field for field in fields(value) if not _is_default(field, value)]
+    arguments = (f"{field.name}={getattr(value, field.name)!r}" for field in changed)
+    return f"{type(value).__name__}({', '.join(arguments)})"
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    return default is not MISSING and getattr(value, field.name) == default
