@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import types
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -431,6 +432,41 @@ def test_a_start_that_another_run_overtook_while_it_compiled_is_refused(
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
     result = jaxtrain.train(own, mesh, steps=5, **places)
     assert (result.steps, result.session.start) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("every", "newest"), [(2, "the newest save is 2"), (100, "nothing is saved")]
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_who_cannot_save_says_what_is_saved(
+    own: jaxtrain.Experiment,
+    tmp_path: Path,
+    every: int,
+    newest: str,
+    processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of several, since a save needs all; and one whose last step failed on the devices."""
+    several = types.SimpleNamespace(
+        process_count=lambda: processes, block_until_ready=jax.block_until_ready
+    )
+    monkeypatch.setattr("jaxtrain.run.saves.saves.jax", several)
+    monkeypatch.setattr(Session, "alive", lambda _: False)
+    monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
+    stream, experiment = io.StringIO(), replace(own, steps=9)
+    with pytest.raises(OSError, match="of a callback"):
+        jaxtrain.train(
+            replace(experiment, checkpoints=jaxtrain.SavePolicy(every=every)),
+            jaxtrain.mesh_from_axes(data=1),
+            run_dir=tmp_path / "run",
+            cache_dir=tmp_path,
+            stream=stream,
+            callbacks=[Failing()],
+        )
+    word = (
+        "failed on one process of several; " if processes == 2 else "failed: the last step failed; "
+    )
+    assert stream.getvalue().splitlines()[-1] == f"{word}{newest}"
 
 
 def test_a_second_failure_on_the_way_out_is_a_note_on_the_first(

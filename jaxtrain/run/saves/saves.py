@@ -149,16 +149,14 @@ class Saves:
         tell = self.run.tell
         self.hooks.own_alone()  # a user callback may be the cause
         if jax.process_count() > 1:  # a save needs all processes, and the others may go on
-            latest = self.saving and self.saving.manager.latest()
-            tell(f"{word} on one process of several; the newest save is {latest}")
+            tell(f"{word} on one process of several; {self._newest()}")
             return
         self.session.phases.enter("finish")
         if self.saving is None:
             tell(f"{word}; nothing is saved without checkpoints in a run_dir")
             return
         if not self.session.alive():
-            latest = self.saving.manager.latest()
-            tell(f"{word}: the last step failed; the newest save is {latest}")
+            tell(f"{word}: the last step failed; {self._newest()}")
             return
         self.result.steps = int(self.session.state.step)
         self.run.end_at(self.result.steps)
@@ -167,6 +165,10 @@ class Saves:
             self._save_now(last=True)
         tell(f"{word}; saved step {self.result.steps}")
         self.files.write_waiting(self.run)
+
+    def _newest(self) -> str:
+        step = None if self.saving is None else self.saving.manager.latest()
+        return "nothing is saved" if step is None else f"the newest save is {step}"
 
     def after_error(self, error: Exception) -> None:
         """Saves as for an interrupt; a second failure, unless it is the same again, becomes a note
