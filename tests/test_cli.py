@@ -626,6 +626,34 @@ def test_ctrl_c_while_it_compiles_is_no_crash() -> None:
     assert process.returncode == 130, said
 
 
+DROPPED = """
+import signal, sys, time
+from jaxtrain import cli
+
+class Held:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def run(options):
+    Held()
+    print("dropped", flush=True)
+    time.sleep(600)
+    return 0
+
+cli.train.train_command = run
+sys.argv = ["jaxtrain", "train", "small.py"]
+sys.exit(cli.main())
+"""
+
+
+def test_a_ctrl_c_that_comes_in_a_finalizer_is_not_dropped() -> None:
+    """As in the callback of the garbage collector that JAX has."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DROPPED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "dropped\n", "")
+
+
 def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
     name = write(steps=120, data="Slow(BigramChain(vocab=16, seq={seq}))")
     train = ["train", name, "--mesh", mesh(4, data=2, fsdp=2)]

@@ -30,6 +30,7 @@ from jaxtrain.cli.shared import (
     mesh_of,
     print_failure,
     progress,
+    raise_again,
     set_simulation_flags,
     settle_streams,
     text_stream,
@@ -47,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None
     options.interrupted = False
+    if options.own_process:
+        sys.unraisablehook = raise_again
     code = _exit_code(options)
     if options.own_process:
         settle_streams()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,9 @@ SETTING = (
     "another value in a field of the experiment: optimizer.b1=0.95, precision=bf16, "
     "'optimizer=SGD(0.1)'; may be repeated"
 )
+AGAIN_S = 0.5
+"""Seconds until a Ctrl-C that was dropped is sent again. Longer than `train.TOGETHER_S`, within
+which two count as one."""
 STARTED_AGAIN = "JAXTRAIN_STARTED_AGAIN"
 
 
@@ -99,6 +103,19 @@ def signals_to(act: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def raise_again(lost: Any) -> None:
+    """Sends Ctrl-C once more if it came within a finalizer or a callback of the garbage collector,
+    as JAX has one: Python drops what is raised there. For `sys.unraisablehook`."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    main = threading.main_thread().ident
+    assert main is not None
+    again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def say(text: str) -> None:
