@@ -489,7 +489,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     assert cli.main(["verify", "runs/small"]) == 1
     said = capsys.readouterr().out
     assert "DAMAGED" not in said and "a start of this run is refused" in said
-    assert "  FOREIGN it is of another experiment: experiment.seed was 0, now 1\n" in said
+    assert "  FOREIGN the step is of another experiment: experiment.seed was 0, now 1\n" in said
     del other["experiment"]["seed"], other["experiment"]["clip_norm"]  # older than the fields
     config.write_text(json.dumps(other))
     assert cli.main(["verify", "runs/small"]) == 0
@@ -507,6 +507,17 @@ def test_verify_names_what_is_damaged_and_exits_with_1(
     found = json.loads(said.out)
     assert found["damaged"] == [found["steps"][-1]["step"]] and found["config"] is None
     assert "DAMAGED in 1 places" in said.err and pack.name in said.err
+    assert found["aside"] == [] and "kept, unread here" not in said.err
+    (step,) = Path("runs/small/checkpoints").glob("[0-9]*")
+    (step.parent / "1.damaged").mkdir()
+    assert cli.main(["verify", "runs/small", "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["aside"] == ["1.damaged"]
+    assert "kept, unread here: 1.damaged\n" in said.err
+    step.rename(step.with_name(f"{step.name}.damaged"))
+    assert cli.main(["verify", "runs/small"]) == 2
+    aside = f"passed over as damaged (1.damaged, {step.name}.damaged)"
+    assert f"no committed checkpoint but what starts {aside}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["before it begins", "after"])

@@ -137,7 +137,9 @@ class CheckpointManager:
         """Adds the step to `damaged` of every process if one has found damages."""
         if lines := all_gather_union(damages):
             place = {"step": step, "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(lines, remedy="it is passed over", **place)
+            self.damaged[step] = DamagedCheckpoint(
+                lines, remedy="this step is passed over", **place
+            )
 
     def verify_step(self, step: int) -> None:
         """Reads all chunks of a step that was restored from elsewhere, and adds it to `damaged` if

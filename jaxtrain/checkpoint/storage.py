@@ -177,8 +177,8 @@ def refuse_to_begin_again(directory: Path, damaged: Mapping[int, DamagedCheckpoi
         (error.damages if error else []) + damages,
         step=step,
         directory=directory,
-        remedy="no step there is whole and of this experiment: bring a copy back, run the "
-        "experiment that they are of, or use a new --run-dir to begin again",
+        remedy="no step there is whole and of this experiment: bring a copy of one back, or use a "
+        "new --run-dir to begin again",
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, read_config
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
     committed_steps,
+    steps_aside,
     whole_manifest,
 )
 from jaxtrain.files.regular import refuse_links
@@ -46,8 +47,10 @@ def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[
     directory = run / CHECKPOINTS
     steps = committed_steps(directory)
     if not steps:
+        aside = ", ".join(steps_aside(directory))
+        only = f" but what starts passed over as damaged ({aside})" if aside else ""
         raise ValueError(
-            f"{directory} has no committed checkpoint; give the run directory that holds "
+            f"{directory} has no committed checkpoint{only}; give the run directory that holds "
             f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it"
         )
     verdicts = [_verdict(directory, step, foreign) for step in steps]
@@ -55,16 +58,21 @@ def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[
     return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
 
 
-def config_damage(run_dir: str | Path) -> str:
-    """Returns why a run directory's config.json has no experiment; "" where it has one. No start
-    goes on with such a run."""
-    try:
-        config = read_config(local_path("run_dir", run_dir)) or {}
-    except ValueError as error:
-        return str(error)
+def experiment_of(run_dir: str | Path) -> Any:
+    """Returns the experiment in a run directory's config.json, as it is stored. Raises ValueError
+    where there is none: no start goes on with such a run."""
+    config = read_config(local_path("run_dir", run_dir)) or {}
     if "experiment" not in config:
-        return f"{NAME} in {run_dir} names no experiment; put back the one that the run wrote"
-    return ""
+        raise ValueError(
+            f"{NAME} in {run_dir} names no experiment; put back the one that the run wrote"
+        )
+    return config["experiment"]
+
+
+def set_aside_in(run_dir: str | Path) -> list[str]:
+    """Returns the names of steps that a start passed over as damaged and kept under another name.
+    No later start looks at them."""
+    return steps_aside(local_path("run_dir", run_dir) / CHECKPOINTS)
 
 
 def _verdict(directory: Path, step: int, foreign: Foreign) -> Verdict:

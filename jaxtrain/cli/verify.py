@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import JSON, text_stream
@@ -18,14 +17,14 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    from jaxtrain.checkpoint.run_config import read_config
-    from jaxtrain.checkpoint.verify import config_damage, verify
+    from jaxtrain.checkpoint.verify import experiment_of, set_aside_in, verify
     from jaxtrain.experiment import of_another
 
-    foreign: dict[str, Any] = {}
-    if not (config := config_damage(options.run_dir)):
-        stored = read_config(Path(options.run_dir)) or {}
-        foreign["foreign"] = partial(of_another, config=stored["experiment"])
+    config, foreign = "", dict[str, Any]()
+    try:
+        foreign["foreign"] = partial(of_another, config=experiment_of(options.run_dir))
+    except ValueError as error:
+        config = str(error)
     verdicts, out = verify(options.run_dir, **foreign), text_stream(options)
     for verdict in verdicts:
         state = f"DAMAGED in {len(verdict.damages)} places" if verdict.damages else "whole"
@@ -37,6 +36,9 @@ def verify_command(options: argparse.Namespace) -> int:
             print(f"  FOREIGN {line}", file=out)
     if config:
         print(f"DAMAGED {config}", file=out)
+    if aside := set_aside_in(options.run_dir):
+        kept = ", ".join(aside)
+        print(f"passed over by an earlier start, and kept, unread here: {kept}", file=out)
     damaged = [verdict.step for verdict in verdicts if verdict.damages]
     usable = [verdict.step for verdict in verdicts if verdict.usable]
     if len(usable) < len(verdicts):
@@ -44,5 +46,6 @@ def verify_command(options: argparse.Namespace) -> int:
         print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
         steps = [verdict._asdict() for verdict in verdicts]
-        print(json.dumps({"steps": steps, "damaged": damaged, "config": config or None}))
+        found = {"steps": steps, "damaged": damaged, "aside": aside, "config": config or None}
+        print(json.dumps(found))
     return FAILED if config or len(usable) < len(verdicts) else 0

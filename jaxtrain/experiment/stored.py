@@ -79,12 +79,12 @@ def of_another(
             completed=in_form,
         )
     except ValueError as error:
-        return [f"its experiment cannot be read: {error}"]
+        return [f"the experiment of the step cannot be read: {error}"]
     if experiment is None:
         differences = [d for d in differences if ABSENT not in (d.stored, d.now)]
     if not differences:
         return []
-    return [f"it is of another experiment: {'; '.join(map(str, differences))}"]
+    return [f"the step is of another experiment: {'; '.join(map(str, differences))}"]
 
 
 MOVED = {

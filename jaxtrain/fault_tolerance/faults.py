@@ -111,6 +111,13 @@ def faults_variable(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
     return {FAULTS: json.dumps([str(folder), *map(str, faults)])} if faults else {}
 
 
+def missed(faults: Sequence[Fault], folder: Path) -> str:
+    """Returns a text that names the faults without a marker in `folder`, of a run that is done; ""
+    if there are none. Without it, a user would believe that the run had stood them."""
+    never = [str(fault) for fault in faults if not (folder / str(fault)).exists()]
+    return f"did not happen before the run was done: {', '.join(never)}" if never else ""
+
+
 class Injector(Callback):
     """Injects the faults of this process; it is called at every phase, and by the run. Raises
     ValueError for faults that would affect more than the run."""
@@ -153,17 +160,16 @@ class Injector(Callback):
         for fault in self._of_state:
             again = {"nan": step - 1, "spike": batch}.get(fault.kind)
             due = step > fault.step if again is None else again == fault.step
-            if due and (again is not None or self._first(fault)):
+            if due and (self._first(fault) or again is not None):
                 change_state(fault.kind, run._session)
 
     def _first(self, fault: Fault) -> bool:
-        """True if it has not happened in this start or an earlier one. Always True for a crash."""
-        if fault.kind == "crash":
-            return True
+        """Marks it as having happened. True if it had not, in this start or an earlier one. Always
+        True for a crash."""
         try:
             (self._folder / str(fault)).touch(exist_ok=False)
         except FileExistsError:
-            return False
+            return fault.kind == "crash"
         return True
 
     def _act(self, fault: Fault, now: Now) -> None:

@@ -52,7 +52,8 @@ class Restarts:
 
 
 class Exhausted(NamedTuple):
-    """No more restarts. deterministic: the same failure at the same step, twice."""
+    """No more restarts. deterministic: the same failure at the same step, twice, or in the
+    first step of start after start."""
 
     deterministic: bool
     why: str
@@ -65,6 +66,8 @@ class RestartHistory:
         self._restarts, self._waits = restarts, 0
         self._times: deque[float] = deque()
         self._latest: Failure | None = None
+        self._step_by_step = 0
+        """Starts in a row that gained one step each and failed as the one before."""
 
     def decide(self, failure: Failure) -> float | Exhausted:
         """Returns seconds to wait before all are restarted, or why they are not."""
@@ -75,6 +78,14 @@ class RestartHistory:
                 True,
                 f"the same failure twice, after step {failure.step} in phase {failure.phase}: "
                 f"another start would meet it again; {failure.what}",
+            )
+        again = previous is not None and _in_each_step(previous, failure)
+        self._step_by_step = self._step_by_step + 1 if again else 0
+        if self._step_by_step == 2:
+            return Exhausted(
+                True,
+                f"the same failure in three starts, the last two of which gained one step each: "
+                f"another start would end in its first step; {failure.what}",
             )
         while self._times and failure.at - self._times[0] > rule.within_s:
             self._times.popleft()
@@ -111,6 +122,15 @@ def _same(a: Failure, b: Failure) -> bool:
     if all(failure.step > failure.first >= 0 for failure in (a, b)):
         return True
     return _plain(a.cause) == _plain(b.cause) and not TRANSIENT.search(a.cause)
+
+
+def _in_each_step(a: Failure, b: Failure) -> bool:
+    """True if the start that ended with `b` went on where `a` had ended, gained one step and failed
+    in the same way, for a cause that does not pass: a callback that always raises lets a run save
+    what it has."""
+    gained_one = b.first >= 0 and b.step == b.first + 1 == a.step + 1
+    alike = (a.kind, a.phase) == (b.kind, b.phase) and _plain(a.cause) == _plain(b.cause)
+    return gained_one and alike and b.kind == "crashed" and not TRANSIENT.search(b.cause)
 
 
 def _plain(cause: str) -> str:

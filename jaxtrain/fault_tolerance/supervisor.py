@@ -24,7 +24,7 @@ from jaxtrain.cluster.exit_codes import (
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
-from jaxtrain.fault_tolerance.faults import Fault, faults_variable
+from jaxtrain.fault_tolerance.faults import Fault, faults_variable, missed
 from jaxtrain.fault_tolerance.ledger import (
     Entry,
     OpenEntry,
@@ -100,6 +100,8 @@ class Supervisor:
             if outcome == REFUSED:
                 return outcome
             if isinstance(outcome, int):
+                if outcome == DONE and (text := missed(self.faults, self.folder)):
+                    self.tell(f"launch: {text}")
                 self.tell(f"launch: {self._ledger()}")
                 return outcome
             if self.stopping:

@@ -12,7 +12,14 @@ import pytest
 
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance import faults, state_faults
-from jaxtrain.fault_tolerance.faults import FAULTS, Fault, Injector, faults_variable, read_fault
+from jaxtrain.fault_tolerance.faults import (
+    FAULTS,
+    Fault,
+    Injector,
+    faults_variable,
+    missed,
+    read_fault,
+)
 from jaxtrain.run.callback import Run
 from jaxtrain.run.saves.skips import Skips
 
@@ -115,6 +122,7 @@ def test_a_spike_is_of_a_batch_and_of_all_processes(tmp_path: Path, monkeypatch)
     assert take(1, Skips()) == [("spike", 6)] * 2
     assert take(1, Skips(configured=((2, 1),))) == [("spike", 5)] * 2
     assert take(0, Skips(configured=((2, 4),))) == [("nan", 6)] * 2
+    assert missed([read_fault("spike@5"), read_fault("nan@5")], tmp_path) == ""
 
 
 def happens(tmp_path: Path, text: str, *, starts: int = 1) -> None:

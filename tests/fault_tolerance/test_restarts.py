@@ -94,6 +94,39 @@ def test_a_crash_that_comes_again_at_the_same_step_ends_it(name: str) -> None:
     assert (isinstance(found[1], Exhausted) and found[1].deterministic) == ends
 
 
+def ends_of(*failures: Failure) -> list[bool]:
+    return [isinstance(found, Exhausted) and found.deterministic for found in decide(failures)]
+
+
+def test_a_run_that_fails_in_the_first_step_of_every_start_ends() -> None:
+    """As with a callback that always raises: the run saves the step, and then leaves."""
+    words = "exit code 1: ValueError: row 9 of rank 0x7f"
+    every = [failure(30, words), failure(31, words, first=30), failure(32, words, first=31)]
+    assert ends_of(*every) == [False, False, True]
+    assert ends_of(*every[1:], failure(33, words, first=32)) == [False, False, True]
+    for other in (
+        failure(33, words, first=31),  # gained two
+        failure(32, "exit code 1: KeyError", first=31),
+        failure(32, words, first=31, phase="save"),
+        failure(32, words, first=31, kind="killed"),
+        failure(32, words, first=-1),
+    ):
+        assert ends_of(*every[:2], other) == [False] * 3, other
+    passing = [each._replace(cause="Connection reset by peer") for each in every]
+    assert ends_of(*passing) == [False] * 3
+    # The row begins anew with whatever is unlike.
+    between = [
+        *every[:2],
+        failure(31, words, first=31, kind="killed"),
+        failure(32, words, first=31),
+    ]
+    assert ends_of(*between) == [False] * 4
+    assert (
+        ends_of(*every[:2], failure(40, words, first=31), failure(41, words, first=40))
+        == [False] * 4
+    )
+
+
 def test_a_rule_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"most=-1 .*; within_s=0 .*; first_wait_s=-1"):
         Restarts(most=-1, within_s=0, first_wait_s=-1)

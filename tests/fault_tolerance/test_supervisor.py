@@ -17,6 +17,7 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
+from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import OPEN, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
@@ -33,7 +34,14 @@ def supervise(tmp_path: Path):
     """The exit code, what was told and the failures written down of a script on two processes."""
 
     def run(
-        script: str, *, processes: int = 2, late: float = 2, step: float = 2, during=None, **rule
+        script: str,
+        *,
+        processes: int = 2,
+        late: float = 2,
+        step: float = 2,
+        during=None,
+        faults=(),
+        **rule,
     ):
         told: list[str] = []
         samples = tmp_path / "samples"
@@ -53,6 +61,7 @@ def supervise(tmp_path: Path):
             restarts=Restarts(first_wait_s=0.1, **rule),
             run_dir=tmp_path / "run",
             folder=samples,
+            faults=faults,
         )
         if during is not None:
             threading.Thread(target=during, args=(made, told), daemon=True).start()
@@ -71,6 +80,18 @@ def test_all_done(supervise) -> None:
     assert code == 0 and not failures
     assert sorted(told[:-1]) == ["[0] begins 0", "[0] xxx", "[1] begins 0", "[1] xxx"]
     assert told[-1].startswith("launch: ") and "goodput" in told[-1]
+
+
+def test_a_fault_that_never_happened_is_told(supervise, tmp_path: Path) -> None:
+    """Step 90 of a shorter run, or a phase that it never is in."""
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "kill@4.step:0").touch()
+    given = [Fault("kill", 4), Fault("kill", 90), Fault("hang", 4, "evaluate", 1)]
+    code, told, _ = supervise("", faults=given)
+    never = "did not happen before the run was done: kill@90.step:0, hang@4.evaluate:1"
+    assert code == 0 and f"launch: {never}" in told
+    code, told, _ = supervise("", faults=given[:1])
+    assert code == 0 and not any("happen" in line for line in told)
 
 
 ENDS = {

@@ -488,17 +488,17 @@ def test_a_step_of_another_experiment_is_passed_over(
     # What does not change the numbers may be another's.
     given = replace(ours, logging=replace(ours.logging, every=2))
     result, told = run(tmp_path / "ours", given, steps=6)
-    why = "it is of another experiment: experiment.optimizer.learning_rate was 0.25, now 0.5"
+    why = "the step is of another experiment: experiment.optimizer.learning_rate was 0.25, now 0.5"
     assert f"checkpoint step 6 in {saves}: damaged: {why}" in told
     assert "resuming at step 4" in told and same_state(result, whole)
     _make_foreign(saves / "6")  # as a drill does
     result, told = run(tmp_path / "ours", ours, steps=6)
-    assert "it is of another experiment: experiment.seed was 1, now 0" in told
+    assert "the step is of another experiment: experiment.seed was 1, now 0" in told
     assert "resuming at step 4" in told and same_state(result, whole)
     for step in saves.glob("?"):
         shutil.rmtree(step)
     shutil.copytree(foreign / "6", saves / "6")
-    with pytest.raises(DamagedCheckpoint, match="it is of another experiment"):
+    with pytest.raises(DamagedCheckpoint, match="the step is of another experiment"):
         run(tmp_path / "ours", ours, steps=6)
 
 
