@@ -66,17 +66,26 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def of_checkpoints(error: BaseException, kind: str = "CheckpointError") -> bool:
+    """True for an error of this class of `jaxtrain.checkpoint.storage`. The module, which imports
+    JAX, is not imported for it: without it there is no such error."""
+    storage = sys.modules.get("jaxtrain.checkpoint.storage")
+    return storage is not None and isinstance(error, getattr(storage, kind))
+
+
 def print_failure(error: BaseException) -> None:
     """Prints why a run failed: errors of checkpoints as a line, of a failed save with what to do;
     others with their traceback."""
-    storage: Any = sys.modules.get("jaxtrain.checkpoint.storage")
-    if storage is None or not isinstance(error, storage.CheckpointError):
+    if not of_checkpoints(error):
         return traceback.print_exception(error)
-    text, steps = str(error), storage.committed_steps(error.directory)
-    if isinstance(error, storage.FailedSave) and error.step in steps:
+    from jaxtrain.checkpoint.storage import CheckpointError, FailedSave, committed_steps
+
+    assert isinstance(error, CheckpointError)
+    text, steps = str(error), committed_steps(error.directory)
+    if isinstance(error, FailedSave) and error.step in steps:
         place = f"checkpoint step {error.step} in {error.directory}"
         text = f"{place}: {error.problem}; a second try saved it: start the run again"
-    elif isinstance(error, storage.FailedSave):
+    elif isinstance(error, FailedSave):
         begins = f"step {steps[-1]}" if steps else "the beginning"
         text += f", and start the run again: it goes on from {begins}"
     for line in (f"jaxtrain: {text}", *getattr(error, "__notes__", [])):

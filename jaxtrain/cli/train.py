@@ -17,6 +17,7 @@ from jaxtrain.cli.shared import (
     MESH,
     RunFailed,
     mesh_of,
+    of_checkpoints,
     print_failure,
     run_dir_of,
     say,
@@ -185,9 +186,7 @@ class LeaveAtOnce(Callback):
 
 def _refuses(error: BaseException) -> bool:
     """True for a refusal: of the input, or of checkpoints none of which can be gone on from."""
-    storage: Any = sys.modules.get("jaxtrain.checkpoint.storage")
-    none_whole = storage is not None and isinstance(error, storage.DamagedCheckpoint)
-    return type(error) is ValueError or none_whole
+    return type(error) is ValueError or of_checkpoints(error, "DamagedCheckpoint")
 
 
 class Stop(Callback):
