@@ -50,6 +50,7 @@ LAYERS = {
     "fault_tolerance": 12,
     "drills": 13,
     "cli": 14,
+    "__main__": 15,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 

@@ -275,7 +275,7 @@ def test_an_experiment_that_leaves_is_told(
 def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     given = ["schedule", "--kind", "one_f_one_b", "--stages", "16", "--microbatches", "64"]
     command = subprocess.Popen(
-        [sys.executable, "-m", "jaxtrain.cli", *given],
+        [sys.executable, "-m", "jaxtrain", *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

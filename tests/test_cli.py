@@ -618,7 +618,7 @@ def test_no_line_promises_what_would_be_refused(capsys: pytest.CaptureFixture[st
 def test_ctrl_c_while_it_compiles_is_no_crash() -> None:
     """The interpreter's own way out would be one of XLA's, most times."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline"],
+        [sys.executable, "-m", "jaxtrain", "bench", "pipeline"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -669,7 +669,7 @@ def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:
     name = write(steps=120, data="Slow(BigramChain(vocab=16, seq={seq}))")
     train = ["train", name, "--mesh", mesh(4, data=2, fsdp=2)]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "jaxtrain.cli", *train],
+        [sys.executable, "-u", "-m", "jaxtrain", *train],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -697,7 +697,7 @@ def test_a_closed_terminal_costs_the_words_and_not_the_run() -> None:
     name = write(steps=400, data="Slow(BigramChain(vocab=16, seq={seq}))")
     master, slave = os.openpty()
     begin = f"import os, sys; os.login_tty({slave}); os.execv(sys.executable, sys.argv[1:])"
-    train = [sys.executable, "-u", "-m", "jaxtrain.cli", "train", name, "--mesh", mesh()]
+    train = [sys.executable, "-u", "-m", "jaxtrain", "train", name, "--mesh", mesh()]
     process = subprocess.Popen(
         [sys.executable, "-c", begin, *train],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"},
@@ -721,7 +721,7 @@ def test_a_simulated_run_starts_its_process_again_with_huge_pages() -> None:
     name = Path(write(steps=1))
     name.write_text(name.read_text().replace("import time", f"import os, time\n{more}", 1))
     clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    command = [sys.executable, "-m", "jaxtrain.cli", "train", str(name), "--mesh", mesh(2, data=2)]
+    command = [sys.executable, "-m", "jaxtrain", "train", str(name), "--mesh", mesh(2, data=2)]
     process = subprocess.Popen(
         command, env=clean | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )

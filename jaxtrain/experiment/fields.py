@@ -206,6 +206,7 @@ def seed_violations(seed: int) -> list[str]:
     return [f"seed={seed!r} must lie in [0, 2**32); use for example seed=0"]
 
 
+COLDEST = 1e-4
 LONGEST_SAMPLE = 2**20
 """Tokens; no known model reads more."""
 
@@ -215,6 +216,16 @@ def length_violations(tokens: int) -> list[str]:
     if tokens <= LONGEST_SAMPLE:
         return []
     return [f"tokens={tokens} is more than a sample may have; use {LONGEST_SAMPLE} or less"]
+
+
+def temperature_violations(temperature: float) -> list[str]:
+    """`temperature` must be 0, or large enough that logits divided by it stay finite in fp32."""
+    violations = at_least("temperature", temperature, 0)
+    if not violations and 0 < temperature < COLDEST:
+        return [
+            f"temperature={temperature!r} must be 0, the likeliest token, or at least {COLDEST}"
+        ]
+    return violations
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         violations = count("tokens", self.tokens, 1)
-        violations += at_least("temperature", self.temperature, 0)
+        violations += temperature_violations(self.temperature)
         if not isinstance(self.prompt, str) or not self.prompt:
             violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
         raise_violations(violations)

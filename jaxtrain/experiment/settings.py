@@ -28,9 +28,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 """Callables of a setting: classes that a stored experiment may have, and sharding presets."""
 
+DTYPE_OF: dict[str, Any] = {name: getattr(jnp, name) for name in DTYPES if hasattr(jnp, name)}
 VALUES: dict[str, Any] = {
     **{f.__name__: f for group in FUNCTIONS.values() for f in reversed(group)},
-    **{name: getattr(jnp, name) for name in DTYPES if hasattr(jnp, name)},
+    **DTYPE_OF,
     **{name: getattr(precision, name) for name in PRESETS["precision"]},
 }
 """Names of a setting. The vocabulary's first function wins: ours before JAX's."""
@@ -116,10 +117,10 @@ def _read(owner: Any, name: str, text: str) -> Any:
     if new is None or holds_value or (scalar and type(new) is not type(old)):
         if new is not None and takes(type(owner), name, new):
             return new
-        raise ValueError(
-            f"{name} is {_shown(old)}, and {new!r} is {type(new).__name__}; "
-            + (_another(str(new)) if holds_value else f"give {_one(type(old))}")
-        )
+        dtype = next((word for word, value in DTYPE_OF.items() if value is new), None)
+        is_what = f"{dtype} is a dtype" if dtype else f"{new!r} is {type(new).__name__}"
+        remedy = _another(dtype or str(new), old) if holds_value else f"give {_one(type(old))}"
+        raise ValueError(f"{name} is {_shown(old)}, and {is_what}; {remedy}")
     return new
 
 
@@ -134,12 +135,16 @@ def _one(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
 
 
-def _another(word: str) -> str:
-    """Returns a remedy for a word given in place of a dataclass or a function."""
-    if word in VALUES:
+def _another(word: str, old: Any) -> str:
+    """Returns a remedy for a word given in place of a dataclass or a function `old`."""
+    if word in DTYPE_OF:
+        presets = [name for name, value in VALUES.items() if type(value) is type(old)]
+        if near := difflib.get_close_matches(word, presets, n=1, cutoff=0.5):
+            return f"did you mean {near[0]}?"
+    elif word in VALUES:
         return f"give {word} without quotes"
-    if near := _near(word):
-        return f"did you mean {near}?"
+    elif name := _near(word):
+        return f"did you mean {name}?"
     return "set one of its fields, or give another value as in a file: bf16, SGD(0.1)"
 
 

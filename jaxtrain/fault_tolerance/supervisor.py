@@ -387,4 +387,4 @@ def _main_stack(sample: Sample) -> list[str]:
 
 def own_command(*arguments: str) -> list[str]:
     """Command that runs jaxtrain in a process of its own."""
-    return [sys.executable, "-P", "-m", "jaxtrain.cli", *arguments]
+    return [sys.executable, "-P", "-m", "jaxtrain", *arguments]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.experiment.fields import length_violations, seed_violations
+from jaxtrain.experiment.fields import length_violations, seed_violations, temperature_violations
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.communicator import Local
@@ -23,7 +23,7 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.validation.own_attention import SAMPLES, is_standard, kernel_name
-from jaxtrain.violations import at_least, count, raise_violations
+from jaxtrain.violations import count, raise_violations
 from jaxtrain.weights.loading import load, static_of
 
 
@@ -149,7 +149,7 @@ def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[
     """Returns the violations of these fields of `Sample` and `Experiment`."""
     violations = count("tokens", tokens, 1) or length_violations(tokens)
     violations += seed_violations(seed)
-    return violations + at_least("temperature", temperature, 0)
+    return violations + temperature_violations(temperature)
 
 
 def _violations(

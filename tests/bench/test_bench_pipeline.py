@@ -279,6 +279,6 @@ def test_the_command_prints_the_report(
 
 
 def test_the_command_refuses_what_the_function_does() -> None:
-    command = [sys.executable, "-m", "jaxtrain.cli", "bench", "pipeline", "--stages", "0"]
+    command = [sys.executable, "-m", "jaxtrain", "bench", "pipeline", "--stages", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "stages=0 must be a whole number of 2 or more" in done.stderr

@@ -62,7 +62,7 @@ def begin(folder: Path, run: str, *flags: str, settings: str = "") -> subprocess
     """A launch of two processes, which cannot end but by themselves or a signal."""
     train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", run]
     train += ["--set", settings] if settings else []
-    command = [sys.executable, "-m", "jaxtrain.cli", "launch", "--processes", "2", *flags, "--"]
+    command = [sys.executable, "-m", "jaxtrain", "launch", "--processes", "2", *flags, "--"]
     return subprocess.Popen(
         [*command, *train],
         cwd=folder,
@@ -212,7 +212,7 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed)
     """Two agents; one is gone for good after step 20."""
     port = free_port()
     environ = bare_environment(folder) | {"JAXTRAIN_KEY": "0123456789abcdef"}
-    own = [sys.executable, "-m", "jaxtrain.cli"]
+    own = [sys.executable, "-m", "jaxtrain"]
     agents = [
         subprocess.Popen([*own, "agent", f"127.0.0.1:{port}", "--name", name], env=environ)
         for name in ("one", "two")

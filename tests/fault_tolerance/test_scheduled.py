@@ -41,7 +41,7 @@ def folder() -> Iterator[Path]:
         found = Path(name)
         (found / "experiment.py").write_text(EXPERIMENT)
         (found / "mesh.toml").write_text(MESH)
-        text = f'#!/bin/bash\nPYTHONPATH={ROOT} exec {sys.executable} -P -m jaxtrain.cli "$@"\n'
+        text = f'#!/bin/bash\nPYTHONPATH={ROOT} exec {sys.executable} -P -m jaxtrain "$@"\n'
         (found / "bin").mkdir()
         (found / "bin" / "jaxtrain").write_text(text)
         (found / "bin" / "jaxtrain").chmod(0o755)

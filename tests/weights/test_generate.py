@@ -196,6 +196,7 @@ BAD = [
     (True, 0.8, ["tokens=True"]),
     (8, -1.0, ["temperature=-1.0 must be a finite number"]),
     (8, math.nan, ["temperature=nan"]),
+    (8, 1e-45, ["temperature=1e-45 must be 0, the likeliest token, or at least 0.0001"]),
     (0, math.inf, ["tokens=0", "temperature=inf"]),
     (10**9, -1.0, ["tokens=1000000000 is more", "use 1048576 or less", "temperature=-1.0"]),
 ]

@@ -1,4 +1,4 @@
-"""python -m jaxtrain.cli"""
+"""python -m jaxtrain"""
 
 from __future__ import annotations
 
