@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,10 +28,10 @@ from jaxtrain.cli.shared import (
     add_settings,
     answer,
     experiment_of,
+    interrupt,
     mesh_of,
     print_failure,
     progress,
-    raise_again,
     set_simulation_flags,
     settle_streams,
     text_stream,
@@ -48,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.own_process = arguments is None
     options.interrupted = False
-    if options.own_process:
-        sys.unraisablehook = raise_again
+    if options.own_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     code = _exit_code(options)
     if options.own_process:
         settle_streams()

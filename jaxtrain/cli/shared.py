@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 UNREAD = 141
 """A shell's exit code for a program ended by SIGPIPE: `jaxtrain ... | head -1`."""
@@ -114,17 +114,24 @@ def signals_to(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def raise_again(lost: Any) -> None:
-    """Sends Ctrl-C once more if it came within a finalizer or a callback of the garbage collector,
-    as JAX has one: Python drops what is raised there. For `sys.unraisablehook`."""
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
-        return
-    main = threading.main_thread().ident
-    assert main is not None
-    again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))
-    again.daemon = True
-    again.start()
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C that is sent again if it was dropped: when a command has seen it, its process ends
+    at once. What is raised in a finalizer or a callback of the garbage collector is dropped, and
+    under a bare `except`; JAX has all three."""
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        main = threading.main_thread().ident
+        assert main is not None
+        again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+
+def interrupt(number: int, frame: Any) -> NoReturn:
+    """Raises `Interrupted`: the handler of Ctrl-C of a command that has no other."""
+    raise Interrupted
 
 
 def say(text: str) -> None:

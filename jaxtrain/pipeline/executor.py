@@ -62,7 +62,7 @@ class Executor(Tables):
             rows, arrivals = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
             tick = Tick(self, device, trees, span.kinds, rows, arrivals)
             with jax.named_scope(f"ticks{number}"):
-                carry, _ = lax.scan(tick, carry, jax.tree.map(jnp.asarray, (rows, arrivals)))
+                carry, _ = lax.scan(tick.body, carry, jax.tree.map(jnp.asarray, (rows, arrivals)))
         return carry
 
     def start(self, device: OnDevice) -> tuple[Carry, Trees]:

@@ -158,7 +158,8 @@ class Tick:
     arrived: np.ndarray
     """`Rows.receive_input` of the previous ticks. `rows` and this: of all ticks, as constants."""
 
-    def __call__(self, carry: Carry, tick: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
+    def body(self, carry: Carry, tick: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
+        """Runs one tick. A method: of a callable object JAX takes the text, constants and all."""
         row, arrived = tick
         if (self.arrived >= 0).any():
             inputs = _put(carry.inputs, self._own(arrived), carry.arriving)
