@@ -136,8 +136,8 @@ class CheckpointManager:
     def _note(self, step: int, damages: list[str]) -> None:
         """Adds the step to `damaged` of every process if one has found damages."""
         if lines := all_gather_union(damages):
-            why = {"remedy": "this step is passed over", "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(lines, step=step, **why)
+            details = {"remedy": "this step is passed over", "directory": self.directory}
+            self.damaged[step] = DamagedCheckpoint(lines, step=step, **details)
 
     def verify_step(self, step: int) -> None:
         """Reads all chunks of a step that was restored from elsewhere, and adds it to `damaged` if

@@ -87,6 +87,12 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
     return config
 
 
+def stored_experiment(run_dir: Path) -> Any:
+    """Returns the experiment in config.json as it is stored; None where no run has been. Raises as
+    `read_config`."""
+    return (read_config(run_dir) or {}).get("experiment")
+
+
 def compare_config(
     run_dir: Path,
     config: dict[str, Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, read_config
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, stored_experiment
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -58,21 +58,15 @@ def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[
     return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
 
 
-def experiment_of(run_dir: str | Path) -> Any:
+def require_experiment(run_dir: str | Path) -> Any:
     """Returns the experiment in a run directory's config.json, as it is stored. Raises ValueError
     where there is none: no start goes on with such a run."""
-    config = read_config(local_path("run_dir", run_dir)) or {}
-    if "experiment" not in config:
+    experiment = stored_experiment(local_path("run_dir", run_dir))
+    if experiment is None:
         raise ValueError(
             f"{NAME} in {run_dir} names no experiment; put back the one that the run wrote"
         )
-    return config["experiment"]
-
-
-def set_aside_in(run_dir: str | Path) -> list[str]:
-    """Returns the names of steps that a start passed over as damaged and kept under another name.
-    No later start looks at them."""
-    return steps_aside(local_path("run_dir", run_dir) / CHECKPOINTS)
+    return experiment
 
 
 def _verdict(directory: Path, step: int, foreign: Foreign) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import JSON, text_stream
@@ -17,12 +18,14 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    from jaxtrain.checkpoint.verify import experiment_of, set_aside_in, verify
+    from jaxtrain.checkpoint.run_config import CHECKPOINTS
+    from jaxtrain.checkpoint.storage import steps_aside
+    from jaxtrain.checkpoint.verify import require_experiment, verify
     from jaxtrain.experiment import of_another
 
     config, foreign = "", dict[str, Any]()
     try:
-        foreign["foreign"] = partial(of_another, config=experiment_of(options.run_dir))
+        foreign["foreign"] = partial(of_another, config=require_experiment(options.run_dir))
     except ValueError as error:
         config = str(error)
     verdicts, out = verify(options.run_dir, **foreign), text_stream(options)
@@ -36,7 +39,7 @@ def verify_command(options: argparse.Namespace) -> int:
             print(f"  FOREIGN {line}", file=out)
     if config:
         print(f"DAMAGED {config}", file=out)
-    if aside := set_aside_in(options.run_dir):
+    if aside := steps_aside(Path(options.run_dir) / CHECKPOINTS):
         kept = ", ".join(aside)
         print(f"passed over by an earlier start, and kept, unread here: {kept}", file=out)
     damaged = [verdict.step for verdict in verdicts if verdict.damages]

@@ -206,7 +206,8 @@ def seed_violations(seed: int) -> list[str]:
     return [f"seed={seed!r} must lie in [0, 2**32); use for example seed=0"]
 
 
-COLDEST = 1e-4
+LEAST_TEMPERATURE = 1e-30
+"""Logits of up to 1e8 divided by it stay finite in fp32."""
 LONGEST_SAMPLE = 2**20
 """Tokens; no known model reads more."""
 
@@ -219,11 +220,12 @@ def length_violations(tokens: int) -> list[str]:
 
 
 def temperature_violations(temperature: float) -> list[str]:
-    """`temperature` must be 0, or large enough that logits divided by it stay finite in fp32."""
+    """Returns violations of a temperature: it must be 0, or at least `LEAST_TEMPERATURE`."""
     violations = at_least("temperature", temperature, 0)
-    if not violations and 0 < temperature < COLDEST:
+    if not violations and 0 < temperature < LEAST_TEMPERATURE:
         return [
-            f"temperature={temperature!r} must be 0, the likeliest token, or at least {COLDEST}"
+            f"temperature={temperature!r} must be 0, the likeliest token, or at least "
+            f"{LEAST_TEMPERATURE}"
         ]
     return violations
 

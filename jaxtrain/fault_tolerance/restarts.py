@@ -121,7 +121,7 @@ def _same(a: Failure, b: Failure) -> bool:
         return False
     if all(failure.step > failure.first >= 0 for failure in (a, b)):
         return True
-    return _plain(a.cause) == _plain(b.cause) and not TRANSIENT.search(a.cause)
+    return _same_cause(a, b)
 
 
 def _in_each_step(a: Failure, b: Failure) -> bool:
@@ -129,10 +129,12 @@ def _in_each_step(a: Failure, b: Failure) -> bool:
     in the same way, for a cause that does not pass: a callback that always raises lets a run save
     what it has."""
     gained_one = b.first >= 0 and b.step == b.first + 1 == a.step + 1
-    alike = (a.kind, a.phase) == (b.kind, b.phase) and _plain(a.cause) == _plain(b.cause)
-    return gained_one and alike and b.kind == "crashed" and not TRANSIENT.search(b.cause)
+    alike = b.kind == "crashed" and (a.kind, a.phase) == (b.kind, b.phase)
+    return gained_one and alike and _same_cause(a, b)
 
 
-def _plain(cause: str) -> str:
-    """The text without addresses and numbers, which differ between processes."""
-    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", cause)
+def _same_cause(a: Failure, b: Failure) -> bool:
+    """True if the causes are one text without addresses and numbers, which differ between
+    processes, and not one that may pass."""
+    a_text, b_text = (re.sub(r"0x[0-9a-fA-F]+|\d+", "#", cause) for cause in (a.cause, b.cause))
+    return a_text == b_text and not TRANSIENT.search(a.cause)

@@ -9,7 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, read_config, refuse_other_experiment
+from jaxtrain.checkpoint.run_config import (
+    CHECKPOINTS,
+    NAME,
+    refuse_other_experiment,
+    stored_experiment,
+)
 from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
 from jaxtrain.experiment import Experiment, completed, resumable
@@ -27,7 +32,7 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> s
     # Other processes of this run come when it is already locked.
     last = refuse_held(run) if process == 0 else ""
     complete = partial(completed, experiment=experiment)
-    stored = (read_config(run) or {}).get("experiment")
+    stored = stored_experiment(run)
     may_differ = resumable(stored, config["experiment"])
     refuse_other_experiment(run, config, ignore=may_differ, completed=complete)
     if experiment.checkpoints is None:

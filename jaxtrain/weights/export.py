@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.run_config import read_config
+from jaxtrain.checkpoint.run_config import stored_experiment
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec
@@ -72,7 +72,7 @@ def export(
 def _positions(run: Path) -> int | None:
     """Returns the largest number of positions known to have been trained: the row length of the
     run's data, or the limit of the folder it began with, as far as the run keeps them."""
-    stored = (read_config(run) or {}).get("experiment", {})
+    stored = stored_experiment(run) or {}
     data = stored.get("data")
     limits = [data.get("seq") if isinstance(data, dict) else None, recorded_positions(run)]
     return max((n for n in limits if type(n) is int and n > 0), default=None)

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, write_config
-from jaxtrain.checkpoint.run_config import read_config as read_run_config
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, stored_experiment, write_config
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
@@ -159,7 +158,7 @@ def _of_run(
 def _refuse_own_attention(path: Path, trust: Trust) -> None:
     """Raises ValueError where a run was trained with a user's own attention kernel that does not
     declare itself standard, since generation and export compute standard attention."""
-    name = own_attention((read_run_config(path) or {}).get("experiment"))
+    name = own_attention(stored_experiment(path))
     if not name:
         return
     module, _, kernel = name.partition(":")

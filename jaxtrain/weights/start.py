@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, read_config
+from jaxtrain.checkpoint.run_config import CHECKPOINTS, stored_experiment
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
@@ -106,7 +106,7 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
 def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
     """Returns the difference of the attention kernels, since a user's own kernel is part of the
     model."""
-    theirs = own_attention((read_config(Path(start.run_dir)) or {}).get("experiment"))
+    theirs = own_attention(stored_experiment(Path(start.run_dir)))
     kernel = experiment.execution.attention
     ours = stored_name(kernel_kind(kernel)) if is_own(kernel) else ""
     if theirs == ours or (not theirs and is_standard(kernel)):

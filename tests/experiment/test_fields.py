@@ -50,7 +50,7 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
             {"prompt": "", "tokens": -5, "temperature": -1},
             ["prompt=''", "tokens=-5 ", "temperature=-1 "],
         ),
-        (jaxtrain.Sample, {"prompt": "a", "temperature": 1e-45}, ["or at least 0.0001"]),
+        (jaxtrain.Sample, {"prompt": "a", "temperature": 1e-45}, ["or at least 1e-30"]),
         (jaxtrain.Sample, {"prompt": "a", "temperature": float("nan")}, ["temperature=nan must"]),
         (jaxtrain.Sample, {"prompt": b"a"}, ["prompt=b'a' must be a text"]),
         (jaxtrain.Execution, {"mode": 1}, ["mode=1 is a int; use a text in quotes or None"]),

@@ -19,7 +19,7 @@ import jaxtrain
 from jaxtrain import cli
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.tokenizer import HuggingFaceVocabulary
-from jaxtrain.experiment.fields import LONGEST_SAMPLE
+from jaxtrain.experiment.fields import LEAST_TEMPERATURE, LONGEST_SAMPLE
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.loss import logits
@@ -163,7 +163,8 @@ def test_draws_follow_the_temperature_and_the_seed(decoder: jaxtrain.Experiment)
     assert hot != model.continued(temperature=3.0, seed=1)
     assert all(0 <= i < 16 for i in hot), "a padded id was drawn"
     assert hot[:3] == model.continued(temperature=3.0, tokens=3), "as many as are asked for"
-    assert model.continued(temperature=1e-3) == model.continued(), "cold is greedy"
+    for cold in (1e-3, LEAST_TEMPERATURE):
+        assert model.continued(temperature=cold) == model.continued(), "cold is greedy"
 
 
 def test_every_token_is_drawn_with_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ BAD = [
     (True, 0.8, ["tokens=True"]),
     (8, -1.0, ["temperature=-1.0 must be a finite number"]),
     (8, math.nan, ["temperature=nan"]),
-    (8, 1e-45, ["temperature=1e-45 must be 0, the likeliest token, or at least 0.0001"]),
+    (8, 1e-45, ["temperature=1e-45 must be 0, the likeliest token, or at least 1e-30"]),
     (0, math.inf, ["tokens=0", "temperature=inf"]),
     (10**9, -1.0, ["tokens=1000000000 is more", "use 1048576 or less", "temperature=-1.0"]),
 ]
