@@ -488,7 +488,7 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
                 forgotten.add(kind.__name__)
     # Of an `Optax` what it was given is stored; `bench gpu` has documents of its own. Models make
     # a `SelfAttention`, no experiment.
-    known = {"MeshSpec", "Layers", "Executor", "Tick", "Optax", "SyntheticDocuments"}
+    known = {"MeshSpec", "Layers", "Executor", "Optax", "SyntheticDocuments"}
     known |= {"SelfAttention", "ExpertLayer", "Numbered"}
     assert forgotten == known, "say in vocabulary.py who holds it"
 
