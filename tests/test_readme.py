@@ -149,7 +149,7 @@ def test_paths_that_are_named_exist() -> None:
 
 
 def test_readme_is_short_and_leads_to_every_page() -> None:
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 190
     linked = {path for path in PAGES if f"(docs/{path.name})" in README}
     assert set(PAGES) - linked <= {ROOT / "docs" / "index.md", ROOT / "docs" / "reference.md"}
 
@@ -192,8 +192,10 @@ def test_packages_stand_in_the_order_of_their_layers() -> None:
 
 
 def test_experiment_excerpt_is_the_file() -> None:
+    """With its imports, without its docstring."""
     (excerpt,) = (block for block in blocks("python") if "def experiment" in block)
-    assert excerpt in (ROOT / "experiments" / "stdlib_lm.py").read_text(encoding="utf-8")
+    whole = ast.parse((ROOT / "experiments" / "stdlib_lm.py").read_text(encoding="utf-8"))
+    assert ast.dump(ast.parse(excerpt)) == ast.dump(ast.Module(whole.body[1:], []))
 
 
 def test_mesh_excerpt_is_the_file() -> None:

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import agent, drill, elastic, generate, launch, schedule, train, verify
+from jaxtrain.cli import agent, drill, elastic, generate, launch, new, schedule, train, verify
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     JSON,
-    MESH,
     UNREAD,
     RunFailed,
+    add_mesh,
     add_settings,
     answer,
     experiment_of,
@@ -106,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    text = "write an experiment file and a mesh file to begin with"
+    new.add_options(command("new", new.new_command, text))
+
     text = "train; goes on with what is in the run directory"
     trained = command("train", train.train_command, text)
     train.add_options(trained)
@@ -125,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = command("check", _check, "every violation at once, and where each leaf lives")
     check.add_argument("experiment")
-    check.add_argument("--mesh", required=True, help=MESH)
+    add_mesh(check)
     text = "the data is on another machine: do not look for its files"
     check.add_argument("--data-elsewhere", action="store_true", help=text)
     check.add_argument("--json", action="store_true", help=JSON)
@@ -139,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
     compiled = command("compile", _compile, "what a step takes and sends, on a mesh here or not")
     compiled.add_argument("experiment")
-    compiled.add_argument("--mesh", required=True, help=MESH)
+    add_mesh(compiled)
     compiled.add_argument("--simulate", action="store_true", help="for fake CPU devices instead")
     compiled.add_argument("--json", action="store_true", help=JSON)
     for sub in (trained, fewer, check, compiled):

@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.cli.shared import (
     JSON,
     MESH,
+    add_mesh,
     add_settings,
     answer,
     mesh_of,
@@ -28,7 +29,7 @@ def add_bench(commands: Any) -> None:
     step = kinds.add_parser("step", help=text, description=text)
     step.set_defaults(run=_bench_step)
     step.add_argument("experiment")
-    step.add_argument("--mesh", default="cpu_1", help=MESH)
+    add_mesh(step)
     step.add_argument("--steps", type=int, default=10)
     add_settings(step)
 

@@ -40,6 +40,11 @@ def run_dir_of(options: argparse.Namespace) -> Path:
     return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
 
 
+def add_mesh(sub: argparse.ArgumentParser) -> None:
+    """Adds --mesh, for commands that take one CPU device where none is given."""
+    sub.add_argument("--mesh", default="cpu_1", help=f"{MESH}; default cpu_1")
+
+
 def add_settings(sub: argparse.ArgumentParser) -> None:
     """Adds --set, for commands that take an experiment."""
     sub.add_argument(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxtrain.cli.shared import (
-    MESH,
     RunFailed,
+    add_mesh,
     mesh_of,
     of_checkpoints,
     print_failure,
@@ -41,7 +41,7 @@ TOGETHER_S = 0.25
 
 def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("experiment", help="a Python file with a function experiment()")
-    train.add_argument("--mesh", default="cpu_1", help=f"{MESH}; default cpu_1")
+    add_mesh(train)
     train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
