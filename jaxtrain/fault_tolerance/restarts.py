@@ -104,7 +104,8 @@ class RestartHistory:
 TRANSIENT = re.compile(
     r"Connection|BrokenPipe|Timeout|timed out|temporarily|Stale file|Input/output error|No route|"
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|MissingProcesses|Too many open files|Network|"
-    r"is in use by|cannot start a process|No such file|Transport endpoint|No space left"
+    r"is in use by|cannot start a process|No such file|Transport endpoint|No space left|"
+    r"Read-only file system|quota exceeded|[\d,]+ free;"
 )
 """Messages about a network or a file system, whose problem may pass."""
 
@@ -117,7 +118,7 @@ def _same(a: Failure, b: Failure) -> bool:
     alike = (a.kind, a.phase, a.step, a.wrong) == (b.kind, b.phase, b.step, b.wrong)
     if not alike or a.kind not in ("crashed", "refused", "left", "wrong"):
         return False
-    if a.phase in ("start", "join") and a.kind == "crashed":
+    if a.phase == "join" and a.kind == "crashed":
         return False
     if all(failure.step > failure.first >= 0 for failure in (a, b)):
         return True

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
+from jaxtrain.checkpoint.storage import check_writable
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
 
 
@@ -54,6 +60,10 @@ SAME = {
     ),
     "a hang": (failure(7, kind="hangs"), failure(7, kind="hangs"), False),
     "another phase": (failure(7, phase="load"), failure(7), False),
+    "before they meet": (
+        early("RuntimeError: not logged in", phase="start"),
+        early("RuntimeError: not logged in", phase="start"), True,
+    ),
     "where processes meet": (failure(0, phase="join"), failure(0, phase="join"), False),
     "said in other words, steps won": (failure(7, "KeyError: 1"), failure(7, "KeyError: b"), True),
     "lost a peer at the same step, steps won": (
@@ -92,6 +102,23 @@ def test_a_crash_that_comes_again_at_the_same_step_ends_it(name: str) -> None:
     found = decide([first, second])
     assert not isinstance(found[0], Exhausted)
     assert (isinstance(found[1], Exhausted) and found[1].deterministic) == ends
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EDQUOT, errno.ENOSPC, errno.EIO, errno.ESTALE])
+def test_a_disk_that_refuses_two_starts_may_be_mended(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as unwritable:
+        patch.setattr(tempfile, "NamedTemporaryFile", fails)
+        check_writable(tmp_path, 0)
+    with pytest.raises(ValueError) as full:
+        check_writable(tmp_path, 10**18)
+    for refusal in (unwritable, full):
+        two = [early(str(refusal.value), kind="refused", phase="start") for _ in range(2)]
+        assert ends_of(*two) == [False, False], refusal.value
 
 
 def ends_of(*failures: Failure) -> list[bool]:
