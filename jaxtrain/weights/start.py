@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whol
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.load import stored_name
-from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
+from jaxtrain.experiment.stored import ForeignField, of_another, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.buffers import buffers_of
@@ -220,7 +220,8 @@ def stored_params(
 
 def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
     """Returns a step of a run, None for the newest, and its manifest. Raises ValueError where there
-    is no such step, DamagedCheckpoint where its files are missing or cut."""
+    is no such step, or it is of another experiment than the run, DamagedCheckpoint where its files
+    are missing or cut."""
     refuse_links(Path(run_dir))
     directory = Path(run_dir) / CHECKPOINTS
     steps = committed_steps(directory)
@@ -231,7 +232,14 @@ def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
             "has is saved there when the run goes on)"
         )
     step = steps[-1] if step is None else step
-    return step, whole_manifest(directory, step)
+    manifest = whole_manifest(directory, step)
+    if foreign := of_another(manifest.metadata, stored_experiment(Path(run_dir))):
+        others = [other for other in steps if other != step]
+        remedy = (
+            f"give another step ({', '.join(map(str, others))})" if others else "give another run"
+        )
+        raise ValueError(f"step {step} of {run_dir}: {'; '.join(foreign)}; {remedy}")
+    return step, manifest
 
 
 def _source(name: str, manifest: Manifest, *, averaged: bool) -> str:

@@ -18,9 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, cli
 from jaxtrain.checkpoint.run_config import refuse_other_experiment
+from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.data.tokenizer import HuggingFaceVocabulary
 from jaxtrain.experiment import RESUMABLE, completed, config_of
 from jaxtrain.experiment.stored import stored_field
+from jaxtrain.state_format.manifest import read_manifest, write_manifest
 from jaxtrain.weights import loading
 from jaxtrain.weights.loading import load, record_run
 from jaxtrain.weights.tokenizer_files import GENERATION, SETTINGS, TOKENIZER
@@ -73,10 +75,39 @@ def said(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def changed(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Its config.json, as if something else had been written."""
+    """Its config.json and its steps, as if something else had been written."""
     config = json.loads((run / "config.json").read_text())
     change(config["experiment"])
     (run / "config.json").write_text(json.dumps(config))
+    for step in committed_steps(run / "checkpoints"):
+        changed_step(run, step, change)
+
+
+def changed_step(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = read_manifest(run / "checkpoints" / str(step))
+    change(manifest.metadata["experiment"])
+    chunks = [chunk for of_leaf in manifest.chunks.values() for chunk in of_leaf]
+    write_manifest(manifest.directory, step, manifest.leaves, manifest.metadata, chunks)
+
+
+def test_a_step_of_another_experiment_is_not_used(
+    experiment: jaxtrain.Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As training does not go on from it: it was put there by hand."""
+    run = tmp_path / "run"
+    train(replace(experiment, checkpoints=jaxtrain.SavePolicy(every=1)), run)
+    changed_step(run, 2, lambda e: e["optimizer"].update(b1=0.5))
+    told = r"step 2 of .*run: the step is of another experiment: experiment.optimizer.b1 was 0.5"
+    begun = replace(experiment, fine_tuning=FineTuning(FromRun(run)))
+    for use in (
+        lambda: jaxtrain.generate_text(run, "the", tokens=1),
+        lambda: jaxtrain.export(run, tmp_path / "out"),
+        lambda: jaxtrain.check(begun, jaxtrain.mesh_from_axes(data=1)),
+    ):
+        with pytest.raises(ValueError, match=told + r".*; give another step \(1\)"):
+            use()
+    assert cli.main(["generate", str(run), "--step", "1", *TOLD]) == 0
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -219,8 +250,9 @@ def test_a_run_of_an_older_version_is_used_and_resumed(
         """`sample` was beside `evaluation`; other fields were not there."""
         e["sample"] = None
         for name in ("fine_tuning", "ema_decay", "microbatches"):
-            del e[name]
-        del e["data"]["isolate_documents"], e["model"]["period"][0]["attention"]["qkv_bias"]
+            e.pop(name, None)
+        e["data"].pop("isolate_documents", None)
+        e["model"]["period"][0]["attention"].pop("qkv_bias", None)
 
     changed(run, older)
     (run / SETTINGS).unlink()
