@@ -185,7 +185,7 @@ def open_session(
         choice = choose(_reducer(assembly), start, -1)
         compiling = pool.submit(compile_step, assembly, mesh, at_rest.shardings, None, choice)
         with phases.within("restore" if start else "compile"):
-            state, start = _first_state(at_rest, checkpoints, begins)
+            state, start = _first_state(at_rest, checkpoints, begins, dataset)
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
@@ -235,10 +235,13 @@ def _first_state(
     at_rest: AtRest,
     checkpoints: Checkpoints | None,
     begins: Start | None,
+    dataset: Any,
 ) -> tuple[TrainState, int]:
     """Returns (state, step): restored from the newest undamaged save, or step 0. A new state is
-    created sharded: under jit, each device computes or reads its own shards."""
+    created sharded: under jit, each device computes or reads its own shards. Raises ValueError
+    where the save is of another corpus than `dataset`."""
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
+        _check_corpus(checkpoints, start, dataset)  # of a step that damage led back to, too
         with suppress(DamagedCheckpoint):  # the manager noted it, and now skips this step
             return restore_state(at_rest, checkpoints, start), start
     loaded = starting_params(at_rest, begins)

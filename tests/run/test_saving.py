@@ -29,7 +29,7 @@ from jaxtrain.experiment import config_of
 from jaxtrain.fault_tolerance.faults import _make_foreign
 from jaxtrain.run.saves.saving import checkpoints_of
 from jaxtrain.run.session import _apart
-from jaxtrain.state_format.manifest import read_manifest
+from jaxtrain.state_format.manifest import read_manifest, write_manifest
 
 MESH = {"fsdp": 2}
 
@@ -87,6 +87,21 @@ def test_a_damaged_step_is_told_and_the_one_before_it_goes_on(
     assert [row["step"] for row in result.history] == [4, 5, 6]
     assert same_state(result, whole)
     assert all(not found.damages for found in verify(tmp_path / "run"))
+
+
+def test_the_step_before_a_damaged_one_is_of_this_corpus_or_refused(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """That step 4 is damaged is found when its bytes are read, after the corpus was compared."""
+    run(tmp_path, saving(own, every=2), steps=4)
+    manifest = read_manifest(tmp_path / "run" / "checkpoints" / "2")
+    chunks = [chunk for of_leaf in manifest.chunks.values() for chunk in of_leaf]
+    metadata = {**manifest.metadata, "data": "0123456789abcdef"}
+    write_manifest(manifest.directory, 2, manifest.leaves, metadata, chunks)
+    flip(tmp_path / "run", 4)
+    with pytest.raises(ValueError, match=r"step 2 .* was trained on another corpus"):
+        run(tmp_path, saving(own, every=2), steps=6)
+    assert steps_of(tmp_path) == ["2", "4"]
 
 
 def test_where_every_step_is_damaged_nothing_begins_again(
