@@ -444,7 +444,7 @@ def test_a_full_disk_is_refused_before_the_run(
     monkeypatch.setattr(Session, "step", lambda *_: pytest.fail("a step was run"))
     assert cli.main(train_of()()) == 2
     told = capsys.readouterr().err
-    assert "10 free" in told and "runs/small" in told and "--run-dir" in told
+    assert "10 are free" in told and "runs/small" in told and "--run-dir" in told
     assert not [p for p in Path("runs").rglob("*") if p.is_file()]
 
 
@@ -668,7 +668,7 @@ def test_a_ctrl_c_that_is_dropped_is_sent_again(drops: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DROPPED.replace("DROPS", drops)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (130, "dropped\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (130, "dropped\n", "")
 
 
 def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:

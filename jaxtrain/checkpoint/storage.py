@@ -257,8 +257,9 @@ def check_writable(
         ) from error
     if free < bytes_needed:
         raise ValueError(
-            f"checkpoints need {bytes_needed:,} bytes in {directory}, which has {free:,} free; "
-            f"free {bytes_needed - free:,} bytes, keep fewer checkpoints, or give {instead}"
+            f"No space left for checkpoints in {directory}: they need {bytes_needed:,} bytes, and "
+            f"{free:,} are free; free {bytes_needed - free:,} bytes, keep fewer checkpoints, or "
+            f"give {instead}"
         )
 
 

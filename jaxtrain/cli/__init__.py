@@ -34,6 +34,7 @@ from jaxtrain.cli.shared import (
     progress,
     set_simulation_flags,
     settle_streams,
+    tell_dropped,
     text_stream,
 )
 from jaxtrain.cluster.exit_codes import FAILED, INTERRUPTED, REFUSED
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.interrupted = False
     if options.own_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = tell_dropped
     code = _exit_code(options)
     if options.own_process:
         settle_streams()

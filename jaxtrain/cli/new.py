@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
@@ -64,21 +65,18 @@ def new_command(options: argparse.Namespace) -> int:
     path = Path(options.name)
     experiment, mesh = (path.parent / (path.name + end) for end in (".py", ".toml"))
     violations = [
-        f"{file} exists; give another name" for file in (experiment, mesh) if _exists(file)
+        f"{file} exists; give another name"
+        for file in (experiment, mesh)
+        if os.path.lexists(file)  # a link that leads nowhere, too
     ]
     if not path.name.isidentifier():
         violations.append(f"NAME={path.name!r} must be letters, digits and _; use for example mine")
     if not path.parent.is_dir():
         violations.append(f"{path.parent} is not a directory; make it first")
-    raise_violations(violations)
+    raise_violations(violations, f"{options.name} cannot be written")
     for file, text in ((experiment, EXPERIMENT.replace("NAME", path.name)), (mesh, MESH)):
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
     for verb in ("check", "train"):
         print(shlex.join(["jaxtrain", verb, str(experiment), "--mesh", str(mesh)]))
     return 0
-
-
-def _exists(file: Path) -> bool:
-    """True for a link that leads nowhere, too."""
-    return file.exists() or file.is_symlink()

@@ -134,6 +134,13 @@ class Interrupted(KeyboardInterrupt):
         again.start()
 
 
+def tell_dropped(dropped: Any) -> None:
+    """Prints an exception that Python dropped (for `sys.unraisablehook`), unless it is a Ctrl-C,
+    which is sent again."""
+    if not isinstance(dropped.exc_value, Interrupted):
+        sys.__unraisablehook__(dropped)
+
+
 def interrupt(number: int, frame: Any) -> NoReturn:
     """Raises `Interrupted`: the handler of Ctrl-C of a command that has no other."""
     raise Interrupted

@@ -105,7 +105,7 @@ TRANSIENT = re.compile(
     r"Connection|BrokenPipe|Timeout|timed out|temporarily|Stale file|Input/output error|No route|"
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|MissingProcesses|Too many open files|Network|"
     r"is in use by|cannot start a process|No such file|Transport endpoint|No space left|"
-    r"Read-only file system|quota exceeded|[\d,]+ free;"
+    r"Read-only file system|quota exceeded"
 )
 """Messages about a network or a file system, whose problem may pass."""
 

@@ -25,9 +25,9 @@ def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
 def test_too_little_room_says_free_and_needed(tmp_path):
     with pytest.raises(ValueError) as error:
         check_writable(tmp_path, 10**18)
-    found = re.search(r"need ([\d,]+) bytes in (.*), which has ([\d,]+) free", str(error.value))
-    assert found and int(found[1].replace(",", "")) == 10**18
-    assert found[2] == str(tmp_path)
+    found = re.search(r"in (.*): they need ([\d,]+) bytes, and ([\d,]+) are free", str(error.value))
+    assert found and int(found[2].replace(",", "")) == 10**18
+    assert found[1] == str(tmp_path)
     free = int(found[3].replace(",", ""))
     assert abs(free - shutil.disk_usage(tmp_path).free) < 2**30
     assert f"free {10**18 - free:,} bytes" in str(error.value)
