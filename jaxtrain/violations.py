@@ -20,6 +20,23 @@ def raise_violations(violations: Iterable[str], subject: str = "") -> None:
         raise ValueError((f"{subject}: " if subject else "") + "; ".join(listed))
 
 
+LASTING = (
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""Errors of the system that another try would meet again."""
+
+
+def refuses(error: BaseException) -> bool:
+    """True for a refusal of input, which stays one however often it is tried: a ValueError, or an
+    error of the system about a path. A class with the attribute `refusal` says so itself."""
+    own = getattr(error, "refusal", None)
+    return isinstance(error, (ValueError, *LASTING)) if own is None else own
+
+
 def nearest(word: str, options: Iterable[str]) -> str | None:
     """Returns the option most similar to `word`; among several, the one with the longest common
     start."""

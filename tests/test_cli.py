@@ -24,7 +24,8 @@ import pytest
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.certificate import certify as certify_module
-from jaxtrain.checkpoint import committed_steps, manager
+from jaxtrain.checkpoint import committed_steps, manager, storage
+from jaxtrain.checkpoint.storage import CheckpointError, DamagedCheckpoint, FailedSave
 from jaxtrain.cli import train as train_command
 from jaxtrain.cli.shared import print_failure, signals_to
 from jaxtrain.cluster.phases import Phases
@@ -206,6 +207,37 @@ def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
     assert re.search(r"resuming at step [23]\b", capsys.readouterr().out)
 
 
+BEFORE = {
+    "ValueError('rows')": "jaxtrain: rows\n",
+    "FileNotFoundError(2, 'No such file', 'corpus.txt')": "jaxtrain: No such file: corpus.txt\n",
+    "PermissionError(13, 'Denied')": "jaxtrain: Denied\n",
+    "OSError(5, 'Input/output error')": "",
+    "ConnectionResetError(104, 'Reset')": "",
+    "RuntimeError('rows')": "",
+}
+
+
+@pytest.mark.parametrize(("error", "line"), BEFORE.items(), ids=BEFORE)
+def test_before_the_first_step_what_may_pass_is_no_refusal(
+    error: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one process as with several, of which the one that fails leaves at once."""
+    text = Path(write(data="Fails(BigramChain(vocab=16, seq={seq}), 3)")).read_text()
+    opened = "dataset = self.data.open(split, seed=seed, cache_dir=cache_dir)\n        raise_it"
+    assert opened in text
+    Path("small.py").write_text(text.replace(opened, f"raise {error}\n        raise_it"))
+    codes = [cli.main(["train", "small.py", "--mesh", mesh()])]
+    said = [capsys.readouterr().err]
+    monkeypatch.setattr(train_command.os, "_exit", codes.append)
+    monkeypatch.setattr(train_command, "settle_streams", lambda: None)
+    ledger = types.SimpleNamespace(keep=lambda: None)
+    train_command.LeaveAtOnce(Phases(), ledger).leave(eval(error))  # type: ignore[arg-type]
+    said.append(capsys.readouterr().err)
+    assert codes == [2, 2] if line else [1, 1]
+    for told in said:
+        assert told == line if line else told.strip().splitlines()[-1].startswith(error[:7])
+
+
 @pytest.mark.parametrize(
     ("fail", "begins"), [({2}, ""), ({2, 3}, "step 2"), ({1, 2, 3}, "the beginning")], ids=str
 )
@@ -232,16 +264,25 @@ def test_a_last_save_that_fails_is_told_without_a_traceback(
 
 
 def test_what_fails_of_a_checkpoint_is_a_line_and_says_no_more_than_it_knows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "4").mkdir()
     place: Any = {"step": 4, "directory": tmp_path, "remedy": "mend it"}
-    damaged = manager.DamagedCheckpoint(["a byte"], **place)
+    damaged = DamagedCheckpoint(["a byte"], **place)
     damaged.add_note("one more")
     print_failure(damaged)
     assert capsys.readouterr().err == f"jaxtrain: {damaged}\none more\n"
-    print_failure(manager.CheckpointError("not set aside", **place))
+    print_failure(CheckpointError("not set aside", **place))
     assert capsys.readouterr().err.endswith("; mend it\n")
+
+    def ill(directory: Path) -> list[int]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(storage, "committed_steps", ill)
+    print_failure(FailedSave("no room", **place))
+    told = capsys.readouterr().err
+    assert told.endswith("; mend it, and start the run again: it goes on from the newest save\n")
+    assert "cannot be seen (Input/output error)" in told
 
 
 @pytest.mark.parametrize(
@@ -258,8 +299,8 @@ def test_one_of_several_leaves_with_a_line_too(
     """Steps none of which can be gone on from are a refusal, as with one process."""
     place: Any = {"step": 4, "directory": tmp_path, "remedy": "mend it"}
     errors = {
-        "Damaged": manager.DamagedCheckpoint(["a byte"], **place),
-        "Failed": manager.FailedSave("no room", **place),
+        "Damaged": DamagedCheckpoint(["a byte"], **place),
+        "Failed": FailedSave("no room", **place),
     }
     codes: list[int] = []
     monkeypatch.setattr(train_command.os, "_exit", codes.append)

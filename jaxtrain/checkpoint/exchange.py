@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.cluster.agreement import all_gather_text, share_oserror
+from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.files.regular import open_regular, read_text, write_all, write_text
 
 PIECE = 16 * 2**20
@@ -54,7 +54,7 @@ class Peers:
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory = root, directory
         self._secret = bytes.fromhex(all_gather_text(secrets.token_hex(32))[0])
-        self._listener = share_oserror(
+        self._listener = share_failure(
             lambda: Listener((_own_address(), 0), backlog=64, authkey=self._secret)
         )
         hosts = [
@@ -63,7 +63,7 @@ class Peers:
         ]
         self._addresses = [(host, port) for _, host, port in hosts]
         if len({name for name, _, _ in hosts}) > 1:
-            share_oserror(lambda: _refuse_loopback(self._address[0]))
+            share_failure(lambda: _refuse_loopback(self._address[0]))
         self._local = threading.local()
         self._closed = False
         threading.Thread(target=self._serve, name="local tier", daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,12 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
             parts = args.parts.take()  # its copy of the state is freed with this frame
             sharing = Sharing(_earlier(args.source), _earlier(args.apart))
             chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
-        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:
             if jax.process_count() == 1:
                 raise
             # Raised here, the others would wait for this process until Orbax times out.
-            write_part(place, process, describe(error))
+            with suppress(OSError):  # on a full disk, say: then the part is missed
+                write_part(place, process, describe(error))
         else:
             write_part(place, process, chunks)
 
@@ -68,7 +70,7 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         try:
             if not problems:
                 write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             if jax.process_count() == 1:
                 raise
             problems = [f"process 0: {describe(error)}"]

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.exchange import PartId, Peers
 from jaxtrain.checkpoint.policy import LocalTier
-from jaxtrain.cluster.agreement import all_gather_text, share_oserror
+from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import open_regular, read_text, write_text
 from jaxtrain.state_format.chunks import Chunk, digest
@@ -63,7 +63,7 @@ class LocalSteps:
         process, processes = jax.process_index(), jax.process_count()
         self.root = Path(tier.directory.format(process=process)).absolute() / run
         self.directory = self.root / str(process)
-        share_oserror(lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        share_failure(lambda: self.directory.mkdir(parents=True, exist_ok=True))
         self.start = all_gather_text(secrets.token_hex(8))[0]
         self.neighbour = (process + max(1, processes // 2)) % processes
         self.peers = Peers(self.root, self.directory) if processes > 1 else None

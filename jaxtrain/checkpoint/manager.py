@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import PyTree
 
+from jaxtrain.checkpoint.committed import CommittedSteps
 from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
-    DamagedCheckpoint,
     FailedSave,
+    FailedStorage,
     check_writable,
-    committed_steps,
     describe,
     discard_steps,
     failure_of,
@@ -27,18 +27,15 @@ from jaxtrain.checkpoint.storage import (
     make_and_remove,
     newest,
     refuse_step,
-    refuse_to_begin_again,
     remove_unfinished,
     set_aside,
     unfinished_bytes,
     whole_manifest,
 )
-from jaxtrain.cluster.agreement import all_gather_union, share_oserror
-from jaxtrain.files.stores import local_path
+from jaxtrain.cluster.agreement import all_gather_union, from_first, share_failure
 from jaxtrain.state_format import leaves as leaf_table
-from jaxtrain.state_format.manifest import Foreign, Manifest, refuse_other_step
+from jaxtrain.state_format.manifest import refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
-from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chunks
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 MEND = "make room or mend the directory"
 
 
-class CheckpointManager:
+class CheckpointManager(CommittedSteps):
     """The checkpoints of one run, in one directory.
 
     Laws: a save is committed or it does not exist; a restored state equals the saved one to the
@@ -68,14 +65,9 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
-        # Orbax refuses a relative one.
-        self.directory = local_path("directory", directory).absolute()
+        super().__init__(directory)
         self.policy = policy
-        self.foreign: Foreign = lambda metadata: []
-        """Returns reasons to skip a step with this metadata, as damaged steps are skipped."""
         self.clock = SaveClock(policy.every, mtbf_s)
-        self.damaged: dict[int, DamagedCheckpoint] = {}
-        """Steps that were found damaged here and passed over."""
         self.blocked_s = 0.0
         """Seconds that the last `save` took, without waiting for the previous save."""
         self.copy_failure = ""  # of the last `save`, as `OwnedParts` has it
@@ -83,74 +75,12 @@ class CheckpointManager:
         self._in_flight: int | None = None
         self._began = 0.0
         self._retention = Retention(policy.keeping, self.directory)
-        self._trusted: set[int] = set()  # steps that this start has written, or read whole
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return committed_steps(self.directory)
-
-    def latest(self) -> int | None:
-        """The newest committed step; one that is still being written does not count."""
-        return newest(self.steps())
-
-    def newest_whole(self, elsewhere: Collection[int] = ()) -> int | None:
-        """Returns the newest step that is not known to be damaged and whose files are complete for
-        every process, or that is complete `elsewhere`; None where no run has saved. Damaged steps
-        are skipped and recorded in `damaged`.
-
-        Raises DamagedCheckpoint where there are steps, or were, and each is damaged: a run must not
-        start from the beginning silently where another has been.
-        """
-        for step in sorted({*self._steps_of_all(), *elsewhere} - self.damaged.keys())[::-1]:
-            if step in elsewhere or self._whole_for_all(step):
-                return step
-        refuse_to_begin_again(self.directory, self.damaged)
-        return None
-
-    def whole_steps(self) -> list[int]:
-        """Returns all steps that `newest_whole` accepts, ascending."""
-        steps = sorted(self._steps_of_all() - self.damaged.keys())
-        return [step for step in steps if self._whole_for_all(step)]
-
-    def _steps_of_all(self) -> set[int]:
-        """Steps that any process sees: a file system may show one to some of them only."""
-        return set(all_gather_union(self.steps()))
-
-    def _whole_for_all(self, step: int) -> bool:
-        damages: list[str] = []
-        try:
-            damages = self.foreign(whole_manifest(self.directory, step).metadata)
-        except DamagedCheckpoint as error:
-            damages = error.damages
-        except CheckpointError as error:
-            damages = [str(error)]
-        self._note(step, damages)
-        return step not in self.damaged
-
-    def _note(self, step: int, damages: list[str]) -> None:
-        """Adds the step to `damaged` of every process if one has found damages."""
-        if lines := all_gather_union(damages):
-            details = {"remedy": "this step is passed over", "directory": self.directory}
-            self.damaged[step] = DamagedCheckpoint(lines, step=step, **details)
-
-    def verify_step(self, step: int) -> None:
-        """Reads all chunks of a step that was restored from elsewhere, and adds it to `damaged` if
-        one is not as it was written."""
-        damages: list[str] = []
-        if jax.process_index() == 0:
-            try:
-                damages = verify_chunks(whole_manifest(self.directory, step))
-            except DamagedCheckpoint as error:
-                damages = error.damages
-        self._note(step, damages)
-        if step not in self.damaged:
-            self._trusted.add(step)
 
     def set_damaged_aside(self) -> dict[int, Path]:
         """Renames the damaged steps, which frees their numbers. Returns their new paths."""
@@ -164,7 +94,7 @@ class CheckpointManager:
             return {step: set_aside(self.directory, step) for step in steps}
 
         with self._translated("could not be set aside", steps[0]):
-            return share_oserror(rename)
+            return share_failure(rename)
 
     def should_save(self, step: int) -> bool:
         """True if the policy saves after `step` steps. Called after every step."""
@@ -216,18 +146,17 @@ class CheckpointManager:
         records = leaf_table.records_of(state, slots)
         json_text(metadata, name=f"metadata of step {step}")
         refuse_other_step(step, metadata, leaf_table.named_leaves(state))
-        self._refuse_old(step)
         with self._translated("could not be saved", step, FailedSave):
-            # In Orbax a process that cannot write the step's directory makes the others wait.
-            share_oserror(lambda: make_and_remove(self.directory))
-            # Before Orbax is asked: it refuses a step with False, not with an error.
-            handler = self._open()
+            last = newest(self.agreed_steps())
+        self._refuse_old(step, last)
+        with self._translated("could not be saved", step, FailedSave):
             self._retention.metrics[step] = metadata.get("metrics", {})
-            parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
-            self.copy_failure = parts.copy_failure
-            # Bytes that this start has not read may have changed: they are not shared.
-            source, apart = self._retention.sharing(step, self._trusted)
-            saving = handler.ChunkSave(step, records, metadata, source, apart, parts)
+            # In Orbax, all would wait for a process that fails.
+            handler, saving = share_failure(
+                lambda: self._ready(step, records, state, metadata, slots, spare_bytes)
+            )
+            if any(all_gather_union([self._orbax is None])):  # it may have failed on one alone
+                self._orbax = handler.open_orbax(self.directory)
             with self._settled_if_interrupted(self._orbax):
                 self._in_flight = step
                 started = self._orbax.save(step, args=handler.composite(saving))
@@ -256,41 +185,6 @@ class CheckpointManager:
         self.wait()
         return self.restore_from(whole_manifest(self.directory, step), step, template, slots)
 
-    def restore_from(
-        self,
-        manifest: Manifest,
-        step: int,
-        template: PyTree,
-        slots: AllSlots = AS_THEY_REST,
-        read: Read | None = None,
-    ) -> tuple[PyTree, dict[str, Any]]:
-        """Does `restore` by a manifest of the step and a function that reads its chunks (None: from
-        this tier)."""
-        named = leaf_table.named_leaves(template)
-        if problems := leaf_table.mismatches(named, manifest.leaves, slots):
-            raise ValueError(
-                f"checkpoint step {step} in {self.directory} does not fit the state asked for in "
-                f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
-                "experiment that saved it, or start a new run with another --run-dir"
-            )
-        damages: list[str] = []
-        arrays: dict[str, jax.Array] = {}
-        try:
-            arrays = read_arrays(manifest, leaf_table.to_request(named), read, slots)
-        except Damaged as error:
-            damages = error.damages
-        self._note(step, damages)
-        if step in self.damaged:
-            raise self.damaged[step]
-        if read is None:
-            self._trusted.add(step)
-        placed = leaf_table.from_store(named, arrays, manifest.leaves)
-        return jax.tree.unflatten(jax.tree.structure(template), placed), manifest.metadata
-
-    def manifest(self, step: int) -> Manifest:
-        """Returns the manifest of `step`: leaves, metadata, chunks. Raises as `restore`."""
-        return whole_manifest(self.directory, step)
-
     def discard_after(self, step: int) -> list[int]:
         """Deletes every checkpoint newer than `step`, and returns their numbers.
 
@@ -298,14 +192,15 @@ class CheckpointManager:
         steps would make `save` refuse the new ones.
         """
         self.wait()
-        abandoned = [other for other in self.steps() if other > step]
 
-        def discard() -> None:
-            if jax.process_index() == 0 and self.directory.is_dir():
+        def discard() -> list[int]:
+            abandoned = [other for other in self.steps() if other > step]
+            if self.directory.is_dir():
                 discard_steps(self.directory, abandoned)
+            return abandoned
 
         with self._translated("newer steps could not be discarded", step):
-            share_oserror(discard)
+            abandoned = from_first(discard)
             if self._orbax is not None:
                 self._orbax.reload()
         return abandoned
@@ -338,9 +233,11 @@ class CheckpointManager:
                     refuse_step(self.directory, step)
             if problem:
                 raise OSError(problem)
+            # The directory alone is believed, as the process sees it that makes and removes steps.
+            saved = jax.process_index() > 0 or step in self.steps()
         self._in_flight = None
         self.clock.save_s = time.perf_counter() - self._began
-        if step not in self.steps():  # believe the directory only
+        if not saved:
             remedy = "see whether something else removes files there"
             raise self._error(FailedSave, "the writer ended, and it is not there", step, remedy)
         self._trusted.add(step)
@@ -354,17 +251,28 @@ class CheckpointManager:
             orbax, self._orbax = self._orbax, None
             orbax.close()
 
-    def _open(self) -> Any:
-        """Returns the module that imports Orbax; makes Orbax's manager at the first use."""
+    def _ready(
+        self,
+        step: int,
+        records: dict[str, leaf_table.LeafRecord],
+        state: PyTree,
+        metadata: dict[str, Any],
+        slots: AllSlots,
+        spare_bytes: int,
+    ) -> tuple[Any, Any]:
+        """Returns the module that imports Orbax, and what it is to save. Raises errors of any
+        type; no other process is waited for."""
+        make_and_remove(self.directory)
         # Imported here: it costs more than a second, which a fresh run need not wait for.
         from jaxtrain.checkpoint import handler
 
-        if self._orbax is None:
-            self._orbax = handler.open_orbax(self.directory)
-        return handler
+        # Bytes that this start has not read may have changed: they are not shared.
+        source, apart = self._retention.sharing(step, self._trusted)
+        parts = owned_parts(leaf_table.arrays_of(state), slots, spare_bytes)
+        self.copy_failure = parts.copy_failure
+        return handler, handler.ChunkSave(step, records, metadata, source, apart, parts)
 
-    def _refuse_old(self, step: int) -> None:
-        last = self.latest()
+    def _refuse_old(self, step: int, last: int | None) -> None:
         if last is not None and step <= last:
             problem = f"a save is newer than all others, and step {last} is committed"
             remedy = f"resume from step {last}, or call discard_after({step - 1}) first"
@@ -385,7 +293,7 @@ class CheckpointManager:
             raise
 
     @contextmanager
-    def _translated(self, problem: str, step: int, kind: Any = CheckpointError) -> Iterator[None]:
+    def _translated(self, problem: str, step: int, kind: Any = FailedStorage) -> Iterator[None]:
         """Raises errors of the storage as `kind`, with the error as its cause."""
         try:
             yield

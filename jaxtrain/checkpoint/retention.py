@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES, Keep
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
+    FailedStorage,
     committed_steps,
     describe,
     discard_steps,
@@ -62,7 +63,7 @@ class Retention:
         try:
             discard_steps(self.directory, unwanted)
         except OSError as error:
-            raise CheckpointError(
+            raise FailedStorage(
                 f"is saved, but older steps could not be removed: {describe(error)}",
                 step=step,
                 directory=self.directory,

@@ -61,6 +61,18 @@ def refuse_held(run_dir: Path) -> str:
     return ""
 
 
+def is_held(run_dir: Path) -> bool:
+    """True while a run holds the directory."""
+    try:
+        with open_regular(run_dir / NAME, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):  # no lock, or none that can be opened
+        return False
+    return False
+
+
 def _last(file: FileIO) -> str:
     """Returns text that differs between any two runs that held the lock; "" if none has."""
     file.seek(0)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from jaxtrain.cluster.agreement import FailedTogether
 from jaxtrain.state_format.manifest import (
     ITEM,
     Manifest,
@@ -36,7 +37,8 @@ class CheckpointError(ValueError):
         step: the step that was being saved or restored.
         directory: the directory of the checkpoints.
         problem: what failed, and why.
-        last_good: the newest step that is committed there (older than a damaged one), or None.
+        last_good: the newest step that is committed there (older than a damaged one); None if
+            there is none, or none can be seen.
     """
 
     def __init__(
@@ -45,17 +47,28 @@ class CheckpointError(ValueError):
         self.step = step
         self.directory = directory
         self.problem = problem
-        good_steps = [s for s in committed_steps(directory) if not (damaged and s >= step)]
-        self.last_good = newest(good_steps)
-        safe = (
-            f"no {'older ' * damaged}checkpoint is committed there"
-            if self.last_good is None
-            else f"step {self.last_good} is committed there"
-        )
+        self.last_good: int | None = None
+        try:
+            good_steps = [s for s in committed_steps(directory) if not (damaged and s >= step)]
+        except OSError as error:  # the same trouble, or another
+            safe = f"what is committed there cannot be seen ({error.strerror})"
+        else:
+            self.last_good = newest(good_steps)
+            safe = (
+                f"no {'older ' * damaged}checkpoint is committed there"
+                if self.last_good is None
+                else f"step {self.last_good} is committed there"
+            )
         super().__init__(f"checkpoint step {step} in {directory}: {problem}; {safe}; {remedy}")
 
 
-class FailedSave(CheckpointError):
+class FailedStorage(CheckpointError):
+    """Reading or writing failed, of what may be in order: another try may succeed."""
+
+    refusal = False  # for `violations.refuses`
+
+
+class FailedSave(FailedStorage):
     """A step was not saved."""
 
 
@@ -209,8 +222,9 @@ def forget_refused(directory: Path) -> None:
 
 def remove_unfinished(directory: Path) -> None:
     """Frees the space of failed saves, as far as possible."""
-    for leftover in directory.glob(UNFINISHED):
-        shutil.rmtree(leftover, ignore_errors=True)
+    with suppress(OSError):
+        for leftover in directory.glob(UNFINISHED):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def unfinished_bytes(directory: Path) -> int:
@@ -289,4 +303,5 @@ def describe(error: BaseException) -> str:
     if len(text) > 400:
         # TensorStore nests its messages and puts what the system said ("no space left") last.
         text = f"{text[:180]} ... {text[-200:]}"
-    return f"{type(error).__name__}: {text}"
+    # The errors of all processes tell their own types where that helps.
+    return text if isinstance(error, FailedTogether) else f"{type(error).__name__}: {text}"

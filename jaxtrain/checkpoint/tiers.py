@@ -23,9 +23,10 @@ from jaxtrain.checkpoint.storage import (
     DamagedCheckpoint,
     check_writable,
     describe,
+    newest,
     whole_manifest,
 )
-from jaxtrain.cluster.agreement import all_gather_text, share_oserror
+from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
@@ -81,6 +82,10 @@ class Checkpoints:
         """The newest step committed in the durable tier."""
         return self.durable.latest()
 
+    def agreed_latest(self) -> int | None:
+        """Returns the newest step committed in the durable tier, as process 0 sees it."""
+        return newest(self.durable.agreed_steps())
+
     def newest_whole(self) -> int | None:
         """Returns the newest step that is complete in one of the tiers."""
         return self.durable.newest_whole(self._local_steps)
@@ -112,7 +117,7 @@ class Checkpoints:
         too, if there is one."""
         if self._steps is not None:
             self._steps.drop_after(step or 0)
-        if step is not None and self.from_local(step) and step in self.durable.steps():
+        if step is not None and self.from_local(step) and step in self.durable.agreed_steps():
             self.durable.verify_step(step)
         return self.durable.set_damaged_aside()
 
@@ -249,7 +254,7 @@ class Checkpoints:
     def _open(self) -> LocalSteps:
         if self._steps is None:
             assert self._tier is not None
-            run = share_oserror(self._known_run)
+            run = share_failure(self._known_run)
             self._steps = LocalSteps(self._tier, all_gather_text(run)[0])
         return self._steps
 

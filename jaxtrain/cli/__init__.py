@@ -1,6 +1,6 @@
 """The command line: parses, calls, prints. All other work is done by functions of other packages.
 
-Exit codes: 0 done; 1 a check failed, or a run failed after its first step; 2 refused input; 69 and
+Exit codes: 0 done; 1 a check failed, or a run failed; 2 refused input; 69 and
 124 processes crashed or hung and no restarts are left; 70 a failure that occurs again; 75 stopped
 after saving (Ctrl-C, SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 the reader of the
 output has gone.
@@ -31,6 +31,7 @@ from jaxtrain.cli.shared import (
     interrupt,
     mesh_of,
     print_failure,
+    print_refusal,
     progress,
     set_simulation_flags,
     settle_streams,
@@ -81,17 +82,14 @@ def _exit_code(options: argparse.Namespace) -> int:
         assert error.__cause__ is not None
         print_failure(error.__cause__)
         return FAILED
-    except (ValueError, LacksPackage) as error:
-        print(f"jaxtrain: {error}", file=sys.stderr)
-        return REFUSED
     except BrokenPipeError:
         return UNREAD
     except SystemExit as error:  # rich exits like this if the reader has gone
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return UNREAD
-    except OSError as error:
-        print(f"jaxtrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+    except (ValueError, LacksPackage, OSError) as error:
+        print_refusal(error)
         return REFUSED
     except KeyboardInterrupt:
         options.interrupted = True

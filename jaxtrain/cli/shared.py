@@ -71,36 +71,39 @@ def set_simulation_flags(options: argparse.Namespace, spec: Any, processes: int 
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def of_checkpoints(error: BaseException, kind: str = "CheckpointError") -> bool:
-    """True for an error of this class of `jaxtrain.checkpoint.storage`. The module, which imports
-    JAX, is not imported for it: without it there is no such error."""
-    storage = sys.modules.get("jaxtrain.checkpoint.storage")
-    return storage is not None and isinstance(error, getattr(storage, kind))
-
-
 def print_failure(error: BaseException) -> None:
     """Prints why a run failed: errors of checkpoints as a line, of a failed save with what to do;
     others with their traceback."""
-    if not of_checkpoints(error):
+    storage = sys.modules.get("jaxtrain.checkpoint.storage")  # it imports JAX
+    if storage is None or not isinstance(error, storage.CheckpointError):
         return traceback.print_exception(error)
-    from jaxtrain.checkpoint.storage import CheckpointError, FailedSave, committed_steps
+    from jaxtrain.checkpoint.storage import FailedSave, committed_steps
 
-    assert isinstance(error, CheckpointError)
-    text, steps = str(error), committed_steps(error.directory)
+    text, steps, begins = str(error), list[int](), "the newest save"
+    with suppress(OSError):  # the same trouble again
+        steps = committed_steps(error.directory)
+        begins = f"step {steps[-1]}" if steps else "the beginning"
     if isinstance(error, FailedSave) and error.step in steps:
         place = f"checkpoint step {error.step} in {error.directory}"
         text = f"{place}: {error.problem}; a second try saved it: start the run again"
     elif isinstance(error, FailedSave):
-        begins = f"step {steps[-1]}" if steps else "the beginning"
         text += f", and start the run again: it goes on from {begins}"
     for line in (f"jaxtrain: {text}", *getattr(error, "__notes__", [])):
         print(line, file=sys.stderr)
     return None
 
 
+def print_refusal(error: BaseException) -> None:
+    """Prints why input was refused, as a line."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    print(f"jaxtrain: {text}", file=sys.stderr)
+
+
 class RunFailed(Exception):
-    """A failure of a run after its first step, or a SystemExit of the user's code before it.
-    `__cause__` is the error, of any type. It is not a refusal of the input."""
+    """A failure of a run, or a SystemExit of the user's code. `__cause__` is the error, of any
+    type. It is not a refusal of the input."""
 
 
 @contextmanager

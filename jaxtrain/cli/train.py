@@ -17,8 +17,8 @@ from jaxtrain.cli.shared import (
     RunFailed,
     add_mesh,
     mesh_of,
-    of_checkpoints,
     print_failure,
+    print_refusal,
     run_dir_of,
     say,
     set_simulation_flags,
@@ -31,6 +31,7 @@ from jaxtrain.cluster.sampler import SAMPLE_FILE, STARTED_BY, SUPERVISOR, Sample
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
 from jaxtrain.fault_tolerance.ledger import OpenEntry, unwritten
 from jaxtrain.run.callback import Callback, Run
+from jaxtrain.violations import refuses
 
 if TYPE_CHECKING:  # it imports JAX
     from jaxtrain.run.result import Result
@@ -116,7 +117,7 @@ def _train(
             callback.leave(error)
         # Its exit code would mean a state of the run: done, refused, or saved.
         left = isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError)
-        if left or (isinstance(error, Exception) and phases.now.first >= 0):
+        if left or (isinstance(error, Exception) and not _refused(error, phases)):
             raise RunFailed from error
         raise
     stop.over = True  # the remaining work takes no time
@@ -174,9 +175,9 @@ class LeaveAtOnce(Callback):
         code = FAILED
         if isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
-        elif _refuses(error) and self._phases.now.first < 0:
+        elif _refused(error, self._phases):
             code = REFUSED
-            print(f"jaxtrain: {error}", file=sys.stderr)
+            print_refusal(error)
         else:
             print_failure(error)
         self._ledger.keep()
@@ -184,9 +185,10 @@ class LeaveAtOnce(Callback):
         os._exit(code)
 
 
-def _refuses(error: BaseException) -> bool:
-    """True for a refusal: of the input, or of checkpoints none of which can be gone on from."""
-    return type(error) is ValueError or of_checkpoints(error, "DamagedCheckpoint")
+def _refused(error: BaseException, phases: Phases) -> bool:
+    """True for a refusal of input, which comes before the first step. A BrokenPipeError there is
+    that of a reader of the output that has gone."""
+    return phases.now.first < 0 and (refuses(error) or isinstance(error, BrokenPipeError))
 
 
 class Stop(Callback):

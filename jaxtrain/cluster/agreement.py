@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxtrain.violations import refuses
+
 WAIT_S = 7200.0
 """Default seconds that a process waits for the others: they may be tokenising."""
 
@@ -82,34 +84,57 @@ def all_gather_union(items: list[T]) -> list[T]:
     return list(dict.fromkeys(merged))
 
 
-def share_oserror(act: Callable[[], T]) -> T:
-    """Returns `act()`; raises OSError on every process if it fails on one. All of them call it."""
-    if jax.process_count() == 1:
-        return act()
-    result: Any = None
-    problem = ""
-    try:
-        result = act()
-    except OSError as error:
-        problem = str(error)
-    problems = [f"process {i}: {p}" for i, p in enumerate(all_gather_text(problem)) if p]
-    if problems:
-        raise OSError("; ".join(problems))
-    return result
+class FailedTogether(RuntimeError):
+    """An action of all processes failed on some, with an error that is not a refusal of input: it
+    may pass."""
 
 
 def share_failure(act: Callable[[], T]) -> T:
-    """Returns `act()`. If it raises OSError or ValueError on one process, that error is raised
-    there, and a ValueError with its message on all others. All of them call it."""
+    """Returns `act()`. If it fails on one process, all raise one error, with the messages of all
+    that failed: a ValueError if each is a refusal, else FailedTogether. All of them call it."""
+    if jax.process_count() == 1:
+        return act()
     result: Any = None
-    own_error: Exception | None = None
-    try:
+
+    def keep() -> None:
+        nonlocal result
         result = act()
-    except (OSError, ValueError) as error:
-        own_error = error
-    messages = all_gather_text("" if own_error is None else str(own_error))
-    if own_error is not None:
-        raise own_error
-    if problems := [f"process {i}: {message}" for i, message in enumerate(messages) if message]:
-        raise ValueError("; ".join(problems))
+
+    _gather_results(keep)
     return result
+
+
+def from_first(act: Callable[[], T]) -> T:
+    """Returns, on every process, what `act` returns on process 0, from JSON. Raises as
+    `share_failure`. All of them call it."""
+    if jax.process_count() == 1:
+        return act()
+    first = jax.process_index() == 0
+    return _gather_results(lambda: act() if first else None)[0]
+
+
+def _gather_results(act: Callable[[], Any]) -> list[Any]:
+    """Returns what `act` returns on each process; JSON."""
+    text, own_error = "", None
+    try:
+        text = json.dumps({"result": act()})
+    except Exception as error:  # of any type: the others wait for this process
+        own_error = error
+        text = json.dumps({"error": _message(error), "refuses": refuses(error)})
+    outcomes = [json.loads(gathered) for gathered in all_gather_text(text)]
+    errors = {i: outcome for i, outcome in enumerate(outcomes) if "error" in outcome}
+    if not errors:
+        return [outcome["result"] for outcome in outcomes]
+    processes: dict[str, list[str]] = {}
+    for process, outcome in errors.items():
+        processes.setdefault(outcome["error"], []).append(str(process))
+    messages = [f"process {', '.join(p)}: {message}" for message, p in processes.items()]
+    if len(processes) == 1 and len(errors) == len(outcomes):
+        messages = list(processes)
+    refused = all(outcome["refuses"] for outcome in errors.values())
+    raise (ValueError if refused else FailedTogether)("; ".join(messages)) from own_error
+
+
+def _message(error: Exception) -> str:
+    clear = isinstance(error, (OSError, ValueError, FailedTogether)) and str(error)
+    return clear or f"{type(error).__name__}: {error}"

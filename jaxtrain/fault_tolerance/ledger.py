@@ -108,7 +108,7 @@ class OpenEntry:
         if now.first < 0 or busy or time.monotonic() - self._kept < KEEP_S:
             return
         first, self._kept = self._kept == -math.inf, time.monotonic()
-        write = partial(self._write, self._entry(now), first=first)
+        write = partial(self._write, self.entry(now), first=first)
         self._writer = threading.Thread(target=write, name="ledger", daemon=True)
         self._writer.start()
 
@@ -118,13 +118,14 @@ class OpenEntry:
             self._writer.join(WRITE_S)
 
     def close(self, now: Now, still_since: float = math.inf) -> None:
-        """Ends the start: adds its entry to the ledger. still_since: as for `entry_of`."""
+        """Ends a start that has begun to take steps: adds its entry to the ledger. still_since: as
+        for `entry_of`."""
         self.wait()
-        if now.first >= 0:  # else the directory may belong to another run
-            self._take_over()
-        add_entry(self._run_dir, self._entry(now, still_since))
+        self._take_over()
+        add_entry(self._run_dir, self.entry(now, still_since))
 
-    def _entry(self, now: Now, still_since: float = math.inf) -> Entry:
+    def entry(self, now: Now, still_since: float = math.inf) -> Entry:
+        """Returns the entry as it is now. still_since: as for `entry_of`."""
         clock = time.monotonic()
         ended = self._began + clock - self._clock
         return entry_of(now, clock, began=self._began, ended=ended, still_since=still_since)
@@ -165,6 +166,42 @@ def record(path: Path, value: Mapping[str, object]) -> None:
             del _unwritten[file]
         except (OSError, ValueError) as error:
             _reasons[file] = getattr(error, "strerror", None) or str(error)
+
+
+class Records:
+    """Lines for files of a run directory, which may be another run's until a start of this one has
+    taken steps there: until then they are kept in memory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._own = run_dir, False
+        self._lines: list[tuple[str, Mapping[str, object]]] = []
+
+    @property
+    def begun(self) -> bool:
+        """True once there was a line: a start has ended that was not refused."""
+        return self._own or bool(self._lines)
+
+    def add(self, name: str, line: Mapping[str, object]) -> None:
+        """Adds a line to the file `name`."""
+        self._lines.append((name, line))
+        if self._own:
+            self.write()
+
+    def write(self) -> None:
+        """Writes all lines: the directory is this run's."""
+        self._own = True
+        lines, self._lines = self._lines, []
+        for name, line in lines:
+            record(self._run_dir / name, line)
+
+    def end(self) -> str:
+        """Writes what is left as the launch ends, or returns why it is not written."""
+        from jaxtrain.checkpoint.run_lock import is_held
+
+        if self._lines and not self._own and is_held(self._run_dir):
+            return f"{self._run_dir} is in use by another run: nothing of this one is recorded"
+        self.write()
+        return ""
 
 
 _unwritten: dict[Path, list[Mapping[str, object]]] = {}

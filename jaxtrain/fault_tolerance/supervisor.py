@@ -25,12 +25,12 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable, missed
+from jaxtrain.fault_tolerance.ledger import NAME as LEDGER
 from jaxtrain.fault_tolerance.ledger import (
     Entry,
     OpenEntry,
-    add_entry,
+    Records,
     read_ledger,
-    record,
     unwritten,
 )
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
@@ -77,19 +77,22 @@ class Supervisor:
     stopping: int = 0
     """Stop signals so far."""
     _growing: bool = False
-    _recorded: bool = False
-    """True once a start is in the ledger: before that it may belong to another run."""
     _passed: int = 0
     _latest: float = -math.inf
     _stood: Now | None = None
     _pauses: Pauses = field(init=False)
     """Of this process in this start."""
+    _records: Records = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._records = Records(self.run_dir)
 
     def run(self) -> int:
         """Runs until all are done, or restarts end; returns the exit code."""
         history, attempt, too_few_code = RestartHistory(self.restarts), 0, EXHAUSTED
         while True:
             if not self._waits(lambda: self.roster.choose(lambda: self.stopping > 0)):
+                self._records.end()
                 return self._interrupted() if self.stopping else too_few_code
             attempt += 1
             outcome = self._one_start(first=attempt == 1)
@@ -146,8 +149,11 @@ class Supervisor:
         if outcome != REFUSED:
             now = self._stood or self.workers[0].sample().now
             still = math.inf if isinstance(outcome, int) or outcome.still is None else outcome.still
-            entry.close(now, still)
-            self._recorded = True
+            if now.first >= 0:
+                self._records.write()
+                entry.close(now, still)
+            else:
+                self._records.add(LEDGER, entry.entry(now, still)._asdict())
         return outcome
 
     def _not_started(self, error: OSError) -> Failure:
@@ -179,6 +185,8 @@ class Supervisor:
         return bool(saved)
 
     def _ledger(self) -> str:
+        if problem := self._records.end():
+            return problem
         try:
             ledger = str(read_ledger(self.run_dir))
         except ValueError as error:
@@ -341,15 +349,16 @@ class Supervisor:
         """Returns `act()`, and records its time as waiting between two starts."""
         began, clock = time.time(), time.monotonic()
         result = act()
-        if self._recorded and (waited := time.monotonic() - clock) > POLL_S:
-            add_entry(self.run_dir, Entry(began, began + waited, {"waiting": waited}))
+        if self._records.begun and (waited := time.monotonic() - clock) > POLL_S:
+            entry = Entry(began, began + waited, {"waiting": waited})
+            self._records.add(LEDGER, entry._asdict())
         return result
 
     def _write_down(self, failure: Failure, attempt: int, *, restarts: bool) -> None:
         line: dict[str, Any] = {"time": time.time(), "start": attempt, **failure._asdict()}
         del line["at"], line["still"]
         line["restarts"] = restarts
-        record(self.run_dir / FAILURES, line)
+        self._records.add(FAILURES, line)
 
 
 def _ended_badly(worker: Running) -> bool:

@@ -26,6 +26,8 @@ class LacksPackage(ImportError):
     """Reading needs a package that is not installed. This is not damage: the run stops, and skips
     no checkpoint."""
 
+    refusal = True
+
 
 class Hasher(Protocol):
     """A running hash: `update` with bytes, then `hexdigest`."""

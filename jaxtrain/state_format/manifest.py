@@ -233,8 +233,11 @@ def take_parts(directory: Path, processes: int) -> tuple[list[Chunk], list[str]]
     chunks, problems = [], []
     for process in range(processes):
         path = _part(directory, process)
-        content = json.loads(path.read_bytes())
-        path.unlink()
+        try:
+            content = json.loads(path.read_bytes())
+            path.unlink()
+        except (OSError, ValueError) as error:
+            content = f"its part cannot be read: {error}"
         if isinstance(content, str):
             problems.append(f"process {process}: {content}")
         else:

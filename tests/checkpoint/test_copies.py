@@ -117,7 +117,7 @@ def test_a_copy_goes_half_the_processes_on(
     """So it is on another machine, however many processes up to half of all a machine has; and
     every process has one other's."""
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    monkeypatch.setattr(local_tier, "share_oserror", lambda act: act())
+    monkeypatch.setattr(local_tier, "share_failure", lambda act: act())
     monkeypatch.setattr(local_tier, "all_gather_text", lambda text: [text] * processes)
     peers = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(local_tier, "Peers", lambda root, directory: peers)
@@ -138,7 +138,7 @@ def test_what_is_copied_goes_to_the_neighbour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[tuple[int, int]] = []
-    monkeypatch.setattr(local_tier, "share_oserror", lambda act: act())
+    monkeypatch.setattr(local_tier, "share_failure", lambda act: act())
     with opened(tmp_path) as tiers:
         steps = tiers._open()
         steps.neighbour = 5

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 from service import Service, play
 
 from jaxtrain.cluster.agreement import (
+    FailedTogether,
     MissingProcesses,
     all_gather_text,
     all_gather_union,
     coordination,
+    from_first,
     share_failure,
-    share_oserror,
 )
 
 
@@ -47,17 +49,57 @@ def test_a_union_has_each_once(monkeypatch) -> None:
     assert found == [[0, 7, 1, 2]] * 3
 
 
-def test_the_failure_of_one_is_told_on_all(monkeypatch) -> None:
-    def fails(index: int, kind: type[Exception]) -> int:
-        if index == 1:
-            raise kind("no room")
+class Stopped(ValueError):
+    refusal = False
+
+
+SHARED = {
+    "a refusal": ({1: ValueError("full")}, ValueError, "process 1: full"),
+    "a path": ({1: FileNotFoundError(2, "gone")}, ValueError, "process 1: [Errno 2] gone"),
+    "a disk": ({1: OSError(5, "Input")}, FailedTogether, "process 1: [Errno 5] Input"),
+    "no refusal": ({1: Stopped("full")}, FailedTogether, "process 1: full"),
+    "any type": ({1: KeyError("x")}, FailedTogether, "process 1: KeyError: 'x'"),
+    "no words": ({1: ValueError()}, ValueError, "process 1: ValueError: "),
+    "of two types": (
+        {0: ValueError("a"), 2: OSError(5, "b")}, FailedTogether,
+        "process 0: a; process 2: [Errno 5] b",
+    ),
+    "the same twice": ({0: ValueError("a"), 2: ValueError("a")}, ValueError, "process 0, 2: a"),
+    "the same of all": ({i: ValueError("a") for i in range(3)}, ValueError, "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("errors", "kind", "text"), SHARED.values(), ids=SHARED)
+def test_the_failure_of_one_is_told_on_all_as_one_error(
+    errors: dict[int, Exception],
+    kind: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refusal stays one only where every process refuses."""
+
+    def act(index: int) -> int:
+        if index in errors:
+            raise errors[index]
         return index
 
-    found = play(monkeypatch, 3, lambda i: share_oserror(lambda: fails(i, OSError)))
-    assert [str(error) for error in found] == ["process 1: no room"] * 3
-    assert all(isinstance(error, OSError) for error in found)
+    found = play(monkeypatch, 3, lambda index: share_failure(lambda: act(index)))
+    assert [(type(error), str(error)) for error in found] == [(kind, text)] * 3
+    assert [error.__cause__ for error in found] == [errors.get(index) for index in range(3)]
 
-    found = play(monkeypatch, 3, lambda i: share_failure(lambda: fails(i, OSError)))
-    assert [str(each) for each in found] == ["process 1: no room", "no room", "process 1: no room"]
-    assert [type(each) for each in found] == [ValueError, OSError, ValueError]
-    assert play(monkeypatch, 2, lambda i: share_failure(lambda: i)) == [0, 1]
+
+def test_each_has_its_own_result_or_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert play(monkeypatch, 3, lambda index: share_failure(lambda: (index,))) == [(0,), (1,), (2,)]
+    assert play(monkeypatch, 3, lambda index: from_first(lambda: [index + 4])) == [[4]] * 3
+    found = play(monkeypatch, 3, lambda index: from_first(lambda: [1 // index]))
+    assert {str(error) for error in found} == {
+        "process 0: ZeroDivisionError: integer division or modulo by zero"
+    }, "and the others are not asked"
+
+
+def test_one_process_raises_its_own_error() -> None:
+    directory = os.open(".", os.O_RDONLY)
+    with pytest.raises(IsADirectoryError):
+        share_failure(lambda: os.read(directory, 1))
+    os.close(directory)
+    assert from_first(lambda: (1,)) == (1,)

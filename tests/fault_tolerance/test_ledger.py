@@ -21,6 +21,7 @@ from jaxtrain.fault_tolerance.ledger import (
     OPEN,
     Entry,
     OpenEntry,
+    Records,
     add_entry,
     entry_of,
     read_entries,
@@ -247,7 +248,10 @@ def test_a_start_that_took_no_step_leaves_what_another_keeps(tmp_path: Path) -> 
     goes_on, mistaken = OpenEntry(tmp_path), OpenEntry(tmp_path)
     goes_on.keep(now)
     goes_on.wait()
-    mistaken.close(now._replace(first=-1))
+    records = Records(tmp_path)
+    records.add(NAME, mistaken.entry(now._replace(first=-1))._asdict())
+    assert not (tmp_path / NAME).exists() and records.begun
+    assert records.end() == ""
     assert (tmp_path / OPEN).exists() and [e.first for e in read_entries(tmp_path)] == [-1]
     goes_on.close(now._replace(step=20))
     assert [(e.first, e.done) for e in read_entries(tmp_path)] == [(-1, 7), (0, 20)]
@@ -316,7 +320,7 @@ def test_a_ledger_that_cannot_be_written_is_told_of_as_the_run_ends(
     assert unwritten()[1] == f"{tmp_path / 'b'} lacks 1 line: not written yet"
     del ledger._unwritten[tmp_path / "b"], ledger._unwritten[tmp_path / NAME][1]
     supervisor = Supervisor.__new__(Supervisor)
-    supervisor.run_dir = tmp_path
+    supervisor.run_dir, supervisor._records = tmp_path, Records(tmp_path)
     assert supervisor._ledger().endswith(f"; {lacks}")
 
 

@@ -7,18 +7,20 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from scripted import DONE, ROOT, WORKER, alive
 
+from jaxtrain.checkpoint.run_lock import sole_run
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import Sample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import Fault
-from jaxtrain.fault_tolerance.ledger import OPEN, read_ledger
+from jaxtrain.fault_tolerance.ledger import OPEN, read_entries, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines import pauses
@@ -532,9 +534,50 @@ def test_a_wait_before_the_first_start_is_in_no_ledger(tmp_path: Path, monkeypat
     roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path / "run", folder=tmp_path)
     assert made._waits(lambda: True) and not (tmp_path / "run").exists()
-    made._recorded = True
+    made._records.write()
     assert made._waits(lambda: True)
     assert list(read_ledger(tmp_path / "run").seconds) == ["waiting"]
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_of_a_start_without_a_step_nothing_is_written_while_another_run_has_the_directory(
+    used: bool, supervise, tmp_path: Path
+) -> None:
+    """A second launch of the same run, of which the first start crashes before it asks for it."""
+    (tmp_path / "run").mkdir()
+    script = "time.sleep(0.1)\nos._exit(1)"
+    with sole_run(tmp_path / "run") if used else nullcontext():
+        code, told, failures = supervise(script, most=1)
+        names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert code == supervising.DETERMINISTIC
+    if used:
+        assert names == {".lock"}
+        assert told[-1].endswith("run is in use by another run: nothing of this one is recorded")
+    else:
+        assert names == {"ledger.jsonl", "failures.jsonl"} and len(failures) == 2
+        assert len(read_entries(tmp_path / "run")) == 3, "two starts, and the wait between them"
+
+
+def test_what_was_kept_back_is_written_before_the_first_start_with_a_step(
+    supervise, tmp_path: Path
+) -> None:
+    script = """
+if start == 0:
+    os._exit(1)
+phases.begin_at(0)
+phases.advance(5)
+"""
+    written: list[list[str]] = []
+
+    def look(made: Supervisor, told: list[str]) -> None:
+        while not any("[0] begins 1" in line for line in told):
+            time.sleep(0.01)
+        written.append([path.name for path in tmp_path.glob("run/*")])
+
+    code, _, failures = supervise(script, during=look)
+    assert code == 0 and len(failures) == 1 and written == [[]]
+    kinds = [(entry.first, entry.done) for entry in read_entries(tmp_path / "run")]
+    assert kinds == [(-1, 0), (-1, 0), (0, 5)]
 
 
 def test_what_is_known_of_a_start_is_kept_while_it_goes_on(supervise, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Saving:
             self.tell(f"DAMAGED {error}{moved}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
-            if self.manager.latest() != start:
+            if self.manager.agreed_latest() != start:
                 self._succeeds(lambda: self._save(start, {}, durable=True))
         self._tell_troubles()
 
@@ -85,7 +85,7 @@ class Saving:
         begun; reports a failure."""
         if durable:
             self._succeeds(self.manager.wait)  # what is in flight may be this very step
-        if durable and self.manager.latest() == step:
+        if durable and self.manager.agreed_latest() == step:
             return False
         return self._succeeds(lambda: self._save(step, metrics, durable=durable))
 
@@ -94,7 +94,7 @@ class Saving:
         fails, since no later one can replace it."""
         self._succeeds(self.manager.wait)
         try:
-            if self.manager.latest() == step:
+            if self.manager.agreed_latest() == step:
                 return False
             self._save(step, metrics, durable=True)
             self.manager.wait()
