@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 from collections.abc import Collection, Iterable
 from itertools import takewhile
@@ -28,13 +29,18 @@ LASTING = (
     PermissionError,
 )
 """Errors of the system that another try would meet again."""
+LASTING_CODES = (errno.ELOOP, errno.ENAMETOOLONG)
+"""Codes of such errors that have no class."""
 
 
 def refuses(error: BaseException) -> bool:
     """True for a refusal of input, which stays one however often it is tried: a ValueError, or an
     error of the system about a path. A class with the attribute `refusal` says so itself."""
     own = getattr(error, "refusal", None)
-    return isinstance(error, (ValueError, *LASTING)) if own is None else own
+    if own is not None:
+        return own
+    lasting = isinstance(error, OSError) and error.errno in LASTING_CODES
+    return lasting or isinstance(error, (ValueError, *LASTING))
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:

@@ -27,7 +27,7 @@ from jaxtrain.certificate import certify as certify_module
 from jaxtrain.checkpoint import committed_steps, manager, storage
 from jaxtrain.checkpoint.storage import CheckpointError, DamagedCheckpoint, FailedSave
 from jaxtrain.cli import train as train_command
-from jaxtrain.cli.shared import print_failure, signals_to
+from jaxtrain.cli.shared import Interrupted, print_failure, signals_to, tell_dropped
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.fault_tolerance.ledger import read_ledger
@@ -207,10 +207,58 @@ def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
     assert re.search(r"resuming at step [23]\b", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (OSError(5, "Input/output error"), 1, "jaxtrain: Input/output error\n"),
+        (FileNotFoundError(2, "Gone", "x"), 2, "jaxtrain: Gone: x\n"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    ],
+    ids=str,
+)
+def test_of_any_command_a_disk_that_fails_is_no_refusal(
+    error: Exception,
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(options: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.verify, "verify_command", fails)
+    assert cli.main(["verify", "run"]) == code
+    assert capsys.readouterr().err == told
+
+
+def test_a_reader_of_the_output_that_goes_before_the_first_step_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*given: Any, **named: Any) -> Any:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("jaxtrain.run.loop.train", fails)
+    assert cli.main(train_of()()) == 141
+
+
+def test_where_what_is_saved_cannot_be_seen_the_exit_code_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ill(run_dir: Path) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("jaxtrain.run.directory.left_in", ill)
+    unseen = "stopped; what is saved in run cannot be seen: Input/output error"
+    stopped: Any = types.SimpleNamespace(stopped=True, saved=4)
+    assert train_command._outcome(stopped, Path("run")) == (75, unseen)
+    assert train_command._outcome(None, Path("run")) == (130, unseen)
+
+
 BEFORE = {
     "ValueError('rows')": "jaxtrain: rows\n",
     "FileNotFoundError(2, 'No such file', 'corpus.txt')": "jaxtrain: No such file: corpus.txt\n",
     "PermissionError(13, 'Denied')": "jaxtrain: Denied\n",
+    "OSError(36, 'Too long', 'x')": "jaxtrain: Too long: x\n",
     "OSError(5, 'Input/output error')": "",
     "ConnectionResetError(104, 'Reset')": "",
     "RuntimeError('rows')": "",
@@ -233,7 +281,7 @@ def test_before_the_first_step_what_may_pass_is_no_refusal(
     ledger = types.SimpleNamespace(keep=lambda: None)
     train_command.LeaveAtOnce(Phases(), ledger).leave(eval(error))  # type: ignore[arg-type]
     said.append(capsys.readouterr().err)
-    assert codes == [2, 2] if line else [1, 1]
+    assert codes == ([2, 2] if line else [1, 1])
     for told in said:
         assert told == line if line else told.strip().splitlines()[-1].startswith(error[:7])
 
@@ -710,6 +758,15 @@ def test_a_ctrl_c_that_is_dropped_is_sent_again(drops: str) -> None:
     command = [sys.executable, "-c", DROPPED.replace("DROPS", drops)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "dropped\n", "")
+
+
+def test_what_python_drops_is_told_unless_it_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "__unraisablehook__", told.append)
+    monkeypatch.setattr(Interrupted, "__del__", lambda self: None)
+    for error in (Interrupted(), ValueError()):
+        tell_dropped(types.SimpleNamespace(exc_value=error))
+    assert [type(dropped.exc_value) for dropped in told] == [ValueError]
 
 
 def test_ctrl_c_to_a_process_saves_and_the_rest_is_equal_to_the_bit() -> None:

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.storage import (
     refuse_to_begin_again,
     whole_manifest,
 )
-from jaxtrain.cluster.agreement import all_gather_union, from_first
+from jaxtrain.cluster.agreement import all_gather_union, from_first, share_failure
 from jaxtrain.files.stores import local_path
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import Foreign, Manifest
@@ -72,18 +72,21 @@ class CommittedSteps:
 
     def _steps_of_all(self) -> set[int]:
         """Steps that any process sees: a file system may show one to some of them only."""
-        return set(all_gather_union(self.steps()))
+        return set(all_gather_union(share_failure(self.steps)))
 
     def _whole_for_all(self, step: int) -> bool:
-        damages: list[str] = []
-        try:
-            damages = self.foreign(whole_manifest(self.directory, step).metadata)
-        except DamagedCheckpoint as error:
-            damages = error.damages
-        except CheckpointError as error:
-            damages = [str(error)]
-        self._note(step, damages)
+        self._note(step, share_failure(lambda: self._damages(step)))
         return step not in self.damaged
+
+    def _damages(self, step: int, *, chunks: bool = False) -> list[str]:
+        """Returns the damages that this process sees in a step. chunks: reads them all."""
+        try:
+            manifest = whole_manifest(self.directory, step)
+        except DamagedCheckpoint as error:
+            return error.damages
+        except CheckpointError as error:
+            return [str(error)]
+        return verify_chunks(manifest) if chunks else self.foreign(manifest.metadata)
 
     def _note(self, step: int, damages: list[str]) -> None:
         """Adds the step to `damaged` of every process if one has found damages."""
@@ -94,13 +97,7 @@ class CommittedSteps:
     def verify_step(self, step: int) -> None:
         """Reads all chunks of a step that was restored from elsewhere, and adds it to `damaged` if
         one is not as it was written."""
-        damages: list[str] = []
-        if jax.process_index() == 0:
-            try:
-                damages = verify_chunks(whole_manifest(self.directory, step))
-            except DamagedCheckpoint as error:
-                damages = error.damages
-        self._note(step, damages)
+        self._note(step, from_first(lambda: self._damages(step, chunks=True)))
         if step not in self.damaged:
             self._trusted.add(step)
 

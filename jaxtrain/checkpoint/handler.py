@@ -22,6 +22,7 @@ from jaxtrain.state_format.leaves import LeafRecord
 from jaxtrain.state_format.manifest import (
     FAILED,
     ITEM,
+    NAME,
     read_manifest,
     take_parts,
     write_manifest,
@@ -51,14 +52,13 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
             parts = args.parts.take()  # its copy of the state is freed with this frame
             sharing = Sharing(_earlier(args.source), _earlier(args.apart))
             chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
+            write_part(place, process, chunks)
         except Exception as error:
             if jax.process_count() == 1:
                 raise
             # Raised here, the others would wait for this process until Orbax times out.
             with suppress(OSError):  # on a full disk, say: then the part is missed
                 write_part(place, process, describe(error))
-        else:
-            write_part(place, process, chunks)
 
     def finalize(self, directory: os.PathLike[str]) -> None:
         """Writes the manifest, or the reason for its absence into the file `FAILED`. Runs on
@@ -66,8 +66,8 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         saving, self._saving = self._saving, None
         assert saving is not None, "Orbax finalizes what it began to save"
         place = Path(directory)
-        chunks, problems = take_parts(place, jax.process_count())
         try:
+            chunks, problems = take_parts(place, jax.process_count())
             if not problems:
                 write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
         except Exception as error:
@@ -75,7 +75,11 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
                 raise
             problems = [f"process 0: {describe(error)}"]
         if problems:
-            write_synced(place / FAILED, "; ".join(problems).encode())
+            # Without its manifest a step has failed, whether or not there is room for the reason.
+            with suppress(OSError):
+                for path in (place / NAME, *place.glob("*.pack")):
+                    path.unlink(missing_ok=True)
+                write_synced(place / FAILED, "; ".join(problems).encode())
 
     def save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are saved asynchronously, by CheckpointManager.save")

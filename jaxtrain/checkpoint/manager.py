@@ -143,9 +143,7 @@ class CheckpointManager(CommittedSteps):
     def _save(
         self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots, spare_bytes: int
     ) -> None:
-        records = leaf_table.records_of(state, slots)
-        json_text(metadata, name=f"metadata of step {step}")
-        refuse_other_step(step, metadata, leaf_table.named_leaves(state))
+        records = share_failure(lambda: self._checked(step, state, metadata, slots))
         with self._translated("could not be saved", step, FailedSave):
             last = newest(self.agreed_steps())
         self._refuse_old(step, last)
@@ -155,15 +153,21 @@ class CheckpointManager(CommittedSteps):
             handler, saving = share_failure(
                 lambda: self._ready(step, records, state, metadata, slots, spare_bytes)
             )
-            if any(all_gather_union([self._orbax is None])):  # it may have failed on one alone
+            # It may have failed on one alone. The others' is not closed: they might wait for it.
+            if any(all_gather_union([self._orbax is None])):
                 self._orbax = handler.open_orbax(self.directory)
             with self._settled_if_interrupted(self._orbax):
                 self._in_flight = step
-                started = self._orbax.save(step, args=handler.composite(saving))
-        if not started:
-            self._in_flight = None
-            remedy = "remove step directories there that no run of ours wrote"
-            raise self._error(FailedSave, "Orbax did not start to save it", step, remedy)
+                # Else Orbax asks each process which steps it sees, and does not save on some.
+                self._orbax.save(step, args=handler.composite(saving), force=True)
+
+    def _checked(
+        self, step: int, state: PyTree, metadata: dict[str, Any], slots: AllSlots
+    ) -> dict[str, leaf_table.LeafRecord]:
+        """Returns the records of the state's leaves. Raises ValueError."""
+        json_text(metadata, name=f"metadata of step {step}")
+        refuse_other_step(step, metadata, leaf_table.named_leaves(state))
+        return leaf_table.records_of(state, slots)
 
     def restore(
         self, step: int, template: PyTree, slots: AllSlots = AS_THEY_REST
@@ -212,14 +216,25 @@ class CheckpointManager(CommittedSteps):
             CheckpointError: it failed, and why.
         """
         if self._in_flight is not None and not self._orbax.is_saving_in_progress():
-            self.wait()
+            self._settle()
 
     def wait(self) -> None:
-        """Return when the save in flight is committed.
+        """Returns when the save in flight is committed. All processes call it.
 
         Raises:
-            CheckpointError: it was not, and why.
+            CheckpointError: it was not, on some process, and why.
         """
+        try:
+            self._settle()
+        except CheckpointError as error:
+            all_gather_union([error.step, error.problem])
+            raise
+        if failure := all_gather_union(list[Any]()):
+            step, *problems = failure
+            raise self._error(FailedSave, f"on another process: {'; '.join(problems)}", step, MEND)
+
+    def _settle(self) -> None:
+        """Does `wait` for this process alone."""
         if self._in_flight is None:
             return
         step = self._in_flight
@@ -244,9 +259,16 @@ class CheckpointManager(CommittedSteps):
         if jax.process_index() == 0:
             self._retention.drop_old(step)
 
+    def is_saved(self, step: int) -> bool:
+        """True if `step` is the newest committed one, as process 0 sees it. Raises FailedSave where
+        that cannot be seen."""
+        with self._translated("could not be saved", step, FailedSave):
+            return newest(self.agreed_steps()) == step
+
     def close(self) -> None:
-        """Wait for the save in flight and release Orbax's threads. May be called again."""
-        self.wait()
+        """Waits for the save in flight and releases Orbax's threads. May be called again, and by
+        one process alone."""
+        self._settle()
         if self._orbax is not None:
             orbax, self._orbax = self._orbax, None
             orbax.close()

@@ -18,6 +18,7 @@ from jaxtrain.state_format.manifest import (
     read_failure,
     read_manifest,
 )
+from jaxtrain.state_format.manifest import NAME as MANIFEST
 
 # A step to remove. Removing a directory tree is not atomic, renaming it is: a kill in between must
 # not leave half a step that looks newest.
@@ -200,8 +201,12 @@ def failure_of(directory: Path, step: int) -> str | None:
     None where they could. Another process may set it aside meanwhile. Raises ValueError where it
     cannot be read."""
     problem = read_failure(directory / str(step))
-    if problem is not None or (directory / str(step)).exists():
+    if problem is not None:
         return problem
+    if (directory / str(step)).exists():
+        if (directory / str(step) / ITEM / MANIFEST).exists():
+            return None
+        return "its manifest could not be written, nor the reason"
     return read_failure(directory / f"{step}{REFUSED}")
 
 

@@ -23,7 +23,6 @@ from jaxtrain.checkpoint.storage import (
     DamagedCheckpoint,
     check_writable,
     describe,
-    newest,
     whole_manifest,
 )
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
@@ -82,9 +81,9 @@ class Checkpoints:
         """The newest step committed in the durable tier."""
         return self.durable.latest()
 
-    def agreed_latest(self) -> int | None:
-        """Returns the newest step committed in the durable tier, as process 0 sees it."""
-        return newest(self.durable.agreed_steps())
+    def is_saved(self, step: int) -> bool:
+        """Does `CheckpointManager.is_saved`."""
+        return self.durable.is_saved(step)
 
     def newest_whole(self) -> int | None:
         """Returns the newest step that is complete in one of the tiers."""

@@ -41,6 +41,7 @@ from jaxtrain.cli.shared import (
 from jaxtrain.cluster.exit_codes import FAILED, INTERRUPTED, REFUSED
 from jaxtrain.files.stores import local_path
 from jaxtrain.state_format.hashing import LacksPackage
+from jaxtrain.violations import refuses
 
 DEVICE_FILES = {"gpu": ("/dev/nvidiactl",), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 """Files by which a platform's driver shows that it has devices."""
@@ -90,7 +91,7 @@ def _exit_code(options: argparse.Namespace) -> int:
         return UNREAD
     except (ValueError, LacksPackage, OSError) as error:
         print_refusal(error)
-        return REFUSED
+        return REFUSED if refuses(error) else FAILED
     except KeyboardInterrupt:
         options.interrupted = True
         return INTERRUPTED

@@ -117,7 +117,8 @@ def _train(
             callback.leave(error)
         # Its exit code would mean a state of the run: done, refused, or saved.
         left = isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError)
-        if left or (isinstance(error, Exception) and not _refused(error, phases)):
+        unread = isinstance(error, BrokenPipeError) and phases.now.first < 0
+        if left or (isinstance(error, Exception) and not unread and not _refused(error, phases)):
             raise RunFailed from error
         raise
     stop.over = True  # the remaining work takes no time
@@ -136,7 +137,11 @@ def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
         return INTERRUPTED, text
     from jaxtrain.run.directory import left_in
 
-    saved, left = left_in(run_dir)
+    saved, left = None if result is None else result.saved, ""
+    try:
+        saved, left = left_in(run_dir)
+    except OSError as error:
+        left = f"what is saved in {run_dir} cannot be seen: {error.strerror}"
     return INTERRUPTED if saved is None else PREEMPTED, f"stopped; {left}"
 
 
@@ -186,9 +191,8 @@ class LeaveAtOnce(Callback):
 
 
 def _refused(error: BaseException, phases: Phases) -> bool:
-    """True for a refusal of input, which comes before the first step. A BrokenPipeError there is
-    that of a reader of the output that has gone."""
-    return phases.now.first < 0 and (refuses(error) or isinstance(error, BrokenPipeError))
+    """True for a refusal of input, which comes before the first step."""
+    return phases.now.first < 0 and refuses(error)
 
 
 class Stop(Callback):

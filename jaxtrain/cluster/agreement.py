@@ -90,8 +90,9 @@ class FailedTogether(RuntimeError):
 
 
 def share_failure(act: Callable[[], T]) -> T:
-    """Returns `act()`. If it fails on one process, all raise one error, with the messages of all
-    that failed: a ValueError if each is a refusal, else FailedTogether. All of them call it."""
+    """Returns `act()`. If it fails on one process, all raise an error with the messages of all that
+    failed: a ValueError if each is a refusal, else FailedTogether; but each its own where it is the
+    same on all. All of them call it."""
     if jax.process_count() == 1:
         return act()
     result: Any = None
@@ -129,10 +130,13 @@ def _gather_results(act: Callable[[], Any]) -> list[Any]:
     for process, outcome in errors.items():
         processes.setdefault(outcome["error"], []).append(str(process))
     messages = [f"process {', '.join(p)}: {message}" for message, p in processes.items()]
-    if len(processes) == 1 and len(errors) == len(outcomes):
-        messages = list(processes)
     refused = all(outcome["refuses"] for outcome in errors.values())
-    raise (ValueError if refused else FailedTogether)("; ".join(messages)) from own_error
+    try:
+        if own_error is not None and len(processes) == 1 and len(errors) == len(outcomes):
+            raise own_error
+        raise (ValueError if refused else FailedTogether)("; ".join(messages)) from own_error
+    finally:
+        own_error = None  # its traceback has this frame
 
 
 def _message(error: Exception) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.cluster.phases import LOST, Now
+from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.files.json_lines import add_line, read_lines
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
@@ -196,9 +197,7 @@ class Records:
 
     def end(self) -> str:
         """Writes what is left as the launch ends, or returns why it is not written."""
-        from jaxtrain.checkpoint.run_lock import is_held
-
-        if self._lines and not self._own and is_held(self._run_dir):
+        if self._lines and is_held(self._run_dir):
             return f"{self._run_dir} is in use by another run: nothing of this one is recorded"
         self.write()
         return ""

@@ -92,7 +92,8 @@ class Supervisor:
         history, attempt, too_few_code = RestartHistory(self.restarts), 0, EXHAUSTED
         while True:
             if not self._waits(lambda: self.roster.choose(lambda: self.stopping > 0)):
-                self._records.end()
+                if problem := self._records.end():
+                    self.tell(f"launch: {problem}")
                 return self._interrupted() if self.stopping else too_few_code
             attempt += 1
             outcome = self._one_start(first=attempt == 1)

@@ -15,8 +15,8 @@ from jaxtrain.checkpoint.run_config import (
     refuse_other_experiment,
     stored_experiment,
 )
-from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
+from jaxtrain.cluster.run_lock import refuse_held, sole_run
 from jaxtrain.experiment import Experiment, completed, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.telemetry.metrics import refuse_unusable

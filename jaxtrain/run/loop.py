@@ -114,7 +114,8 @@ def train(
 def _open_directory(
     run: Path, config: dict[str, Any], session: Session, last: str
 ) -> RunDirectory | None:
-    """Opens the run directory on the first process. Raises ValueError on all if that fails."""
+    """Opens the run directory on the first process. Raises on all if that fails, as
+    `share_failure`."""
     first = jax.process_index() == 0
     return share_failure(
         lambda: RunDirectory(run, config, session.dataset, last) if first else None

@@ -150,8 +150,8 @@ def open_session(
     phases: Phases | None = None,
 ) -> Session:
     """Opens the data, compiles the step and restores or creates the state. Raises ValueError before
-    anything is compiled or written; problems that need no data come before it is opened (and
-    perhaps tokenised).
+    anything is compiled or written, except where damage leads back to a step of another corpus;
+    problems that need no data come before it is opened (and perhaps tokenised).
 
     held_out: also open the held-out data, if the experiment evaluates. phases: records times.
     """

@@ -141,7 +141,7 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
     where the run initializes all.
 
     start: as `settled_start` returns it. Each device's part is read from the files that have it.
-    Raises ValueError on every process where one can't read its part, and DamagedCheckpoint.
+    Raises on every process where one can't read its part, as `share_failure`.
     """
     if start is None:
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -26,15 +27,15 @@ from jaxtrain.checkpoint import (
     LocalTier,
     SavePolicy,
     exchange,
-    run_lock,
 )
 from jaxtrain.checkpoint.exchange import PartId, Peers
 from jaxtrain.checkpoint.local_tier import LocalSteps
 from jaxtrain.checkpoint.run_config import read_config
-from jaxtrain.checkpoint.run_lock import refuse_held, sole_run
 from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.checkpoint.verify import verify
+from jaxtrain.cluster import run_lock
+from jaxtrain.cluster.run_lock import refuse_held, sole_run
 from jaxtrain.cluster.sampler import STARTED_BY
 from jaxtrain.run import loop
 from jaxtrain.state_format.chunks import Box, Chunk, Part
@@ -134,6 +135,24 @@ def test_a_directory_that_cannot_be_written_is_refused(
         refuse_held(tmp_path)
     with pytest.raises(ValueError, match=says), sole_run(tmp_path):
         pass
+
+
+def test_who_only_looks_whether_it_is_held_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock for a moment. Nor is it an error where there is none."""
+    assert not run_lock.is_held(tmp_path)
+    with sole_run(tmp_path):
+        assert run_lock.is_held(tmp_path)
+    assert not run_lock.is_held(tmp_path)
+    looks = (tmp_path / ".lock").open("r+b")
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: looks.close())
+    with sole_run(tmp_path):
+        pass
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to("/dev/null")
+    assert not run_lock.is_held(tmp_path)
 
 
 def test_a_config_that_is_a_link_or_a_pipe_or_deep_is_refused(keys: Path, tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from service import Service, play
@@ -65,7 +69,11 @@ SHARED = {
         "process 0: a; process 2: [Errno 5] b",
     ),
     "the same twice": ({0: ValueError("a"), 2: ValueError("a")}, ValueError, "process 0, 2: a"),
-    "the same of all": ({i: ValueError("a") for i in range(3)}, ValueError, "a"),
+    "the same of all": ({i: Stopped("a") for i in range(3)}, Stopped, "a"),
+    "another of each": (
+        {i: KeyError(i) for i in range(3)}, FailedTogether,
+        "process 0: KeyError: 0; process 1: KeyError: 1; process 2: KeyError: 2",
+    ),
 }  # fmt: skip
 
 
@@ -85,16 +93,45 @@ def test_the_failure_of_one_is_told_on_all_as_one_error(
 
     found = play(monkeypatch, 3, lambda index: share_failure(lambda: act(index)))
     assert [(type(error), str(error)) for error in found] == [(kind, text)] * 3
-    assert [error.__cause__ for error in found] == [errors.get(index) for index in range(3)]
+    causes = [error if kind is Stopped else error.__cause__ for error in found]
+    assert causes == [errors.get(index) for index in range(3)]
 
 
 def test_each_has_its_own_result_or_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(monkeypatch, 3, lambda index: share_failure(lambda: (index,))) == [(0,), (1,), (2,)]
     assert play(monkeypatch, 3, lambda index: from_first(lambda: [index + 4])) == [[4]] * 3
-    found = play(monkeypatch, 3, lambda index: from_first(lambda: [1 // index]))
+    asked: list[int] = []
+    found = play(
+        monkeypatch, 3, lambda index: from_first(lambda: [asked.append(index), 1 // index])
+    )
+    assert asked == [0]
     assert {str(error) for error in found} == {
         "process 0: ZeroDivisionError: integer division or modulo by zero"
     }, "and the others are not asked"
+
+
+def test_what_failed_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state, say: its memory is short when a copy of it has failed."""
+    held: list[weakref.ref[Any]] = []
+
+    class State:
+        pass
+
+    def copies() -> None:
+        state = State()
+        held.append(weakref.ref(state))
+        raise RuntimeError("out of memory")
+
+    def act(index: int) -> None:
+        with suppress(FailedTogether):
+            share_failure(copies if index else lambda: None)
+        assert held[0]() is None
+
+    gc.disable()
+    try:
+        assert play(monkeypatch, 2, act) == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_one_process_raises_its_own_error() -> None:

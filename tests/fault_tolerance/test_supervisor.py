@@ -10,12 +10,13 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scripted import DONE, ROOT, WORKER, alive
 
-from jaxtrain.checkpoint.run_lock import sole_run
 from jaxtrain.cluster.phases import Now
+from jaxtrain.cluster.run_lock import sole_run
 from jaxtrain.cluster.sampler import Sample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
@@ -556,6 +557,18 @@ def test_of_a_start_without_a_step_nothing_is_written_while_another_run_has_the_
     else:
         assert names == {"ledger.jsonl", "failures.jsonl"} and len(failures) == 2
         assert len(read_entries(tmp_path / "run")) == 3, "two starts, and the wait between them"
+
+
+def test_a_launch_that_lacks_machines_tells_what_it_could_not_write(tmp_path: Path) -> None:
+    told: list[str] = []
+    roster: Any = SimpleNamespace(choose=lambda stopped: False)
+    made = Supervisor([], roster, tell=told.append, run_dir=tmp_path, folder=tmp_path)
+    made._records.add("failures.jsonl", {"start": 1})
+    with sole_run(tmp_path):
+        assert made.run() == supervising.EXHAUSTED
+    assert told == [f"launch: {tmp_path} is in use by another run: nothing of this one is recorded"]
+    assert made.run() == supervising.EXHAUSTED and len(told) == 1
+    assert (tmp_path / "failures.jsonl").read_text() == '{"start": 1}\n'
 
 
 def test_what_was_kept_back_is_written_before_the_first_start_with_a_step(

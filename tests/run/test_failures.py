@@ -20,6 +20,7 @@ from tiny import Asking
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointManager, manager, tiers
 from jaxtrain.checkpoint.policy import SaveClock
+from jaxtrain.cluster.agreement import FailedTogether
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
 from jaxtrain.run import loop
@@ -281,7 +282,7 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
     def shared(act: Callable[[], None]) -> None:
         met.append(len(asked))
         if fails == 1 and len(asked) == 4:
-            raise ValueError("process 1: no room")
+            raise FailedTogether("process 1: no room")
         act()
 
     monkeypatch.setattr(RunDirectory, "restore_missing", refuse)
@@ -504,3 +505,12 @@ def test_a_directory_that_the_first_process_may_not_have_is_refused_on_all(
     with pytest.raises(ValueError, match="process 0: run directory run is in use by process 7"):
         jaxtrain.train(own, mesh, run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream)
     assert not stream.getvalue() and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_ill_listing_does_not_replace_why_a_run_ends() -> None:
+    def ill() -> int:
+        raise OSError(5, "Input/output error")
+
+    saving = types.SimpleNamespace(manager=types.SimpleNamespace(latest=ill))
+    told = saves.Saves._newest(types.SimpleNamespace(saving=saving))  # type: ignore[arg-type]
+    assert told == "what is saved cannot be seen: [Errno 5] Input/output error"

@@ -417,7 +417,9 @@ def test_two_processes_tell_of_a_read_only_directory_and_save_when_it_is_not(
     for text in told:
         first, second, third = [line for line in text.splitlines() if "SAVED" in line.upper()]
         assert (first, third) == ("saved 1", "saved 3"), text
-        assert "could not be saved: [Errno 30] Read-only" in second, "the same on both: told once"
+        assert "could not be saved: OSError: [Errno 30] Read-only" in second, (
+            "the same on both: told once"
+        )
         assert "step 1 is committed there" in second
     assert [step for step in steps_of(tmp_path) if step.isdecimal()] == ["1", "3"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
-from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.agreement import FailedTogether, share_failure
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
 from jaxtrain.run.health import HealthChecks
@@ -120,7 +120,7 @@ class Saves:
         as all wait for each other in a save."""
         try:
             share_failure(self._write_again)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, FailedTogether) as error:
             if last:
                 raise
             self.run.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
@@ -167,7 +167,10 @@ class Saves:
         self.files.write_waiting(self.run)
 
     def _newest(self) -> str:
-        step = None if self.saving is None else self.saving.manager.latest()
+        try:
+            step = None if self.saving is None else self.saving.manager.latest()
+        except OSError as error:
+            return f"what is saved cannot be seen: {error}"
         return "nothing is saved" if step is None else f"the newest save is {step}"
 
     def after_error(self, error: Exception) -> None:

@@ -63,8 +63,7 @@ class Saving:
             self.tell(f"DAMAGED {error}{moved}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
-            if self.manager.agreed_latest() != start:
-                self._succeeds(lambda: self._save(start, {}, durable=True))
+            self._succeeds(lambda: self._save_unless_saved(start, {}, durable=True))
         self._tell_troubles()
 
     def whole_steps(self) -> list[int]:
@@ -85,22 +84,31 @@ class Saving:
         begun; reports a failure."""
         if durable:
             self._succeeds(self.manager.wait)  # what is in flight may be this very step
-        if durable and self.manager.agreed_latest() == step:
-            return False
-        return self._succeeds(lambda: self._save(step, metrics, durable=durable))
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = self._save_unless_saved(step, metrics, durable=durable)
+
+        return self._succeeds(begin) and begun
 
     def save_last(self, step: int, metrics: dict[str, float]) -> bool:
         """Saves and waits; False if `step` is saved already. Raises CheckpointError if the save
         fails, since no later one can replace it."""
         self._succeeds(self.manager.wait)
         try:
-            if self.manager.agreed_latest() == step:
-                return False
-            self._save(step, metrics, durable=True)
+            begun = self._save_unless_saved(step, metrics, durable=True)
             self.manager.wait()
-            return True
+            return begun
         finally:
             self._tell_troubles()
+
+    def _save_unless_saved(self, step: int, metrics: dict[str, float], *, durable: bool) -> bool:
+        """Returns True if the save has begun: not if `step` is saved durably."""
+        if durable and self.manager.is_saved(step):
+            return False
+        self._save(step, metrics, durable=durable)
+        return True
 
     def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
         metadata = {

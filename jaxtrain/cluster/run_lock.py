@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -13,6 +14,8 @@ from jaxtrain.cluster.sampler import STARTED_BY
 from jaxtrain.files.regular import open_regular, refuse_links
 
 NAME = ".lock"
+PROBE_S = 0.05
+"""Seconds that a process waits for one that only looks whether the directory is in use."""
 
 
 @contextmanager
@@ -65,12 +68,9 @@ def is_held(run_dir: Path) -> bool:
     """True while a run holds the directory."""
     try:
         with open_regular(run_dir / NAME, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not _locked(file)
     except (OSError, ValueError):  # no lock, or none that can be opened
         return False
-    return False
 
 
 def _last(file: FileIO) -> str:
@@ -93,12 +93,22 @@ def _writable(run_dir: Path) -> Iterator[None]:
 
 
 def _take(file: FileIO, run_dir: Path) -> None:
+    if not _locked(file):
+        time.sleep(PROBE_S)  # another may only have looked whether it is held
+        if not _locked(file):
+            raise ValueError(
+                f"run directory {run_dir} is in use by {_holder(file)}, or give another run "
+                "directory"
+            )
+
+
+def _locked(file: FileIO) -> bool:
+    """True if this process has the lock now; returns at once."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"run directory {run_dir} is in use by {_holder(file)}, or give another run directory"
-        ) from None
+        return False
+    return True
 
 
 def _holder(file: FileIO) -> str:
