@@ -760,6 +760,45 @@ def test_a_ctrl_c_that_is_dropped_is_sent_again(drops: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "dropped\n", "")
 
 
+STOPPED = """
+import signal, time
+from jaxtrain.cli.train import Stop
+
+with Stop().listening(to_the_end=True) as stop:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.3)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except:
+        pass
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        stop.over = True
+        print("ended", flush=True)
+"""
+
+
+def test_a_second_ctrl_c_to_train_is_sent_again_too() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], env=environment, capture_output=True, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (0, b"ended\n"), done.stderr
+
+
+def test_only_a_run_that_is_done_says_so_as_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch believes no exit code 0 before."""
+    made: list[Phases] = []
+    monkeypatch.setattr(train_command, "Phases", lambda: made.append(Phases()) or made[-1])
+    assert cli.main([*train_of()(), "--steps", "2"]) == 0
+    assert made[0].now.phase == "exit"
+    stopped = types.SimpleNamespace(stopped=True, saved=2, steps=2)
+    monkeypatch.setattr("jaxtrain.run.loop.train", lambda *given, **named: stopped)
+    assert cli.main(train_of()()) == 75
+    assert made[1].now.phase != "exit"
+
+
 def test_what_python_drops_is_told_unless_it_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(sys, "__unraisablehook__", told.append)

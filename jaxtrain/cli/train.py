@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxtrain.cli.shared import (
+    Interrupted,
     RunFailed,
     add_mesh,
     mesh_of,
@@ -123,6 +124,8 @@ def _train(
         raise
     stop.over = True  # the remaining work takes no time
     code, text = _outcome(result, run_dir)
+    if code == DONE:
+        phases.enter("exit")  # a process that ends with 0 before has left early
     if process_number(place, os.environ) == 0:
         say(text)
     return code
@@ -203,6 +206,7 @@ class Stop(Callback):
         self.requested = self.over = False
         self._latest = 0.0
         self._run: Run | None = None
+        self._interrupt: type[KeyboardInterrupt] = KeyboardInterrupt
 
     def begin(self, run: Run) -> None:
         self._run = run
@@ -213,7 +217,9 @@ class Stop(Callback):
     def listening(self, *, to_the_end: bool = False) -> Iterator[Stop]:
         """Handles Ctrl-C, a scheduler's SIGTERM and a terminal that closes, within the block.
         to_the_end: ignore later signals until the process ends, so that they do not change its exit
-        code."""
+        code; a signal to stop at once that is dropped is sent again."""
+        if to_the_end:
+            self._interrupt = Interrupted
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             signals.append(signal.SIGHUP)
@@ -229,7 +235,7 @@ class Stop(Callback):
         if self.over or (self.requested and since < TOGETHER_S):
             return
         if self.requested:
-            raise KeyboardInterrupt
+            raise self._interrupt
         self.requested = True
         if self._run is not None:
             self._run.stop()

@@ -23,7 +23,8 @@ PHASES = {
     "callback": "code of the user's own",
     "evaluate": "the held-out loss",
     "save": "a save begun: the state copied off the devices",
-    "finish": "the last save, the sample, and leaving",
+    "finish": "the last save, and the sample",
+    "exit": "the run is done, and the process leaves",
 }
 """Phase -> what a process does in it."""
 

@@ -45,7 +45,8 @@ class Deadlines:
         """Deadline of `phase` in seconds, if the median step takes `median_s`."""
         if phase in ("step", "load", "callback"):
             return max(self.step, self.step_times * median_s)
-        return getattr(self, {"start": "join"}.get(phase, phase.replace(" ", "_")))
+        names = {"start": "join", "exit": "finish"}
+        return getattr(self, names.get(phase, phase.replace(" ", "_")))
 
 
 class Late(NamedTuple):

@@ -37,7 +37,8 @@ KINDS = {
     "start": "init", "join": "init", "open": "init",
     "compile": "compile", "first step": "compile",
     "step": "step", "load": "data", "callback": "callback",
-    "evaluate": "evaluate", "save": "save", "restore": "restore", "finish": "finish",
+    "evaluate": "evaluate", "save": "save", "restore": "restore",
+    "finish": "finish", "exit": "finish",
     "hang": "hang", "waiting": "waiting", LOST: "lost",
 }  # fmt: skip
 """Phase of a process -> part of the ledger. Two are not phases: "hang", when all waited for a stuck

@@ -365,7 +365,7 @@ class Supervisor:
 def _ended_badly(worker: Running) -> bool:
     """True for a bad exit code, or a good one before the run was done."""
     if worker.code == DONE:
-        return worker.sample().now.phase != "finish"
+        return worker.sample().now.phase != "exit"
     return worker.code not in (None, PREEMPTED)
 
 

@@ -27,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("begins", start, flush=True)
 phases.enter("step")
 """
-DONE = "\nphases.enter('finish')\n"
+DONE = "\nphases.enter('exit')\n"
 """`start` counts from 0."""
 
 

@@ -47,7 +47,7 @@ PLACES = {
     "evaluate": ["evaluate"],
     "save": ["save"],
     "restore": ["restore"],
-    "finish": ["finish"],
+    "finish": ["finish", "exit"],
     "hang": ["hang"],
     "waiting": ["waiting"],
     "lost": ["lost"],

@@ -301,6 +301,21 @@ if start == 0:
     assert f"launch: {said}" in told
 
 
+def test_one_that_leaves_well_in_its_last_save_is_named(supervise) -> None:
+    script = """
+if start == 0:
+    phases.begin_at(0)
+    phases.advance(5)
+    phases.enter("finish")
+    if process:
+        os._exit(0)
+    time.sleep(60)
+"""
+    code, told, (failure,) = supervise(script)
+    assert code == 0, told
+    assert (failure["process"], failure["kind"], failure["phase"]) == (1, "left", "finish")
+
+
 def test_all_that_leave_well_before_the_run_is_done_are_a_failure(supervise) -> None:
     code, _, failures = supervise("phases.begin_at(0)\nphases.advance(5)\nos._exit(0)")
     assert code == 70 and [each["kind"] for each in failures] == ["left", "left"]

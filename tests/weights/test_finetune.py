@@ -63,7 +63,7 @@ def placed(experiment: Any, **axes: int) -> AtRest:
 def first_state(experiment: Any, **axes: int) -> tuple[AtRest, TrainState]:
     """As a session has it before its first step; nothing of the step is compiled."""
     order = placed(experiment, **axes)
-    state, step = _first_state(order, None, settled_start(order.assembly))
+    state, step = _first_state(order, None, settled_start(order.assembly), None)
     assert step == 0
     return order, state
 
