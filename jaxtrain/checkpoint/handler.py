@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.checkpoint.storage import describe
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.state_format.leaves import LeafRecord
 from jaxtrain.state_format.manifest import (
     FAILED,
@@ -47,18 +48,9 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(work, name="chunks")]
 
     async def _write(self, directory: os.PathLike[str], args: ChunkSave) -> None:
-        place, process = Path(directory), jax.process_index()
-        try:
-            parts = args.parts.take()  # its copy of the state is freed with this frame
-            sharing = Sharing(_earlier(args.source), _earlier(args.apart))
-            chunks = write_chunks(place, f"{args.step}.{process}.pack", parts, sharing)
-            write_part(place, process, chunks)
-        except Exception as error:
-            if jax.process_count() == 1:
-                raise
-            # Raised here, the others would wait for this process until Orbax times out.
-            with suppress(OSError):  # on a full disk, say: then the part is missed
-                write_part(place, process, describe(error))
+        # If one process fails all do: in Orbax, the others would wait for it. They hear of it from
+        # the coordination service, which needs no room on a full disk.
+        share_failure(lambda: _write_own(Path(directory), args), under=args.key)
 
     def finalize(self, directory: os.PathLike[str]) -> None:
         """Writes the manifest, or the reason for its absence into the file `FAILED`. Runs on
@@ -67,19 +59,16 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
         assert saving is not None, "Orbax finalizes what it began to save"
         place = Path(directory)
         try:
-            chunks, problems = take_parts(place, jax.process_count())
-            if not problems:
-                write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
+            chunks = take_parts(place, jax.process_count())
+            write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
         except Exception as error:
             if jax.process_count() == 1:
                 raise
-            problems = [f"process 0: {describe(error)}"]
-        if problems:
             # Without its manifest a step has failed, whether or not there is room for the reason.
             with suppress(OSError):
                 for path in (place / NAME, *place.glob("*.pack")):
                     path.unlink(missing_ok=True)
-                write_synced(place / FAILED, "; ".join(problems).encode())
+                write_synced(place / FAILED, f"process 0: {describe(error)}".encode())
 
     def save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are saved asynchronously, by CheckpointManager.save")
@@ -91,7 +80,8 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ChunkHandler, for_save=True)
 @dataclass
 class ChunkSave(ocp.args.CheckpointArgs):
-    """Argument of a save. source, apart: directories of committed steps, as in `pack.Sharing`."""
+    """Argument of a save. source, apart: directories of committed steps, as in `pack.Sharing`.
+    key: of all processes, as `fresh_key` returns it."""
 
     step: int
     records: dict[str, LeafRecord]
@@ -99,6 +89,7 @@ class ChunkSave(ocp.args.CheckpointArgs):
     source: Path | None
     apart: Path | None
     parts: OwnedParts = field(repr=False)
+    key: str = ""
 
 
 @ocp.args.register_with_handler(ChunkHandler, for_restore=True)
@@ -122,6 +113,14 @@ def open_orbax(directory: Path) -> ocp.CheckpointManager:
 def composite(saving: ChunkSave) -> ocp.args.Composite:
     """Returns the argument of the `save` of Orbax's manager."""
     return ocp.args.Composite(**{ITEM: saving})
+
+
+def _write_own(place: Path, args: ChunkSave) -> None:
+    """Writes the chunks of this process."""
+    process = jax.process_index()
+    parts = args.parts.take()  # its copy of the state is freed with this frame
+    sharing = Sharing(_earlier(args.source), _earlier(args.apart))
+    write_part(place, process, write_chunks(place, f"{args.step}.{process}.pack", parts, sharing))
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

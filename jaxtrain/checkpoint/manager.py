@@ -32,7 +32,7 @@ from jaxtrain.checkpoint.storage import (
     unfinished_bytes,
     whole_manifest,
 )
-from jaxtrain.cluster.agreement import all_gather_union, from_first, share_failure
+from jaxtrain.cluster.agreement import all_gather_union, fresh_key, from_first, share_failure
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
@@ -73,7 +73,7 @@ class CheckpointManager(CommittedSteps):
         self.copy_failure = ""  # of the last `save`, as `OwnedParts` has it
         self._orbax: Any = None
         self._in_flight: int | None = None
-        self._began = 0.0
+        self._began, self._key = 0.0, ""
         self._retention = Retention(policy.keeping, self.directory)
 
     def __enter__(self) -> CheckpointManager:
@@ -153,6 +153,7 @@ class CheckpointManager(CommittedSteps):
             handler, saving = share_failure(
                 lambda: self._ready(step, records, state, metadata, slots, spare_bytes)
             )
+            saving.key = self._key = fresh_key(self._key)  # all have waited for the save before
             # It may have failed on one alone. The others' is not closed: they might wait for it.
             if any(all_gather_union([self._orbax is None])):
                 self._orbax = handler.open_orbax(self.directory)

@@ -18,7 +18,7 @@ from jaxtrain.violations import refuses
 WAIT_S = 7200.0
 """Default seconds that a process waits for the others: they may be tokenising."""
 
-GATHERED = "jaxtrain/gather"
+GATHERED, SHARED = "jaxtrain/gather", "jaxtrain/share"
 
 T = TypeVar("T")
 
@@ -89,10 +89,11 @@ class FailedTogether(RuntimeError):
     may pass."""
 
 
-def share_failure(act: Callable[[], T]) -> T:
+def share_failure(act: Callable[[], T], *, under: str = "") -> T:
     """Returns `act()`. If it fails on one process, all raise an error with the messages of all that
     failed: a ValueError if each is a refusal, else FailedTogether; but each its own where it is the
-    same on all. All of them call it."""
+    same on all. All of them call it, in the same order; in a thread, beside other calls, with a key
+    of `fresh_key`: under."""
     if jax.process_count() == 1:
         return act()
     result: Any = None
@@ -101,8 +102,16 @@ def share_failure(act: Callable[[], T]) -> T:
         nonlocal result
         result = act()
 
-    _gather_results(keep)
+    _gather_results(keep, under)
     return result
+
+
+def fresh_key(previous: str = "") -> str:
+    """Returns a key for `share_failure`, the same on every process. All of them call it. previous:
+    a key that all have done with, whose texts are removed."""
+    if previous and jax.process_count() > 1 and jax.process_index() == 0:
+        coordination().key_value_delete(previous)
+    return f"{SHARED}/{next(_rounds)}"
 
 
 def from_first(act: Callable[[], T]) -> T:
@@ -114,15 +123,16 @@ def from_first(act: Callable[[], T]) -> T:
     return _gather_results(lambda: act() if first else None)[0]
 
 
-def _gather_results(act: Callable[[], Any]) -> list[Any]:
-    """Returns what `act` returns on each process; JSON."""
+def _gather_results(act: Callable[[], Any], under: str = "") -> list[Any]:
+    """Returns what `act` returns on each process; JSON. under: as for `share_failure`."""
     text, own_error = "", None
     try:
         text = json.dumps({"result": act()})
     except Exception as error:  # of any type: the others wait for this process
         own_error = error
         text = json.dumps({"error": _message(error), "refuses": refuses(error)})
-    outcomes = [json.loads(gathered) for gathered in all_gather_text(text)]
+    texts = gather_under(under, text, within_s=WAIT_S) if under else all_gather_text(text)
+    outcomes = [json.loads(gathered) for gathered in texts]
     errors = {i: outcome for i, outcome in enumerate(outcomes) if "error" in outcome}
     if not errors:
         return [outcome["result"] for outcome in outcomes]

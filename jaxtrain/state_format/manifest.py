@@ -223,26 +223,20 @@ def _refuse_misfit(c: Chunk, shape: tuple[int, ...], itemsize: int) -> None:
         raise ValueError(f"{c} has not the bytes of its elements, {itemsize} each")
 
 
-def write_part(directory: Path, process: int, chunks: list[Chunk] | str) -> None:
-    """Writes the chunks of one process, or its error, for the manifest that is made later."""
+def write_part(directory: Path, process: int, chunks: list[Chunk]) -> None:
+    """Writes the chunks of one process, for the manifest that is made later."""
     write_synced(_part(directory, process), json.dumps(chunks).encode())
 
 
-def take_parts(directory: Path, processes: int) -> tuple[list[Chunk], list[str]]:
-    """Returns the chunks of all processes, and the errors of some; removes their files."""
-    chunks, problems = [], []
+def take_parts(directory: Path, processes: int) -> list[Chunk]:
+    """Returns the chunks of all processes; removes their files. Raises OSError, and ValueError for
+    one that is cut."""
+    chunks = []
     for process in range(processes):
         path = _part(directory, process)
-        try:
-            content = json.loads(path.read_bytes())
-            path.unlink()
-        except (OSError, ValueError) as error:
-            content = f"its part cannot be read: {error}"
-        if isinstance(content, str):
-            problems.append(f"process {process}: {content}")
-        else:
-            chunks += map(Chunk.from_json, content)
-    return chunks, problems
+        chunks += map(Chunk.from_json, json.loads(path.read_bytes()))
+        path.unlink()
+    return chunks
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -168,32 +168,41 @@ def test_a_step_that_lacks_its_manifest_has_failed(tmp_path: Path) -> None:
 
 def saving_of(take: Callable[[], Any]) -> Any:
     return SimpleNamespace(
-        step=3, source=None, apart=None, parts=SimpleNamespace(take=take), records={}, metadata={}
-    )
+        step=3, source=None, apart=None, parts=SimpleNamespace(take=take), records={}, metadata={},
+        key="jaxtrain/share/3",
+    )  # fmt: skip
 
 
-def test_a_part_that_cannot_be_written_is_told_in_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["take", "write_part"])
+def test_a_part_that_cannot_be_written_fails_on_all(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor can its error be, on a disk that is full: then the part is missed."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    write_part(tmp_path, 1, [])
-    asyncio.run(ChunkHandler()._write(tmp_path, saving_of(fails)))
-    assert take_parts(tmp_path, 2) == ([], ["process 0: KeyError: 'of any type'"])
+    """So the others' writers do not wait in Orbax; and a full disk keeps nobody from hearing it."""
 
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def write(place: Path, process: int, chunks: list[Any]) -> None:
+        write_part(place, process, fails() if process and name == "write_part" else chunks)
 
-    monkeypatch.setattr(handler, "write_part", full)
-    for take in (fails, list):
-        write_part(tmp_path, 1, [])
+    monkeypatch.setattr(handler, "write_part", write)
+
+    def act(process: int) -> None:
+        take = fails if process and name == "take" else list
         asyncio.run(ChunkHandler()._write(tmp_path, saving_of(take)))
-        (problem,) = take_parts(tmp_path, 2)[1]
-        assert problem.startswith("process 0: its part cannot be read: [Errno 2]")
+
+    for error in play(monkeypatch, 2, act):
+        assert isinstance(error, FailedTogether)
+        assert str(error) == "process 1: KeyError: 'of any type'"
+
+
+def test_parts_that_are_cut_or_gone_are_an_error(tmp_path: Path) -> None:
+    write_part(tmp_path, 0, [])
+    with pytest.raises(FileNotFoundError):
+        take_parts(tmp_path, 2)
+    for process in range(2):
+        write_part(tmp_path, process, [])
+    assert take_parts(tmp_path, 2) == [] and not list(tmp_path.iterdir())
     (tmp_path / "0.part.json").write_text('[{"leaf":')
-    write_part(tmp_path, 1, [])
-    (problem,) = take_parts(tmp_path, 2)[1]
-    assert problem.startswith("process 0: its part cannot be read: Expecting value")
+    with pytest.raises(ValueError, match="Expecting value"):
+        take_parts(tmp_path, 1)
 
 
 @pytest.mark.parametrize("name", ["take_parts", "write_manifest"])

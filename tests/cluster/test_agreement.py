@@ -18,6 +18,7 @@ from jaxtrain.cluster.agreement import (
     all_gather_text,
     all_gather_union,
     coordination,
+    fresh_key,
     from_first,
     share_failure,
 )
@@ -108,6 +109,34 @@ def test_each_has_its_own_result_or_that_of_the_first(monkeypatch: pytest.Monkey
     assert {str(error) for error in found} == {
         "process 0: ZeroDivisionError: integer division or modulo by zero"
     }, "and the others are not asked"
+
+
+def test_in_a_thread_failures_are_shared_under_a_key_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside other rounds; what all have done with is removed."""
+
+    def act(index: int) -> list[str]:
+        told, keys = [], [fresh_key(), fresh_key()]
+        for key in keys:
+            try:
+                share_failure(lambda key=key: divide(index, key == keys[0]), under=key)
+                told.append(key)
+            except FailedTogether as error:
+                told.append(str(error))
+        all_gather_text("all have done with them")
+        fresh_key(keys[0])
+        all_gather_text("removed")
+        return sorted(told)
+
+    def divide(index: int, first: bool) -> None:
+        if index == 0 and first:
+            raise ZeroDivisionError("of 0")
+
+    wanted = ["jaxtrain/share/1", "process 0: ZeroDivisionError: of 0"]
+    assert play(monkeypatch, 2, act) == [wanted] * 2
+    shared = {key.rpartition("/")[0] for key in Service.latest.keys if "share" in key}
+    assert shared == {"jaxtrain/share/1"}
 
 
 def test_what_failed_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
