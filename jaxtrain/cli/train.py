@@ -241,4 +241,4 @@ class Stop(Callback):
             self._run.stop()
         # Not by print: the signal may interrupt one. The terminal may be gone, too.
         with suppress(OSError):
-            os.write(2, b"\nstopping after this step; once more to stop at once\n")
+            os.write(2, b"\nstopping after this step; once more to save without it\n")

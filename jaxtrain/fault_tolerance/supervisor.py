@@ -111,7 +111,7 @@ class Supervisor:
             if self.stopping:
                 if self.stopping == 1:  # else it was ended on purpose
                     self._write_down(outcome, attempt, restarts=False)
-                self.tell(f"launch: {outcome.what}, while it was stopping")
+                    self.tell(f"launch: {outcome.what}, while it was stopping")
                 return self._interrupted()
             decision = history.decide(outcome)
             self._write_down(outcome, attempt, restarts=not isinstance(decision, Exhausted))
@@ -304,7 +304,8 @@ class Supervisor:
             process = wrong[0] if wrong else process
             whose = f"process {', '.join(map(str, wrong))}" if wrong else "one of several"
             text += f", for wrong numbers of {whose}"
-        self.tell(f"launch: {text}")
+        if self.stopping < 2:  # else it was ended on purpose
+            self.tell(f"launch: {text}")
         if worker.kind == "crashed" and worker.last_line:
             text += f"; its last line: {worker.last_line}"
             cause += f": {worker.last_line}"
@@ -391,8 +392,7 @@ def _at(now: Now, phase: str = "") -> str:
 
 def _main_stack(sample: Sample) -> list[str]:
     """The innermost frames of the main thread, which comes first."""
-    main = sample.stacks.split("\n\nthread ")[0].splitlines()
-    return main[-FRAMES:]
+    return sample.stacks.split("\n\nthread ")[0].splitlines()[-FRAMES:]
 
 
 def own_command(*arguments: str) -> list[str]:

@@ -88,7 +88,8 @@ def train(
     config, last_held = {}, ""
     if run is not None:
         config = {"experiment": config_of(experiment)}
-        last_held = refuse_unfit(run, config, experiment)
+        # On all, or the others end with a crash report as the one that is refused leaves.
+        last_held = share_failure(lambda: refuse_unfit(run, config, experiment))
     elif experiment.logging.profile is not None:
         raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
     refuse_without_saves(experiment, run)

@@ -14,6 +14,7 @@ import jax
 
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.experiment import Experiment, FromRun
@@ -177,7 +178,8 @@ def open_session(
     if held_out and experiment.evaluation is not None:
         evaluate.open()
     if checkpoints is not None:
-        checkpoints.check_space(natural_shapes(assembly))  # last: it makes the directory
+        shapes = natural_shapes(assembly)
+        share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
     phases.enter("compile")
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.

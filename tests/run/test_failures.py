@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.cluster.agreement import FailedTogether
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
-from jaxtrain.run import loop
+from jaxtrain.run import loop, session
 from jaxtrain.run.directory import RunDirectory, left_in
 from jaxtrain.run.memory import memory_remedies
 from jaxtrain.run.saves import saves
@@ -492,18 +492,28 @@ def test_a_second_failure_on_the_way_out_is_a_note_on_the_first(
         assert len(notes) == len(callbacks), "the same failure again is none"
 
 
-def test_a_directory_that_the_first_process_may_not_have_is_refused_on_all(
-    own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", range(3))
+def test_a_directory_that_one_process_may_not_have_is_refused_on_all(
+    failing: int, own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one of the others hears of it, before its first step."""
+    """As one of the others hears of it, before its first step: as the run begins, when the space
+    for checkpoints is looked at, and when it opens the directory."""
+    shared: list[None] = []
 
-    def another_fails(_: Any) -> Any:
-        raise ValueError("process 0: run directory run is in use by process 7")
+    def another_fails(act: Callable[[], Any]) -> Any:
+        shared.append(None)
+        if len(shared) > failing:
+            raise ValueError("process 0: run directory run is in use by process 7")
+        return act()
 
-    monkeypatch.setattr(loop, "share_failure", another_fails)
+    for module in (loop, session):
+        monkeypatch.setattr(module, "share_failure", another_fails)
     mesh, stream = jaxtrain.mesh_from_axes(fsdp=2), io.StringIO()
     with pytest.raises(ValueError, match="process 0: run directory run is in use by process 7"):
-        jaxtrain.train(own, mesh, run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream)
+        experiment = replace(own, checkpoints=jaxtrain.SavePolicy(every=100))
+        jaxtrain.train(
+            experiment, mesh, run_dir=tmp_path / "run", cache_dir=tmp_path, stream=stream
+        )
     assert not stream.getvalue() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
