@@ -207,6 +207,18 @@ def test_what_a_run_fails_of_once_it_takes_steps_is_no_refusal(
     assert re.search(r"resuming at step [23]\b", capsys.readouterr().out)
 
 
+def test_a_resumed_run_says_which_lines_of_its_metrics_are_gone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*train_of()(), "--steps", "2"]) == 0
+    metrics = Path("runs/small/metrics.jsonl")
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    capsys.readouterr()
+    assert cli.main(train_of()()) == 0
+    told = f"NOTE the last line of {metrics} was cut off; it is dropped\n"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [

@@ -306,7 +306,7 @@ class Supervisor:
             text += f", for wrong numbers of {whose}"
         if self.stopping < 2:  # else it was ended on purpose
             self.tell(f"launch: {text}")
-        if worker.kind == "crashed" and worker.last_line:
+        if worker.kind == "crashed" and code != DONE and worker.last_line:
             text += f"; its last line: {worker.last_line}"
             cause += f": {worker.last_line}"
         context = (now.failed_in, now.step, time.monotonic(), now.first)

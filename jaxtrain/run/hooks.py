@@ -176,6 +176,10 @@ class MetricsFiles(Callback):
         self._latest = start
         self._writer = self._open(start + 1)
 
+    def begin(self, run: Run) -> None:
+        if self._writer is not None and self._writer.lacks:
+            run.tell(f"NOTE {self._writer.lacks}")
+
     def metrics(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         self._latest = step
         if run.evaluates(step):

@@ -109,16 +109,18 @@ def refuse_unusable(run_dir: str | Path, *, tensorboard: bool | None, process: i
         refuse_without_tensorboard()
 
 
-def _truncate(path: Path, start: int) -> int:
-    """Drops steps from `start` on and an incomplete last line; returns the last step kept, or -1.
+def _truncate(path: Path, start: int) -> tuple[int, bool]:
+    """Drops steps from `start` on and an incomplete last line. Returns the last step kept, or -1,
+    and whether a line was incomplete.
 
     The file is replaced by a rename: a kill leaves the old or the new one.
     """
     if not path.exists():
-        return -1
+        return -1, False
     with open_regular(path, "rb") as file:
         old = file.read()
-    lines = [values for values in _whole_lines(path, old.splitlines()) if values["step"] < start]
+    whole = list(_whole_lines(path, old.splitlines()))
+    lines = [values for values in whole if values["step"] < start]
     new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in lines).encode()
     if new != old:
         unfinished = path.with_suffix(".tmp")
@@ -126,7 +128,7 @@ def _truncate(path: Path, start: int) -> int:
             write_all(file, new)
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    return lines[-1]["step"] if lines else -1
+    return lines[-1]["step"] if lines else -1, len(whole) < len(old.splitlines())
 
 
 class MetricsWriter:
@@ -147,6 +149,8 @@ class MetricsWriter:
         tensorboard: bool | None = True,
         process: int = 0,
     ) -> None:
+        self.lacks = ""
+        """Why the file lacks lines of steps before `start`, where that can be seen."""
         self._file: AppendedFile | None = None
         self._events: Events | None = None
         if process != 0:
@@ -155,7 +159,11 @@ class MetricsWriter:
         if tensorboard or (tensorboard is None and has_tensorboard()):
             self._events = Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
-        self._last = _truncate(folder / _FILE, start)
+        self._last, cut = _truncate(folder / _FILE, start)
+        if cut:
+            self.lacks = f"the last line of {folder / _FILE} was cut off; it is dropped"
+        elif start > 1 and self._last < 0:
+            self.lacks = f"{folder / _FILE} has no line of the steps before {start}"
         self._file = AppendedFile(folder / _FILE)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

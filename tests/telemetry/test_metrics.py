@@ -22,10 +22,11 @@ from jaxtrain.telemetry.events import _record
 from jaxtrain.telemetry.metrics import DelayedMetrics, MetricsWriter, read_metrics
 
 
-def write(run_dir: Path, steps: range, start: int = 0, scale: float = 1.0) -> None:
+def write(run_dir: Path, steps: range, start: int = 0, scale: float = 1.0) -> str:
     with MetricsWriter(run_dir, start=start, tensorboard=False) as writer:
         for step in steps:
             writer.write(step, {"loss": step * scale})
+    return writer.lacks
 
 
 def strict(path: Path) -> list[dict]:
@@ -56,9 +57,20 @@ def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
         # The object is whole once its brace is there, with or without the end of the line.
         kept = 5 if cut >= len(whole) - 1 else 4
         assert [line["step"] for line in read_metrics(tmp_path)] == list(range(kept))
-        write(tmp_path, range(kept, 6), start=kept)
+        lacks = write(tmp_path, range(kept, 6), start=kept)
+        cut_off = f"the last line of {path} was cut off; it is dropped"
+        assert lacks == (cut_off if last < cut < len(whole) - 1 else "")
         assert path.read_bytes().startswith(whole if kept == 5 else whole[:last])
         assert [line["step"] for line in strict(path)] == list(range(6))
+
+
+def test_a_file_without_the_steps_before_is_told(tmp_path: Path) -> None:
+    """As one that was emptied; not that of a run which begins."""
+    path = tmp_path / "metrics.jsonl"
+    assert write(tmp_path, range(1, 3), start=1) == ""
+    assert write(tmp_path, range(1, 3), start=1) == "", "begun again, without a save"
+    path.write_bytes(b"")
+    assert write(tmp_path, range(5, 6), start=5) == f"{path} has no line of the steps before 5"
 
 
 def test_damage_before_the_last_line_is_not_dropped(tmp_path: Path) -> None:
