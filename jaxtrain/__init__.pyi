@@ -9,6 +9,7 @@ from . import mesh as mesh
 from . import models as models
 from . import moe as moe
 from . import nn as nn
+from . import operations as operations
 from . import optim as optim
 from .certificate.certify import certify as certify
 from .checkpoint.policy import SavePolicy as SavePolicy

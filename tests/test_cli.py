@@ -948,7 +948,7 @@ def test_bench_collectives_measures_what_is_asked_for(
     """Every flag reaches the function; the JSON stands alone on the standard output."""
     from jaxtrain.bench import collectives as bench
 
-    row = bench.Row("all_reduce", "ring_1", 2, 65536, 1.0, 2.0, 7.0, None)
+    row = bench.AlgorithmRow("all_reduce", "ring_1", 2, 65536, 1.0, 2.0, 7.0, None)
     calls: list[dict[str, Any]] = []
 
     def measured(spec: Any, *, progress: Callable[[str], None], **chosen: Any) -> Any:

@@ -17,7 +17,9 @@ from house import undescribed_fields
 import jaxtrain
 
 ROOT = Path(__file__).parents[1]
-WITH_STUBS = ("attention", "collectives", "context", "mesh", "models", "moe", "nn", "optim")
+WITH_STUBS = (
+    *("attention", "collectives", "context", "mesh", "models", "moe", "nn", "operations", "optim"),
+)
 """Rooms whose public names are handed out by a stub, as the top's are."""
 
 

@@ -19,8 +19,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxtrain
+from jaxtrain import operations
 from jaxtrain.cli import main
-from jaxtrain.models import description
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -217,7 +217,7 @@ def test_python_names_exist() -> None:
         name
         for span in re.findall(r"`([^`\n]+)`", TEXT)
         for name in re.findall(r"^(?:\w+=)?([A-Za-z]\w*)\(", span)
-    } - {"batch", "loss", "build", "experiment", *dir(jaxtrain.DecoderConfig), *dir(description)}
+    } - {"batch", "loss", "build", "experiment", *dir(jaxtrain.DecoderConfig), *dir(operations)}
     assert {"train", "check", "certify"} <= dotted and {"fsdp", "TextFiles"} <= called
     assert (dotted | called) - public == set()
 

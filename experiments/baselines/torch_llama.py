@@ -43,7 +43,7 @@ from torch.nn.attention.flex_attention import (  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, installed or not
 from jaxtrain.bench.gpu.documents import SyntheticDocuments, lengths  # noqa: E402
 from jaxtrain.telemetry.flops import (  # noqa: E402
-    Attention,
+    AttentionFlops,
     Matmul,
     ModelFlops,
     forward_flops,
@@ -88,7 +88,7 @@ class Llama:
             Matmul("mlp", self.embed, self.hidden, count=3 * self.layers),
             Matmul("head", self.embed, self.vocab),
         )
-        layer = Attention(self.heads, self.head_dim, count=self.layers)
+        layer = AttentionFlops(self.heads, self.head_dim, count=self.layers)
         sizes = {"seq": self.seq, "sequences": self.batch}
         return forward_flops(matmuls, [layer], **sizes, documents=documents)
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jaxtrain.attention.documents import Starts, TwoStarts
-from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
+from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
 from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
 from jaxtrain.collectives.vary import Index
@@ -71,7 +71,9 @@ class Blockwise:
         o, lse = _over_chunks(self, chunk, written=written, read=(k, v), ahead=ahead)
         return o, lse[..., 0]
 
-    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+    def backward(
+        self, saved: SavedAttention, do: Heads, scoring: Scoring
+    ) -> tuple[Heads, Keys, Keys]:
         """Gradients of q, k and v, chunk by chunk: each tile's weights are made again
         (`online_softmax.backward_tile` has the equations)."""
         q, k, v, starts, o, lse = saved

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.documents import Group, Starts, TwoStarts, group, table
-from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
+from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import MASKED, Scoring
 from jaxtrain.attention.refusal import refuse
 from jaxtrain.telemetry.hlo.totals import FALLBACK
@@ -37,7 +37,7 @@ Statistics = Float32[Array, "sequences heads seq"]
 token on; of others each row."""
 
 
-class Sequences(NamedTuple):
+class PackedSequences(NamedTuple):
     """Packed sequences of queries or of keys, as cuDNN takes them.
 
     lengths: tokens of each sequence. firsts: number of each sequence's first token in the whole
@@ -48,7 +48,7 @@ class Sequences(NamedTuple):
     firsts: Int[Array, " sequences+1"]
 
 
-Packed = tuple[Sequences, Sequences]
+Packed = tuple[PackedSequences, PackedSequences]
 """Of queries, and of keys."""
 
 Branch = Callable[..., tuple[jax.Array, ...]]
@@ -156,7 +156,9 @@ class Cudnn:
         o, lse = _either(parts[-1].fits, fused, portable, (q, k, v), shapes)
         return o, lse
 
-    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+    def backward(
+        self, saved: SavedAttention, do: Heads, scoring: Scoring
+    ) -> tuple[Heads, Keys, Keys]:
         q, k, v, starts, o, lse = saved
         if starts is None:
             return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
@@ -176,18 +178,18 @@ class Cudnn:
 
         def portable(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
             with jax.named_scope(FALLBACK):
-                return GPU_BLOCKS.backward(Saved(q, k, v, starts, o, lse), do, scoring)
+                return GPU_BLOCKS.backward(SavedAttention(q, k, v, starts, o, lse), do, scoring)
 
         shapes = q.shape, k.shape, v.shape
         dq, dk, dv = _either(parts[-1].fits, fused, portable, (q, k, v, do, o), shapes)
         return dq, dk, dv
 
-    def _parts(self, starts: Starts) -> list[Part]:
-        documents, parts = table(starts), list[Part]()
+    def _parts(self, starts: Starts) -> list[DocumentGroup]:
+        documents, parts = table(starts), list[DocumentGroup]()
         for lengths in length_groups(starts.shape[1], self.documents):
             room = starts.size // lengths.longest * lengths.room
             entries = group(documents, lengths.above, lengths.longest, room)
-            parts.append(Part(lengths, entries, documents.position))
+            parts.append(DocumentGroup(lengths, entries, documents.position))
         return parts
 
 
@@ -221,7 +223,7 @@ def _either(
     return tuple(split(lax.cond(fits, run(fused), run(portable), *taken), shapes))
 
 
-class Part(NamedTuple):
+class DocumentGroup(NamedTuple):
     """One group of a batch's documents. position: of each token, in its document."""
 
     lengths: Lengths
@@ -239,7 +241,7 @@ class Part(NamedTuple):
 
     @property
     def sequences(self) -> Packed:
-        return (Sequences(self.group.lengths, self.group.firsts),) * 2
+        return (PackedSequences(self.group.lengths, self.group.firsts),) * 2
 
     def scoring(self, scoring: Scoring) -> Scoring:
         """Without a window that no document of the group is longer than."""
@@ -282,8 +284,8 @@ def _spanning(
     in_keys = (of_keys == of_keys[:, -1:]) & spans
     lengths, key_lengths = (jnp.sum(x, axis=1, dtype=jnp.int32) for x in (in_queries, in_keys))
     rows, end = jnp.arange(batch, dtype=jnp.int32) * seq, jnp.full(1, batch * seq, jnp.int32)
-    queries = Sequences(lengths, jnp.concatenate([rows, end]))
-    keys = Sequences(key_lengths, jnp.concatenate([rows + seq - key_lengths, end]))
+    queries = PackedSequences(lengths, jnp.concatenate([rows, end]))
+    keys = PackedSequences(key_lengths, jnp.concatenate([rows + seq - key_lengths, end]))
     return (queries, keys), in_queries, in_keys
 
 
@@ -296,7 +298,7 @@ def _forward_between(q: Heads, k: Keys, v: Keys, starts: TwoStarts, scoring: Sco
 
 
 def _backward_between(
-    saved: Saved, starts: TwoStarts, do: Heads, scoring: Scoring
+    saved: SavedAttention, starts: TwoStarts, do: Heads, scoring: Scoring
 ) -> tuple[Heads, Keys, Keys]:
     q, k, v, _, o, lse = saved
     packed, in_queries, in_keys = _spanning(*starts)

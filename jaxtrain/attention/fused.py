@@ -27,7 +27,7 @@ LogSumExp = Float32[Array, "batch seq heads"]
 Attended = tuple[Heads, LogSumExp]
 
 
-class Saved(NamedTuple):
+class SavedAttention(NamedTuple):
     """Residuals of a backward pass, which also reads the cotangent of o."""
 
     q: Heads
@@ -57,7 +57,9 @@ class FusedKernel(Protocol):
         self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended: ...
 
-    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+    def backward(
+        self, saved: SavedAttention, do: Heads, scoring: Scoring
+    ) -> tuple[Heads, Keys, Keys]:
         """Gradients of q, k and v."""
         ...
 
@@ -85,14 +87,14 @@ def _attend(
 
 def _attend_forward(
     kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Starts | None
-) -> tuple[Attended, Saved]:
+) -> tuple[Attended, SavedAttention]:
     o, lse = kernel.forward(q, k, v, starts, scoring)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (o, lse), Saved(q, k, v, starts, o, lse)
+    return (o, lse), SavedAttention(q, k, v, starts, o, lse)
 
 
 def _attend_backward(
-    kernel: FusedKernel, scoring: Scoring, saved: Saved, cotangents: Attended
+    kernel: FusedKernel, scoring: Scoring, saved: SavedAttention, cotangents: Attended
 ) -> tuple[Heads, Keys, Keys, None]:
     return *kernel.backward(saved, cotangents[0], scoring), None
 

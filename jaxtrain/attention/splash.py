@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.attention.documents import Starts, TwoStarts
-from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
+from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.refusal import pallas_violations, refuse
 from jaxtrain.violations import count, raise_violations
@@ -116,7 +116,9 @@ class Splash:
         o, (lse,) = jax.vmap(one)(*arrays, *_documents(starts))
         return o.swapaxes(1, 2), lse.swapaxes(1, 2)
 
-    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+    def backward(
+        self, saved: SavedAttention, do: Heads, scoring: Scoring
+    ) -> tuple[Heads, Keys, Keys]:
         """The kernel keeps its derivative to itself where it gives the log-sum-exp: what stands
         below it is called."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jaxtrain.attention.documents import Starts, TwoStarts
-from jaxtrain.attention.fused import Attended, Heads, Keys, Saved, attend
+from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import pallas_violations, refuse
 from jaxtrain.violations import power_of_two, raise_violations
@@ -103,7 +103,9 @@ class Triton:
         o, lse = _pallas().mha(q, k, v, starts, **options)
         return o, lse.swapaxes(1, 2) * LN_2
 
-    def backward(self, saved: Saved, do: Heads, scoring: Scoring) -> tuple[Heads, Keys, Keys]:
+    def backward(
+        self, saved: SavedAttention, do: Heads, scoring: Scoring
+    ) -> tuple[Heads, Keys, Keys]:
         q, k, v, starts, o, lse = saved
         wide = (_repeat_heads(x, q) for x in (k, v))
         residuals = (q, *wide, starts, o, lse.swapaxes(1, 2) / LN_2)

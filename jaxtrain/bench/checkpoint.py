@@ -38,7 +38,7 @@ Template = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """Medians over the rounds.
 
     blocked_s: until the call of a save returned; first_blocked_s: of the first, which imports the
@@ -94,7 +94,7 @@ class DigestCost:
 
 @dataclass(frozen=True)
 class Report:
-    rows: list[Row]
+    rows: list[CheckpointRow]
     digests: list[DigestCost]
 
     def table(self) -> str:
@@ -157,7 +157,7 @@ def bench_checkpoint(
 
 
 class Times:
-    """Seconds of a round, as in `Row`."""
+    """Seconds of a round, as in `CheckpointRow`."""
 
     def __init__(self) -> None:
         self.blocked = self.save = self.restore = self.step = self.next_step = 0.0
@@ -197,11 +197,11 @@ def one_round(way: Way, step: int, state: State, place: Path) -> tuple[State, Ti
     return state, times
 
 
-def _row(size: int, name: str, times: list[Times]) -> Row:
+def _row(size: int, name: str, times: list[Times]) -> CheckpointRow:
     def median(field: str) -> float:
         return statistics.median(getattr(t, field) for t in times[1:])
 
-    return Row(
+    return CheckpointRow(
         size,
         name,
         median("save"),

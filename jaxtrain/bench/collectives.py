@@ -52,7 +52,7 @@ _TWIN = {"gather_matmul": "all_gather", "matmul_scatter": "reduce_scatter"}
 
 
 @dataclass(frozen=True)
-class Row:
+class AlgorithmRow:
     """One algorithm of a collective, compared with `lax`.
 
     bytes: of the whole buffer on one device. seconds, lax_seconds: median of the calls, each the
@@ -80,7 +80,7 @@ class Row:
 class CollectivesReport:
     mesh: str
     devices: int
-    rows: tuple[Row, ...]
+    rows: tuple[AlgorithmRow, ...]
 
     def as_json(self) -> dict[str, Any]:
         rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows]
@@ -89,7 +89,7 @@ class CollectivesReport:
     def table(self) -> str:
         """Returns `HEAD`, a line for each collective, size and number of processes, and
         `summary`."""
-        groups: dict[tuple[int, str, int], list[Row]] = {}
+        groups: dict[tuple[int, str, int], list[AlgorithmRow]] = {}
         for row in self.rows:
             groups.setdefault((row.processes, row.collective, row.bytes), []).append(row)
         return "\n".join([HEAD, *map(line, groups.values()), self.summary()])
@@ -115,7 +115,7 @@ HEAD = (
 )
 
 
-def line(rows: Sequence[Row]) -> str:
+def line(rows: Sequence[AlgorithmRow]) -> str:
     """Returns the rows of one collective, size and number of processes as a line under `HEAD`."""
     first, by_name = rows[0], {row.algorithm: row for row in rows}
     cells = " ".join(f"{_cell(by_name.get(name)):>15}" for name in OURS)
@@ -125,7 +125,7 @@ def line(rows: Sequence[Row]) -> str:
     ).rstrip()
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: AlgorithmRow | None) -> str:
     if row is None:
         return "-"
     predicted = "" if row.predicted_ratio is None else f" ({row.predicted_ratio:.2f})"
@@ -285,7 +285,9 @@ def worker_environment(
     return environment(share, {**environ, "XLA_FLAGS": flags})
 
 
-def _rows(spec: MeshSpec, processes: int, timings: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _rows(
+    spec: MeshSpec, processes: int, timings: Sequence[Mapping[str, Any]]
+) -> list[AlgorithmRow]:
     """Returns the rows of one answer of all processes."""
     name, nbytes = timings[0]["collective"], timings[0]["bytes"]
     seconds = {
@@ -296,7 +298,7 @@ def _rows(spec: MeshSpec, processes: int, timings: Sequence[Mapping[str, Any]]) 
     }
     twin = _TWIN.get(name, name)
     return [
-        Row(
+        AlgorithmRow(
             collective=name,
             algorithm=algorithm,
             processes=processes,

@@ -153,7 +153,7 @@ class _Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A schedule at a number of microbatches.
 
     cost: in forward passes of a stage, head included. once_s: what is done once, as measured with
@@ -196,7 +196,7 @@ class PipelineReport:
     stages: int
     measured_at: int
     costs: Costs
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduleRow, ...]
 
     @property
     def worst(self) -> float:
@@ -385,10 +385,10 @@ def report_of(
         measured[name] = max(1e-9, longer / (many - few) / times)
     costs = Costs(**measured)
 
-    def row(key: Key) -> Row:
+    def row(key: Key) -> ScheduleRow:
         (pipeline, microbatches), schedule = key, schedules[key]
         table, once = cost(schedule, costs), best[pipeline, ONCE]
-        return Row(
+        return ScheduleRow(
             pipeline.schedule, pipeline.chunks, microbatches, schedule.ticks,
             table / costs.forward, bubble(schedule, costs), once,
             table + once, best[key], (max(seconds[key]) - min(seconds[key])) / best[key],

@@ -22,7 +22,7 @@ from jaxtrain.mesh.sharding import STAGE, partition_spec
 from jaxtrain.models.stage import ModelStage
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule
-from jaxtrain.pipeline.slots import Rows, training
+from jaxtrain.pipeline.slots import SlotTables, training
 from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.communicators import explicit_communicator
@@ -121,15 +121,15 @@ def without_ticks(assembly: Assembly) -> Assembly:
     return replace(assembly, pipeline=assembly.on_stages._replace(executor=_Still))
 
 
-def only(rows: Rows, kind: str) -> Rows:
+def only(rows: SlotTables, kind: str) -> SlotTables:
     """Returns the ticks with a work of kind F, B or W, and nothing else of them."""
     field = WORK[kind]
     ticks = np.any(getattr(rows, field) >= 0, axis=1)
-    selected = Rows(*(table[ticks] for table in rows))
+    selected = SlotTables(*(table[ticks] for table in rows))
     return without(selected, *({*WORK.values(), "enter", "leave", "exit"} - {field}))
 
 
-def without(rows: Rows, *names: str) -> Rows:
+def without(rows: SlotTables, *names: str) -> SlotTables:
     return rows._replace(**{name: np.full_like(getattr(rows, name), -1) for name in names})
 
 

@@ -19,7 +19,7 @@ from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import Best, Keep, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.run_config import (
     ABSENT,
-    Difference,
+    FieldDifference,
     compare_config,
     read_config,
     refuse_other_experiment,
@@ -39,7 +39,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "DamagedCheckpoint",
-    "Difference",
+    "FieldDifference",
     "Keep",
     "LocalTier",
     "Minutes",

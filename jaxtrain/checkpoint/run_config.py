@@ -29,7 +29,7 @@ ABSENT: Final = Absent.ABSENT
 Completed = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class Difference(NamedTuple):
+class FieldDifference(NamedTuple):
     """A field whose stored value is not the present one; either may be ABSENT."""
 
     path: str
@@ -99,7 +99,7 @@ def compare_config(
     *,
     ignore: tuple[str, ...] = ("steps",),
     completed: Completed = dict,
-) -> list[Difference]:
+) -> list[FieldDifference]:
     """Returns the fields of `config` that differ from the stored ones, sorted by dotted path; []
     where no run has been. ignore, completed: as for `config_differences`."""
     stored = read_config(run_dir)
@@ -116,7 +116,7 @@ def config_differences(
     ignore: tuple[str, ...] = (),
     completed: Completed = dict,
     label: str = "the configuration",
-) -> list[Difference]:
+) -> list[FieldDifference]:
     """Returns the fields of `config` that differ from `stored`, sorted by dotted path.
 
     ignore: fields, with all below them, that may change between two starts of a run. completed:
@@ -126,7 +126,7 @@ def config_differences(
     previous = _fields(completed(stored))
     current = _fields(json.loads(json_text(config, name=label)))
     differences = [
-        Difference(path, previous.get(path, ABSENT), current.get(path, ABSENT))
+        FieldDifference(path, previous.get(path, ABSENT), current.get(path, ABSENT))
         for path in sorted(previous.keys() | current.keys())
         if not any(path == name or path.startswith(f"{name}.") for name in ignore)
     ]

@@ -1,9 +1,8 @@
 """The command line: parses, calls, prints. All other work is done by functions of other packages.
 
-Exit codes: 0 done; 1 a check failed, or a run failed; 2 refused input; 69 and
-124 processes crashed or hung and no restarts are left; 70 a failure that occurs again; 75 stopped
-after saving (Ctrl-C, SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 the reader of the
-output has gone.
+Exit codes: 0 done; 1 a check failed, or a run failed; 2 refused input; 69 and 124 processes crashed
+or hung and no restarts are left; 70 a failure that occurs again; 75 stopped after saving (Ctrl-C,
+SIGTERM, SIGHUP); 130 interrupted with nothing saved; 141 the reader of the output has gone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
-from jaxtrain.machines.layouts import Layout, read_layouts
+from jaxtrain.machines.layouts import MachineLayout, read_layouts
 from jaxtrain.machines.machine import LocalMachines, Machines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import Tell
@@ -158,14 +158,14 @@ def _machines(
 
 def _layouts(
     train: argparse.Namespace, run_dir: Path, count: int, *, elastic: bool
-) -> dict[int, Layout]:
+) -> dict[int, MachineLayout]:
     """Returns the run's layouts by number of machines. Without `elastic` there is one.
 
     A separate process computes them, because this one has no JAX. They are kept in the run
     directory, where all machines read them.
     """
     if not elastic:
-        return {count: Layout(count)}
+        return {count: MachineLayout(count)}
     arguments = [
         "elastic",
         train.experiment,

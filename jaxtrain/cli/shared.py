@@ -77,16 +77,14 @@ def print_failure(error: BaseException) -> None:
     storage = sys.modules.get("jaxtrain.checkpoint.storage")  # it imports JAX
     if storage is None or not isinstance(error, storage.CheckpointError):
         return traceback.print_exception(error)
-    from jaxtrain.checkpoint.storage import FailedSave, committed_steps
-
     text, steps, begins = str(error), list[int](), "the newest save"
     with suppress(OSError):  # the same trouble again
-        steps = committed_steps(error.directory)
+        steps = storage.committed_steps(error.directory)
         begins = f"step {steps[-1]}" if steps else "the beginning"
-    if isinstance(error, FailedSave) and error.step in steps:
+    if isinstance(error, storage.FailedSave) and error.step in steps:
         place = f"checkpoint step {error.step} in {error.directory}"
         text = f"{place}: {error.problem}; a second try saved it: start the run again"
-    elif isinstance(error, FailedSave):
+    elif isinstance(error, storage.FailedSave):
         text += f", and start the run again: it goes on from {begins}"
     for line in (f"jaxtrain: {text}", *getattr(error, "__notes__", [])):
         print(line, file=sys.stderr)

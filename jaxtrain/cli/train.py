@@ -26,7 +26,7 @@ from jaxtrain.cli.shared import (
     settle_streams,
 )
 from jaxtrain.cluster.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, REFUSED
-from jaxtrain.cluster.join import Place, join, place_of, process_count, process_number
+from jaxtrain.cluster.join import ProcessPlace, join, place_of, process_count, process_number
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, STARTED_BY, SUPERVISOR, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
@@ -88,7 +88,7 @@ def train_command(options: argparse.Namespace) -> int:
 def _train(
     options: argparse.Namespace,
     spec: Any,
-    place: Place | None,
+    place: ProcessPlace | None,
     run_dir: Path,
     phases: Phases,
     stop: Stop,

@@ -125,7 +125,7 @@ def from_first(act: Callable[[], T]) -> T:
 
 def _gather_results(act: Callable[[], Any], under: str = "") -> list[Any]:
     """Returns what `act` returns on each process; JSON. under: as for `share_failure`."""
-    text, own_error = "", None
+    own_error = None
     try:
         text = json.dumps({"result": act()})
     except Exception as error:  # of any type: the others wait for this process

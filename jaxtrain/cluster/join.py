@@ -25,7 +25,7 @@ COUNTED = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Position of a process among the others.
 
     coordinator: HOST:PORT at which process 0 listens. processes: their number. process: the number
@@ -53,7 +53,9 @@ class Place:
         raise_violations(violations)
 
 
-def place_of(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
+def place_of(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> ProcessPlace | None:
     """The place from the flags; None if none is set. Raises ValueError if only some are set."""
     flags = {"coordinator": coordinator, "processes": processes, "process": process}
     missing = [f"--{name}" for name, value in flags.items() if value is None]
@@ -64,7 +66,7 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
             f"a process of several needs --coordinator, --processes and --process; add "
             f"{' and '.join(missing)}, or give none to be one alone, or as the launcher says"
         )
-    return Place(str(coordinator), int(processes or 0), int(process or 0))
+    return ProcessPlace(str(coordinator), int(processes or 0), int(process or 0))
 
 
 def launcher(environ: Mapping[str, str]) -> str | None:
@@ -83,7 +85,7 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def process_count(place: Place | None, environ: Mapping[str, str]) -> int:
+def process_count(place: ProcessPlace | None, environ: Mapping[str, str]) -> int:
     """Number of processes, from `place` or the launcher. Raises ValueError for a launcher that does
     not state it before joining."""
     if place is not None:
@@ -99,7 +101,7 @@ def process_count(place: Place | None, environ: Mapping[str, str]) -> int:
     return int(environ[COUNTED[name]])
 
 
-def process_number(place: Place | None, environ: Mapping[str, str]) -> int:
+def process_number(place: ProcessPlace | None, environ: Mapping[str, str]) -> int:
     """Number of this process, from 0: from `place` or the launcher; 0 if it is the only one."""
     if place is not None:
         return place.process
@@ -107,7 +109,7 @@ def process_number(place: Place | None, environ: Mapping[str, str]) -> int:
     return 0 if name is None else int(environ[DETECTED[name][-1]])
 
 
-def join(place: Place | None) -> bool:
+def join(place: ProcessPlace | None) -> bool:
     """Joins the processes of `place`, or of the launcher that JAX detects if that is None. Returns
     True if there are others. Call it before JAX looks for devices."""
     import jax

@@ -34,7 +34,7 @@ again when it has ended."""
 
 EVERY_S = 2.0
 HEAD = Struct("<QII")
-"""Number of the record, its bytes, their CRC-32."""
+"""Number of the record, its bytes, the CRC-32 of both."""
 
 SLOTS = {"now": 1024, "sample": 2**18}
 """Record -> bytes of each of its two slots: one is valid while the other is written."""
@@ -45,7 +45,7 @@ STACKS = 2**15
 """Most characters of a sample; JSON uses at most six bytes for one."""
 
 
-class Sample(NamedTuple):
+class ProcessSample(NamedTuple):
     """The latest report of a process. now: its state. sampled_at: when its sampler last ran, by the
     machine's monotonic clock, 0 before that; stacks: of its Python threads then, the main one
     first."""
@@ -78,7 +78,7 @@ class SampleFile:
         assert HEAD.size + len(data) <= SLOTS[record], f"{record} of {len(data)} bytes"
         start = self._start(record, number)
         self._memory[start + HEAD.size : start + HEAD.size + len(data)] = data
-        HEAD.pack_into(self._memory, start, number, len(data), zlib.crc32(data))
+        HEAD.pack_into(self._memory, start, number, len(data), _checksum(number, data))
         self._numbers[record] = number
 
     def read(self, record: str) -> list | None:
@@ -88,17 +88,17 @@ class SampleFile:
             start = self._start(record, slot)
             number, size, crc = HEAD.unpack_from(self._memory, start)
             data = self._memory[start + HEAD.size : start + HEAD.size + size]
-            if number and size <= SLOTS[record] and zlib.crc32(data) == crc:
+            if number and size <= SLOTS[record] and _checksum(number, data) == crc:
                 records.append((number, data))
         return json.loads(max(records)[1]) if records else None
 
-    def sample(self) -> Sample | None:
+    def sample(self) -> ProcessSample | None:
         """The latest report of the process; None before the first."""
         now, sample = self.read("now"), self.read("sample")
         if now is None:
             return None
         sampled_at, stacks = sample or (0.0, "")
-        return Sample(Now(*now), sampled_at, stacks)
+        return ProcessSample(Now(*now), sampled_at, stacks)
 
     def close(self) -> None:
         self._memory.close()
@@ -106,6 +106,12 @@ class SampleFile:
     def _start(self, record: str, number: int) -> int:
         offset = sum(2 * size for name, size in SLOTS.items() if name < record)
         return offset + SLOTS[record] * (number % 2)
+
+
+def _checksum(number: int, data: bytes) -> int:
+    """Returns the CRC-32 of a record. A head is written byte by byte: without the number, one of
+    which only the number is there would be that of an empty record."""
+    return zlib.crc32(data, zlib.crc32(number.to_bytes(8, "little")))
 
 
 def _create(path: Path) -> int:

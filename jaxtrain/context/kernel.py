@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxtrain.attention.documents import document_starts
-from jaxtrain.attention.fused import Attended, Saved
+from jaxtrain.attention.fused import Attended, SavedAttention
 from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.attention.tiling import full
 from jaxtrain.collectives.ring import each_of
@@ -172,7 +172,7 @@ def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[ja
         scheme.alone(x) for x in (saved.q, saved.k, saved.v, saved.o, saved.lse, do)
     )
     kernel = tile_kernel(call.kernel, q, scoring, documents=saved.starts is not None)
-    own = Saved(q, k, v, _own_starts(call, saved.starts, me), o, lse)
+    own = SavedAttention(q, k, v, _own_starts(call, saved.starts, me), o, lse)
     dq, dk, dv = (
         scheme.together(dx).astype(jnp.float32) for dx in kernel.backward(own, do, scoring)
     )
@@ -228,7 +228,9 @@ class _Tiles:
         def run(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
             q, do, o, lse = rows
             # An infinite sum of exponentials: no weight on any key.
-            saved = Saved(q, *self.keys(came), self.starts, o, self._without_hidden(lse, -MASKED))
+            saved = SavedAttention(
+                q, *self.keys(came), self.starts, o, self._without_hidden(lse, -MASKED)
+            )
             return self.kernel(q).backward(saved, do, self.scoring)
 
         def nothing(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Rows of a dataset, in the form that a loader's `place` takes."""
 
     def rows(self, indices: np.ndarray, /) -> Any: ...
@@ -33,7 +33,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowSource,
         rows_of_step: Callable[[int], np.ndarray],
         place: Callable[[Any], Any],
         *,

@@ -34,8 +34,8 @@ from jaxtrain.fault_tolerance.supervisor import (
 )
 from jaxtrain.files.json_lines import read_lines
 from jaxtrain.files.temporary import temporary_folder
-from jaxtrain.machines.layouts import Layout
-from jaxtrain.machines.machine import LocalMachines, Slot, slots_of
+from jaxtrain.machines.layouts import MachineLayout
+from jaxtrain.machines.machine import LocalMachines, ProcessSlot, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.telemetry.metrics import read_metrics
@@ -293,7 +293,7 @@ def _launched(
     for _ in range(1 + sum(fault.kind == "terminate" for fault in faults)):
         began = time.monotonic()
         run_dir = folder / run
-        roster = Roster(LocalMachines(slots), {processes: Layout(processes)}, 0, tell)
+        roster = Roster(LocalMachines(slots), {processes: MachineLayout(processes)}, 0, tell)
         code = Supervisor(command, roster, tell, run_dir, files, restarts=SOON, faults=faults).run()
         wall_s += time.monotonic() - began
         if code != PREEMPTED:
@@ -301,7 +301,7 @@ def _launched(
     return code, wall_s
 
 
-def _slots(folder: Path, files: Path, processes: int, network: Network | None) -> list[Slot]:
+def _slots(folder: Path, files: Path, processes: int, network: Network | None) -> list[ProcessSlot]:
     """Slots of a run's processes, each in its namespace if there is a network."""
     slots = slots_of(processes, files, own_command(), environment(folder))
     if network is None:

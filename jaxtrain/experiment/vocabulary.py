@@ -69,7 +69,7 @@ from jaxtrain.optim.schedule import (
     Constant,
     InverseSqrt,
     RateFn,
-    Schedule,
+    RateSchedule,
     WarmupCosine,
     WarmupLinear,
     WarmupStableDecay,
@@ -100,7 +100,7 @@ PROTOCOLS: dict[Any, tuple[type, ...]] = {
     Codec: (Int8, Fp8, Sign, TopK, RandomK),
     RopeScaling: (LinearScaling, Llama3Scaling, Yarn, DynamicNtk, LongRope),
     Router: (SoftmaxRouter, SigmoidRouter),
-    Schedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
+    RateSchedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
     Source: (StdlibSource, TextFiles, JsonLines, Parquet),
     Tokenizer: (ByteTokenizer, BpeTokenizer, TokenizerFile),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from jaxtrain.cluster.sampler import EVERY_S, Sample
+from jaxtrain.cluster.sampler import EVERY_S, ProcessSample
 from jaxtrain.violations import positive, raise_violations
 
 COLLECTIVE = ("step", "first step")
@@ -55,10 +55,10 @@ class Late(NamedTuple):
     process: int
     kind: str
     seconds: float
-    sample: Sample
+    sample: ProcessSample
 
 
-def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> list[Late]:
+def late(samples: Mapping[int, ProcessSample], now: float, deadlines: Deadlines) -> list[Late]:
     """Returns the processes to blame if any is beyond a deadline, else none.
 
     First those whose sampler is behind: the others wait for them. Processes in a step wait in its
@@ -92,10 +92,10 @@ def late(samples: Mapping[int, Sample], now: float, deadlines: Deadlines) -> lis
     return [Late(p, "hangs", now - samples[p].now.since, samples[p]) for p in last]
 
 
-def _deadline(sample: Sample, deadlines: Deadlines) -> float:
+def _deadline(sample: ProcessSample, deadlines: Deadlines) -> float:
     return deadlines.limit_s(sample.now.phase, sample.now.median_s)
 
 
-def _quiet(sample: Sample, now: float) -> float:
+def _quiet(sample: ProcessSample, now: float) -> float:
     """Seconds since its sampler last wrote; 0 before it did, when the phase's deadline applies."""
     return now - sample.sampled_at if sample.sampled_at else 0.0

@@ -22,7 +22,7 @@ from jaxtrain.cluster.exit_codes import (
     REFUSED,
 )
 from jaxtrain.cluster.phases import Now
-from jaxtrain.cluster.sampler import Sample
+from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable, missed
 from jaxtrain.fault_tolerance.ledger import NAME as LEDGER
@@ -34,7 +34,7 @@ from jaxtrain.fault_tolerance.ledger import (
     unwritten,
 )
 from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory, Restarts
-from jaxtrain.machines.machine import Running
+from jaxtrain.machines.machine import RunningProcess
 from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.roster import POLL_S, Roster
 from jaxtrain.machines.workers import Tell
@@ -73,7 +73,7 @@ class Supervisor:
     deadlines: Deadlines = field(default_factory=Deadlines)
     restarts: Restarts = field(default_factory=Restarts)
     faults: Sequence[Fault] = ()
-    workers: list[Running] = field(default_factory=list)
+    workers: list[RunningProcess] = field(default_factory=list)
     stopping: int = 0
     """Stop signals so far."""
     _growing: bool = False
@@ -264,13 +264,13 @@ class Supervisor:
                 self._grow(samples.values())
                 entry.keep(self.workers[0].sample().now)
 
-    def _awake(self, sample: Sample) -> Sample:
+    def _awake(self, sample: ProcessSample) -> ProcessSample:
         """The sample, with times before a pause of this process moved by the pause."""
         now = sample.now._replace(since=self._pauses.moved(sample.now.since))
         last = self._pauses.moved(sample.sampled_at) if sample.sampled_at else 0.0
         return sample._replace(now=now, sampled_at=last)
 
-    def _grow(self, samples: Iterable[Sample]) -> None:
+    def _grow(self, samples: Iterable[ProcessSample]) -> None:
         """Makes all processes save and leave, once, if they could restart on more machines."""
         at_work = all(sample.now.phase in ("step", "load", "callback") for sample in samples)
         if not self._growing and not self.stopping and at_work and self.roster.could_grow():
@@ -363,7 +363,7 @@ class Supervisor:
         self._records.add(FAILURES, line)
 
 
-def _ended_badly(worker: Running) -> bool:
+def _ended_badly(worker: RunningProcess) -> bool:
     """True for a bad exit code, or a good one before the run was done."""
     if worker.code == DONE:
         return worker.sample().now.phase != "exit"
@@ -390,7 +390,7 @@ def _at(now: Now, phase: str = "") -> str:
     return f"after step {now.step}, in phase {phase or now.phase}"
 
 
-def _main_stack(sample: Sample) -> list[str]:
+def _main_stack(sample: ProcessSample) -> list[str]:
     """The innermost frames of the main thread, which comes first."""
     return sample.stacks.split("\n\nthread ")[0].splitlines()[-FRAMES:]
 

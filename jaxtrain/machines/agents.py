@@ -20,9 +20,9 @@ from typing import Any
 
 from jaxtrain.cluster.exit_codes import FAILED, PREEMPTED
 from jaxtrain.cluster.phases import Now
-from jaxtrain.cluster.sampler import Sample
+from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.machines.channel import Channel, Gone
-from jaxtrain.machines.machine import Machine, Running
+from jaxtrain.machines.machine import Machine, RunningProcess
 from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.workers import Tell, ending, kind_of
 
@@ -172,7 +172,7 @@ class _Agent:
 
     def start(
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
-    ) -> Running:
+    ) -> RunningProcess:
         start = next(_starts)
         remote = self._running[start] = _Remote(self, start, process, self._later(tell))
         folder = str(Path.cwd())
@@ -217,13 +217,13 @@ class _Agent:
 
 
 class _Remote:
-    """A process of another machine (`machines.Running`)."""
+    """A process of another machine (`machines.RunningProcess`)."""
 
     def __init__(self, machine: _Agent, start: int, process: int, tell: Tell) -> None:
         self.process, self._machine, self._start, self._tell = process, machine, start, tell
         self.last_line, self.lost_another, self.ended_at = "", False, math.inf
         self.code: int | None = None
-        self._sample = Sample(Now("start", 0, time.monotonic()))
+        self._sample = ProcessSample(Now("start", 0, time.monotonic()))
         self._state, self._ended, self._lost = "", threading.Event(), False
 
     @property
@@ -234,7 +234,7 @@ class _Remote:
     def kind(self) -> str:
         return "lost" if self._lost else kind_of(self.code or 0)
 
-    def sample(self) -> Sample:
+    def sample(self) -> ProcessSample:
         return self._sample
 
     def state(self) -> str:
@@ -277,7 +277,7 @@ class _Remote:
             (sampled_at, *stacks) = record["rest"]
             report = Now(*record["now"])
             report = report._replace(since=report.since + ahead)
-            self._sample = Sample(report, sampled_at + ahead if sampled_at else 0.0, *stacks)
+            self._sample = ProcessSample(report, sampled_at + ahead if sampled_at else 0.0, *stacks)
         if message["code"] is not None and self.code is None:
             self.ended_at = message["ended_at"] + ahead
             self.code = message["code"]

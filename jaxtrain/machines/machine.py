@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxtrain.cluster.join import free_port
-from jaxtrain.cluster.sampler import Sample
+from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.machines.workers import Tell, Worker
 
 
-class Running(Protocol):
+class RunningProcess(Protocol):
     """A process, as its supervisor sees it."""
 
     process: int
@@ -35,7 +35,7 @@ class Running(Protocol):
         """The end of the process as a `Failure.kind`."""
         ...
 
-    def sample(self) -> Sample:
+    def sample(self) -> ProcessSample:
         """Its latest report on itself, with times of this machine's clock."""
         ...
 
@@ -72,7 +72,7 @@ class Machine(Protocol):
 
     def start(
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
-    ) -> Running:
+    ) -> RunningProcess:
         """Starts a process there. command: arguments of jaxtrain. environ: added to the machine's
         own. tell: gets every line that it prints."""
         ...
@@ -100,7 +100,7 @@ class LocalMachines:
 
     come_and_go = False
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[ProcessSlot]) -> None:
         self._slots = list(slots)
 
     def present(self) -> list[Machine]:
@@ -111,7 +111,7 @@ class LocalMachines:
 
 
 @dataclass
-class Slot:
+class ProcessSlot:
     """One process of this machine. file: its reports on itself. program: prefix of each command.
     environ: of the process. host: address for the other processes."""
 
@@ -128,7 +128,7 @@ class Slot:
 
     def start(
         self, process: int, command: Sequence[str], environ: Mapping[str, str], tell: Tell
-    ) -> Running:
+    ) -> RunningProcess:
         command = [*self.program, *command]
         worker = Worker(process, command, {**self.environ, **environ}, self.file)
         worker.read(tell)
@@ -137,9 +137,9 @@ class Slot:
 
 def slots_of(
     processes: int, folder: Path, program: Sequence[str], environ: Mapping[str, str]
-) -> list[Slot]:
+) -> list[ProcessSlot]:
     """One local slot per process. folder: for the processes' reports."""
     return [
-        Slot(f"slot {number}", folder / f"{number}.sample", program, environ)
+        ProcessSlot(f"slot {number}", folder / f"{number}.sample", program, environ)
         for number in range(processes)
     ]

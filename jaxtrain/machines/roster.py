@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import Machine, Machines
 from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.workers import Tell
@@ -27,7 +27,7 @@ class Roster:
     def __init__(
         self,
         machines: Machines,
-        layouts: Mapping[int, Layout],
+        layouts: Mapping[int, MachineLayout],
         wait_s: float,
         tell: Tell,
         rejoin_s: float = REJOIN_S,
@@ -39,7 +39,7 @@ class Roster:
         """Name -> machine, and when it was seen first. A machine that returns is another object."""
         self.hosts: list[Machine] = []
         """Machines of the latest start, by process number."""
-        self.layout = Layout(0)
+        self.layout = MachineLayout(0)
 
     def choose(self, stopped: Callable[[], bool]) -> bool:
         """Waits for machines and chooses those of the next start; returns True if there are enough.
@@ -108,7 +108,7 @@ class Roster:
         expected = {machine.name for machine in present} | self._aside
         return any(machine.name not in expected and not machine.leaving for machine in self.hosts)
 
-    def _take(self, present: list[Machine], layout: Layout) -> None:
+    def _take(self, present: list[Machine], layout: MachineLayout) -> None:
         if layout.machines != len(self.hosts) and len(self._layouts) > 1:
             self._tell(
                 f"launch: on {layout.machines} machines, of {max(self._layouts)} wanted and "

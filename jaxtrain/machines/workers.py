@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxtrain.cluster.phases import Now
-from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, Sample, SampleFile
+from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, ProcessSample, SampleFile
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
 """Output of XLA's CPU collectives, from threads that may break a line of ours."""
@@ -26,7 +26,7 @@ LOST = "Terminating process because the JAX distributed service detected fatal e
 
 
 class Worker:
-    """One process of this machine (`machines.Running`)."""
+    """One process of this machine (`machines.RunningProcess`)."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class Worker:
         """The end of the process as a `Failure.kind`."""
         return kind_of(self.code or 0)
 
-    def sample(self) -> Sample:
+    def sample(self) -> ProcessSample:
         """Its latest report on itself; phase "start" before its first report."""
-        return self._reports.sample() or Sample(Now("start", 0, self._began))
+        return self._reports.sample() or ProcessSample(Now("start", 0, self._began))
 
     def read(self, tell: Tell) -> None:
         """Passes every line that it prints to `tell`, from a thread."""

@@ -20,10 +20,11 @@ from jaxtrain.collectives.vary import Index
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.models.description import ADAPTER_A as INTO
 from jaxtrain.models.description import ADAPTER_B as OUT_OF
-from jaxtrain.models.description import ModelDescription, adaptable
+from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import layer_key
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.param import named_key
+from jaxtrain.operations.block import adaptable
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.models.decoder_fields import DecoderFields
 from jaxtrain.models.describe import describe_block
-from jaxtrain.models.description import ABILITIES, Head, ModelDescription
+from jaxtrain.models.description import ABILITIES, ModelDescription
 from jaxtrain.models.layered import (
     Batch,
     LayeredModel,
@@ -47,6 +47,7 @@ from jaxtrain.nn.param import normal
 from jaxtrain.nn.rotary.rope import tables
 from jaxtrain.nn.rotary.scaling import Seq
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.operations.head import Head
 from jaxtrain.remedies import resized, settled
 from jaxtrain.telemetry.flops import ModelFlops
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from jaxtrain.models.description import (
-    AttentionCall,
-    Bias,
-    Branches,
-    ColumnParallel,
-    Elementwise,
-    ExpertCall,
-    NormAcrossHeads,
-    Operation,
-    ReplicatedProduct,
-    Residual,
-    RowParallel,
-    TokenGather,
-    Weight,
-)
-from jaxtrain.models.description import Block as BlockDescription
 from jaxtrain.models.transformer.attention import AttentionConfig
 from jaxtrain.models.transformer.block import BlockConfig
 from jaxtrain.models.transformer.latent import LatentAttentionConfig
 from jaxtrain.models.transformer.mixture import MoeConfig
+from jaxtrain.operations.attention import AttentionCall
+from jaxtrain.operations.block import Block, Branches, Residual
+from jaxtrain.operations.elementwise import Bias, Elementwise, NormAcrossHeads
+from jaxtrain.operations.experts import ExpertCall
+from jaxtrain.operations.node import Weight
+from jaxtrain.operations.operation import Operation
+from jaxtrain.operations.product import (
+    ColumnParallel,
+    ReplicatedProduct,
+    RowParallel,
+    TokenGather,
+)
 
 
-def describe_block(config: BlockConfig, embed: int) -> BlockDescription:
+def describe_block(config: BlockConfig, embed: int) -> Block:
     """Returns the operations of a block of a model of width `embed`, in their order."""
     a = config.attention
     latent = isinstance(a, LatentAttentionConfig)

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.description import ExpertCall, ModelDescription, operations
+from jaxtrain.models.description import ModelDescription
 from jaxtrain.moe.replay import Replay
 from jaxtrain.moe.tally import tally_size
+from jaxtrain.operations.block import mixtures
+from jaxtrain.operations.experts import ExpertCall
 
 Arrays = Mapping[str, jax.Array]
 TALLY, BIAS, REPLAY = "_tally", "_bias", "_replay"
@@ -22,9 +24,8 @@ TALLY, BIAS, REPLAY = "_tally", "_bias", "_replay"
 def every_router(description: ModelDescription) -> Iterator[tuple[str, ExpertCall]]:
     """Yields the name of each router, those of the stack once, and its operation."""
     for path, block in description.blocks.items():
-        for call in operations(block):
-            if isinstance(call, ExpertCall):
-                yield path + call.router.leaf, call
+        for call in mixtures(block):
+            yield path + call.router.leaf, call
 
 
 def routers(description: ModelDescription) -> Iterator[tuple[str, ExpertCall]]:

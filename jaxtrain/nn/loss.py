@@ -84,7 +84,7 @@ def refuse_other_sums(names: Collection[str], sums: LossSums) -> None:
         )
 
 
-class _Static(NamedTuple):
+class _LossSettings(NamedTuple):
     comm: Communicator
     config: HeadConfig
     chunks: int
@@ -109,7 +109,7 @@ def cross_entropy(
     Tokens are chunked within rows, so the chunk count divides tokens / rows.
     """
     chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens or comm.chunk_tokens)
-    return _cross_entropy(_Static(comm, config, chunks, rows), x, head, targets, weights)
+    return _cross_entropy(_LossSettings(comm, config, chunks, rows), x, head, targets, weights)
 
 
 def chunk_count(tokens: int, rows: int, chunk_tokens: int) -> int:
@@ -142,7 +142,7 @@ def _shape(
 
 
 def _chunk(
-    static: _Static,
+    static: _LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " tokens"],
@@ -173,7 +173,7 @@ def _chunk(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    static: _Static,
+    static: _LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
@@ -192,7 +192,7 @@ def _cross_entropy(
     return total / comm.vocab_ways()
 
 
-def _start(static: _Static, zero: Float32[Array, ""]) -> Float32[Array, ...]:
+def _start(static: _LossSettings, zero: Float32[Array, ""]) -> Float32[Array, ...]:
     return jnp.stack([zero, zero]) if static.config.accuracy else zero
 
 
@@ -207,7 +207,7 @@ def _loop(
 
 
 def _forward(
-    static: _Static,
+    static: _LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
@@ -242,7 +242,7 @@ def _forward(
 
 
 def _backward(
-    static: _Static, residuals: Residuals, g: Float32[Array, ...]
+    static: _LossSettings, residuals: Residuals, g: Float32[Array, ...]
 ) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
     """Multiplies the saved gradients by g / lift; g is the cotangent of the loss, a scalar."""
     dx, dhead, like, weights, lift = residuals

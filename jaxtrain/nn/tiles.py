@@ -33,7 +33,7 @@ Body = Callable[..., jax.Array]
 
 
 @runtime_checkable
-class Tiling(Protocol):
+class GradientTiling(Protocol):
     """A communicator that can scatter a weight's gradient while it is computed."""
 
     @property
@@ -59,7 +59,7 @@ class TiledProducts:
     """Tiled weights of a layer whose leaves' names begin with `prefix`; its body with the
     communicator `comm` is `body_of(comm)`."""
 
-    comm: Tiling
+    comm: GradientTiling
     prefix: str
     body_of: Callable[[Any], Body]
     _names: list[frozenset[str]] = field(default_factory=list)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxtrain.optim.schedule import Constant, RateFn, Schedule
+from jaxtrain.optim.schedule import Constant, RateFn, RateSchedule
 from jaxtrain.violations import count, positive, raise_violations
 
 
@@ -32,7 +32,7 @@ class ScaledRate:
     `reference_batch` is in the unit of the experiment's batch.
     """
 
-    schedule: float | Schedule | RateFn
+    schedule: float | RateSchedule | RateFn
     reference_batch: int
     rule: Callable[[float], float] = square_root_scaling
 
@@ -48,14 +48,14 @@ class ScaledRate:
         return self.rule(batch / self.reference_batch)
 
 
-Rate = float | Schedule | ScaledRate | RateFn
+Rate = float | RateSchedule | ScaledRate | RateFn
 """What an optimizer's `learning_rate` may be: a function is of the step, counted from 0 without
 those that were skipped, as optax's schedules are."""
 
 
 def rate_fields(value: object, *, name: str = "learning_rate") -> list[str]:
     """Returns the violations of a learning rate that hold in every run."""
-    if isinstance(value, (Schedule, ScaledRate)):
+    if isinstance(value, (RateSchedule, ScaledRate)):
         return []
     if isinstance(value, (int, float)):
         return positive(name, value)
@@ -71,7 +71,7 @@ def rate_violations(value: Rate, steps: int) -> list[str]:
     """Returns the violations of a learning rate in a run of `steps`."""
     if isinstance(value, ScaledRate):
         value = value.schedule
-    if isinstance(value, Schedule):
+    if isinstance(value, RateSchedule):
         return value.violations(steps)
     return count("steps", steps, 1) + (_function_violations(value) if callable(value) else [])
 
@@ -102,8 +102,8 @@ def rate_fn(value: Rate, *, steps: int, batch: int) -> RateFn:
     return unscaled if factor == 1.0 else lambda step: factor * unscaled(step)
 
 
-def _unscaled(value: float | Schedule | RateFn, steps: int) -> RateFn:
-    if isinstance(value, Schedule):
+def _unscaled(value: float | RateSchedule | RateFn, steps: int) -> RateFn:
+    if isinstance(value, RateSchedule):
         return value.build(steps)
     if not callable(value):
         return Constant(float(value)).build(steps)

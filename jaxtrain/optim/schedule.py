@@ -39,7 +39,7 @@ def one_minus_sqrt(progress: Float32[Array, " ..."]) -> Float32[Array, " ..."]:
 
 
 @runtime_checkable
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     """A frozen value that builds a learning rate for a run of `steps` updates."""
 
     def violations(self, steps: int) -> list[str]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from jax import lax
 from jaxtyping import PyTree
 
-from jaxtrain.overlap.spans import MOST_AT_ONCE, Span, spans
-from jaxtrain.overlap.tracing import Operation, Program, compute, trace
+from jaxtrain.overlap.spans import MOST_AT_ONCE, ProductSpan, spans
+from jaxtrain.overlap.tracing import TracedOperation, TracedProgram, compute, trace
 
 Call = tuple[Callable[..., PyTree], tuple[Any, ...]]
 """A function and its arguments."""
@@ -59,12 +59,12 @@ def alongside(work: Call, communication: Call, *, flops_per_byte: float) -> tupl
 class _Product(NamedTuple):
     """An operation that can hide a hop. free: it hides no permute of its own program."""
 
-    operation: Operation
+    operation: TracedOperation
     flops: int
     free: bool
 
 
-def _products(operations: list[Operation]) -> list[_Product]:
+def _products(operations: list[TracedOperation]) -> list[_Product]:
     """Operations that are long enough to hide a hop: kernels, and all products except those far
     smaller than the largest. A kernel without stated FLOPs counts as the least of the others. A
     permute of the program itself travels behind the first product after it."""
@@ -82,7 +82,7 @@ def _products(operations: list[Operation]) -> list[_Product]:
     return products
 
 
-def _hops(permutes: list[Operation]) -> list[list[Operation]]:
+def _hops(permutes: list[TracedOperation]) -> list[list[TracedOperation]]:
     """Divides independent permutes into hops of at most MOST_AT_ONCE, of about equal bytes."""
     parts = -(-len(permutes) // MOST_AT_ONCE)
     by_size = sorted(permutes, key=lambda permute: -permute.sent_bytes)
@@ -94,22 +94,22 @@ class _Hops:
     """A program whose permutes start and end with the products of their spans. Operations between
     two hops run when the first hop has ended."""
 
-    program: Program
-    _spans: list[Span | None] = field(default_factory=list)
+    program: TracedProgram
+    _spans: list[ProductSpan | None] = field(default_factory=list)
     _current: int = 0
     _travelling: list[Any] | None = None
 
     def __post_init__(self) -> None:
         # Depth of a value: the longest chain of permutes that it depends on.
         depth: dict[int, int] = defaultdict(int)
-        between: dict[int, list[Operation]] = defaultdict(list)
-        permutes: dict[int, list[Operation]] = defaultdict(list)
+        between: dict[int, list[TracedOperation]] = defaultdict(list)
+        permutes: dict[int, list[TracedOperation]] = defaultdict(list)
         for operation in self.program.operations:
             level = max((depth[number] for number in operation.operands), default=0)
             (permutes if operation.is_permute else between)[level].append(operation)
             depth |= {number: level + operation.is_permute for number in operation.results}
-        self._hops: list[list[Operation]] = []
-        self._between: list[list[Operation]] = [between[0]]
+        self._hops: list[list[TracedOperation]] = []
+        self._between: list[list[TracedOperation]] = [between[0]]
         for level in range(len(permutes)):
             hops = _hops(permutes[level])
             self._hops += hops
@@ -125,7 +125,9 @@ class _Hops:
             for hop in self._hops
         ]
         dealt = spans(times, [products[number].flops for number in numbers])
-        self._spans = [span and Span(numbers[span.first], numbers[span.last]) for span in dealt]
+        self._spans = [
+            span and ProductSpan(numbers[span.first], numbers[span.last]) for span in dealt
+        ]
         self._run_to_next()
 
     def start_with(self, product: int, operands: list[Any]) -> list[Any]:
@@ -158,7 +160,7 @@ class _Hops:
         return self.program.result()
 
     @property
-    def _span(self) -> Span | None:
+    def _span(self) -> ProductSpan | None:
         return self._spans[self._current] if self._current < len(self._spans) else None
 
     def _run_to_next(self) -> None:

@@ -25,7 +25,7 @@ def bundle_count(devices: int, *, doubling: bool) -> int:
     return MOST_AT_ONCE * (2 if steps <= 5 else 1)
 
 
-class Span(NamedTuple):
+class ProductSpan(NamedTuple):
     """Consecutive products, by number: the first and the last."""
 
     first: int
@@ -43,9 +43,9 @@ class _Dealt(NamedTuple):
     """Products in spans."""
     ends: int = 0
     """The sum of the last products' numbers."""
-    last: tuple[_Dealt, Span | None] | None = None
+    last: tuple[_Dealt, ProductSpan | None] | None = None
 
-    def then(self, time: int, span: Span | None, hidden: int = 0) -> _Dealt:
+    def then(self, time: int, span: ProductSpan | None, hidden: int = 0) -> _Dealt:
         exposed = self.exposed + max(0, time - hidden)
         if span is None:
             return _Dealt(exposed, self.alone + 1, self.used, self.ends, (self, None))
@@ -53,7 +53,7 @@ class _Dealt(NamedTuple):
         return _Dealt(exposed, self.alone, used, self.ends + span.last, (self, span))
 
 
-def spans(permutes: Sequence[int], products: Sequence[int]) -> list[Span | None]:
+def spans(permutes: Sequence[int], products: Sequence[int]) -> list[ProductSpan | None]:
     """Returns for each permute the products that hide it, or None.
 
     Permutes and products are in the order in which they run. A span consists of consecutive
@@ -71,7 +71,7 @@ def spans(permutes: Sequence[int], products: Sequence[int]) -> list[Span | None]
             hidden = 0
             for first in reversed(range(max(0, n - LONGEST), n)):
                 hidden += products[first]
-                choices.append(best[first].then(time, Span(first, n - 1), hidden))
+                choices.append(best[first].then(time, ProductSpan(first, n - 1), hidden))
                 if hidden >= time:
                     break  # a longer span hides no more
             following.append(min(choices, key=lambda dealt: dealt[:4]))

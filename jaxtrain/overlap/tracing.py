@@ -25,7 +25,7 @@ REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 first computation."""
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """An equation of a jaxpr (None: a barrier), the numbers of its operands and results, and its
     scope: the names it was traced under, including those of the calls around it."""
 
@@ -94,7 +94,7 @@ def _product_flops(equation: Any) -> int:
 
 
 @dataclass
-class Program:
+class TracedProgram:
     """A traced function.
 
     operations: in the order of tracing, without those whose results nothing reads.
@@ -103,13 +103,13 @@ class Program:
     read: the numbers of the values that something reads.
     """
 
-    operations: list[Operation]
+    operations: list[TracedOperation]
     outputs: list[int]
     tree: PyTreeDef
     values: dict[int, Any] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: TracedOperation) -> None:
         """Computes an operation's results."""
         self.give(operation.results, compute(operation, self.take(operation.operands)))
 
@@ -124,10 +124,10 @@ class Program:
         return jax.tree.unflatten(self.tree, self.take(self.outputs))
 
 
-def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> Program:
+def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> TracedProgram:
     """Returns the program of `function`, with its arguments among the values."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    program = Program([], [], jax.tree.structure(shape))
+    program = TracedProgram([], [], jax.tree.structure(shape))
     fresh = count()
 
     def number_of(value: Any) -> int:
@@ -149,7 +149,7 @@ def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> Progra
             scope = "/".join(filter(None, (outer, own)))
             if name in REMATERIALISED:
                 behind = tuple(next(fresh) for _ in inputs)
-                program.operations.append(Operation(None, inputs, behind))
+                program.operations.append(TracedOperation(None, inputs, behind))
                 inputs = behind
             if name in INLINED | REMATERIALISED:
                 results = flatten(_called(equation), inputs, scope)
@@ -157,7 +157,7 @@ def trace(function: Callable[..., PyTree], arguments: tuple[Any, ...]) -> Progra
                 results = [next(fresh) for _ in equation.outvars]
                 barrier = name == "optimization_barrier"
                 operation = None if barrier else equation
-                program.operations.append(Operation(operation, inputs, tuple(results), scope))
+                program.operations.append(TracedOperation(operation, inputs, tuple(results), scope))
             numbers.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
@@ -172,7 +172,7 @@ def _called(equation: Any) -> core.ClosedJaxpr:
     return inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ())
 
 
-def _drop_unread(program: Program) -> None:
+def _drop_unread(program: TracedProgram) -> None:
     """Removes operations whose results nothing reads, unless they have effects, and the unread
     operands of barriers, as compilers do."""
     read, live = set(program.outputs), []
@@ -188,11 +188,11 @@ def _drop_unread(program: Program) -> None:
     program.operations, program.read = live[::-1], read
 
 
-def _read_part(barrier: Operation, read: set[int]) -> Operation:
+def _read_part(barrier: TracedOperation, read: set[int]) -> TracedOperation:
     """The barrier with only those operands whose results are read."""
     pairs = zip(barrier.operands, barrier.results, strict=True)
     live = [(operand, result) for operand, result in pairs if result in read]
-    return Operation(None, tuple(pair[0] for pair in live), tuple(pair[1] for pair in live))
+    return TracedOperation(None, tuple(pair[0] for pair in live), tuple(pair[1] for pair in live))
 
 
 def _of_one_type(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -217,7 +217,7 @@ def _vary(x: Any, axes: Sequence[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def compute(operation: Operation, operands: Sequence[Any]) -> list[Any]:
+def compute(operation: TracedOperation, operands: Sequence[Any]) -> list[Any]:
     """Returns an operation's results, under the names and settings it was traced with."""
     if operation.equation is None:
         return list(lax.optimization_barrier(tuple(operands)))

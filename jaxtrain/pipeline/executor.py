@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.nn.loss import LossSums
-from jaxtrain.pipeline.slots import Rows
+from jaxtrain.pipeline.slots import SlotTables
 from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
 
 
@@ -59,7 +59,7 @@ class Executor(Tables):
         arrived = np.concatenate([np.full_like(sent[:1], -1), sent[:-1]])
         for number, span in enumerate(self.rows.spans):
             ticks = slice(span.start, span.stop)
-            rows, arrivals = Rows(*(table[ticks] for table in self.rows)), arrived[ticks]
+            rows, arrivals = SlotTables(*(table[ticks] for table in self.rows)), arrived[ticks]
             tick = Tick(self, device, trees, span.kinds, rows, arrivals)
             with jax.named_scope(f"ticks{number}"):
                 carry, _ = lax.scan(tick.body, carry, jax.tree.map(jnp.asarray, (rows, arrivals)))

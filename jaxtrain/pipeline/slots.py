@@ -29,7 +29,7 @@ from jaxtrain.pipeline.schedule import Schedule
 Table = Int[np.ndarray, "ticks stages"]
 
 
-class Rows(NamedTuple):
+class SlotTables(NamedTuple):
     """int32 tables, [ticks, stages] (or [ticks], which every stage reads); -1: nothing. In a tick
     of the executor: its row of each.
 
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return runs({"F": self.forward, "B": self.backward, "W": self.weight})
 
 
-class Buffers(NamedTuple):
+class StageBuffers(NamedTuple):
     """Numbers of buffers of a stage. late_head: the head runs with the last stage's B."""
 
     inputs: int
@@ -88,7 +88,7 @@ def number_buffers(life: Lifetimes) -> Works:
     return numbers
 
 
-def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers]:
+def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[SlotTables, StageBuffers]:
     """Tables of a training step. keep_residuals: F saves residuals for B, which otherwise
     recomputes them from the input; an input is then free after its F."""
     works = schedule.microbatches * schedule.chunks
@@ -121,32 +121,32 @@ def training(schedule: Schedule, *, keep_residuals: bool) -> tuple[Rows, Buffers
         weight=weight,
         weight_stash=_at(weight, stash),
     )
-    count = Buffers(
+    count = StageBuffers(
         int(input_of.max()) + 1,
         int(cotangent_of.max()) + 1,
         int(residuals_of.max()) + 1 if keep_residuals else 0,
         0 if stashed is None else int(stash.max()) + 1,
         head is schedule.backward,
     )
-    return Rows(*(table.astype(np.int32) for table in rows)), count
+    return SlotTables(*(table.astype(np.int32) for table in rows)), count
 
 
-def forward_only(schedule: Schedule) -> tuple[Rows, Buffers]:
+def forward_only(schedule: Schedule) -> tuple[SlotTables, StageBuffers]:
     """Tables of an evaluation: F of every work, in the schedule's order."""
     works = schedule.microbatches * schedule.chunks
     last = int(np.nonzero((schedule.forward >= 0).any(1))[0][-1]) + 1
     forward = times(schedule.forward, works)
     input_of = number_buffers(Lifetimes(inputs(schedule).first, forward))
     rows = _forward_rows(schedule, input_of, np.zeros_like(forward))
-    count = Buffers(int(input_of.max()) + 1, 0, 0, 0)
-    return Rows(*(table[:last].astype(np.int32) for table in rows)), count
+    count = StageBuffers(int(input_of.max()) + 1, 0, 0, 0)
+    return SlotTables(*(table[:last].astype(np.int32) for table in rows)), count
 
 
-def _forward_rows(schedule: Schedule, input_of: Works, residuals_of: Works) -> Rows:
+def _forward_rows(schedule: Schedule, input_of: Works, residuals_of: Works) -> SlotTables:
     """Tables of F alone, from the buffers of each work's input and residuals."""
     none, of_all = np.full_like(schedule.forward, -1), schedule.forward[:, 0] * 0 - 1
     last = schedule.chunks - 1
-    return Rows(
+    return SlotTables(
         forward=schedule.forward,
         forward_input=_at(schedule.forward, input_of),
         forward_residuals=_at(schedule.forward, residuals_of),

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.nn.loss import LossSums, refuse_other_sums
-from jaxtrain.pipeline.slots import Buffers, Rows
+from jaxtrain.pipeline.slots import SlotTables, StageBuffers
 
 Arrays = dict[str, jax.Array]
 Stream = Float[Array, "tokens embed"]
@@ -120,8 +120,8 @@ class Tables:
     gradient. sum_names: names of `Stage.leave`'s sums besides loss and count.
     """
 
-    rows: Rows
-    buffers: Buffers
+    rows: SlotTables
+    buffers: StageBuffers
     chunks: int
     stage: str
     axes: tuple[str, ...]
@@ -154,11 +154,11 @@ class Tick:
     device: OnDevice
     trees: Trees
     kinds: str
-    rows: Rows
+    rows: SlotTables
     arrived: np.ndarray
-    """`Rows.receive_input` of the previous ticks. `rows` and this: of all ticks, as constants."""
+    """`SlotTables.receive_input` of the previous ticks. Both are of all ticks, as constants."""
 
-    def body(self, carry: Carry, tick: tuple[Rows, jax.Array]) -> tuple[Carry, None]:
+    def body(self, carry: Carry, tick: tuple[SlotTables, jax.Array]) -> tuple[Carry, None]:
         """Runs one tick. A method: of a callable object JAX takes the text, constants and all."""
         row, arrived = tick
         if (self.arrived >= 0).any():
@@ -185,7 +185,7 @@ class Tick:
             carry = self._weight_gradients(carry, row)
         return carry, None
 
-    def _forward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+    def _forward(self, carry: Carry, row: SlotTables) -> tuple[Carry, jax.Array]:
         first = lax.axis_index(self.run.stage) == 0
         slot = self._own(row.forward_input)
         stage, outside = self.device.stage, self.device.outside
@@ -203,7 +203,7 @@ class Tick:
             residuals=_put_all(carry.residuals, self._own(row.forward_residuals), saved)
         ), y
 
-    def _leave(self, carry: Carry, row: Rows, y: jax.Array) -> Carry:
+    def _leave(self, carry: Carry, row: SlotTables, y: jax.Array) -> Carry:
         """Runs the head and the loss of the microbatch that leaves the last stage, and its
         gradient."""
         last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
@@ -240,7 +240,7 @@ class Tick:
             cotangents=_put(carry.cotangents, slot, dy),
         )
 
-    def _backward(self, carry: Carry, row: Rows) -> tuple[Carry, jax.Array]:
+    def _backward(self, carry: Carry, row: SlotTables) -> tuple[Carry, jax.Array]:
         work, y = self._at(row.backward), None
         x = _in_turn(carry, _take(carry.inputs, self._own(row.backward_input)))
         if not carry.residuals:
@@ -268,7 +268,7 @@ class Tick:
             carry = carry._replace(stash=_put_all(carry.stash, slot, stash))
         return carry, dx
 
-    def _weight_gradients(self, carry: Carry, row: Rows) -> Carry:
+    def _weight_gradients(self, carry: Carry, row: SlotTables) -> Carry:
         work = self._at(row.weight)
         chunk = chunk_of(self.device.blocks, work.chunk)
         stash = _take_all(carry.stash, self._own(row.weight_stash), self.trees.stash)
@@ -286,7 +286,7 @@ class Tick:
         }
         return carry.after_sending(grads, blocks={**carry.blocks, **sums})
 
-    def _backward_of_enter(self, carry: Carry, row: Rows, dx: jax.Array) -> Carry:
+    def _backward_of_enter(self, carry: Carry, row: SlotTables, dx: jax.Array) -> Carry:
         """Propagates the pipeline input's gradient into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
         dx = jnp.where(first & (row.exit >= 0), _in_turn(carry, dx), jnp.zeros((), dx.dtype))
@@ -309,7 +309,7 @@ class Tick:
         return carry.after_sending(sums, outside={**carry.outside, **sums})
 
     def _sometimes(
-        self, name: str, work: Callable[[Index, Tree], Tree], value: Tree, row: Rows
+        self, name: str, work: Callable[[Index, Tree], Tree], value: Tree, row: SlotTables
     ) -> Tree:
         """Returns work(microbatch, value) in ticks with a microbatch, `value` in others. If all or
         none of the scan's ticks have one, nothing is decided at run time."""

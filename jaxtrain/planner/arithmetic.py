@@ -24,17 +24,16 @@ from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.context.schemes import scheme
 from jaxtrain.mesh.sharding import STAGE, ways
-from jaxtrain.models.description import (
-    AttentionCall,
-    ExpertCall,
-    Operation,
-    Product,
-)
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.triton_blocks import TritonBlocks
+from jaxtrain.operations.attention import AttentionCall
+from jaxtrain.operations.block import attention_of, mixture_of
+from jaxtrain.operations.experts import ExpertCall
+from jaxtrain.operations.operation import Operation
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
+from jaxtrain.planner.backward_work import SAVED
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
 
@@ -82,7 +81,7 @@ def opaque_flops(assembly: Assembly) -> float:
     remat, total = assembly.loop.remat, 0.0
     stages, microbatches = assembly.sizes.get(STAGE, 1), assembly.experiment.microbatches
     for call, forward in _opaque_calls(assembly):
-        if isinstance(call, ExpertCall):
+        if mixture_of(call) is not None:
             times = 3 + (remat != "none")
         else:
             times = 1 + (remat in ("full", "dots")) + 2.5
@@ -98,8 +97,8 @@ def least_kernel_flops(assembly: Assembly) -> float:
     """
     flops = [math.inf]
     for call, forward in _opaque_calls(assembly):
-        if isinstance(call, ExpertCall):
-            flops.append(forward / len(call.weights) / expert_chunks(assembly, call))
+        if (mixture := mixture_of(call)) is not None:
+            flops.append(forward / len(mixture.weights) / expert_chunks(assembly, mixture))
         else:
             flops.append(0.0 if assembly.context is not None else forward)
     return 0.0 if min(flops) == math.inf else min(flops)
@@ -117,10 +116,10 @@ def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
     for call in calls(assembly):
         if not isinstance(kernel_of(assembly, call), OPAQUE):
             continue
-        if isinstance(call, ExpertCall):
-            opaque_calls.append((call, _expert_flops(assembly, call) / tensor))
-        elif isinstance(call, AttentionCall):
-            computed = replace(call, needed=None).flops
+        if (mixture := mixture_of(call)) is not None:
+            opaque_calls.append((call, _expert_flops(assembly, mixture) / tensor))
+        elif (attention := attention_of(call)) is not None:
+            computed = replace(attention, needed=None).flops
             batch_flops = computed.flops(computed.pairs(seq)) * rows
             opaque_calls.append((call, batch_flops * stages / assembly.spec.devices))
     return opaque_calls
@@ -129,23 +128,27 @@ def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
 def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
     """Returns the FLOPs of one operation on all devices of `tensor` together: three times a forward
     pass, and recomputation. None if the kernel's are not known."""
-    remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
-    if isinstance(call, Product):
-        passes = 3 + (remat in ("full", "attention"))
-        return 2 * rows * seq * sum(weight.size for weight in call.weights) * passes
-    if isinstance(call, AttentionCall):
-        return _attention_flops(assembly, call)
-    if not isinstance(call, ExpertCall):
-        return 0.0
+    if (mixture := mixture_of(call)) is not None:
+        return _mixture_flops(assembly, mixture)
+    if (attention := attention_of(call)) is not None:
+        return _attention_flops(assembly, attention)
+    remat, total = assembly.loop.remat, 0.0
+    for node in call.nodes(0, 1):
+        recomputed = remat != "none" and node.saved_as not in SAVED[remat]
+        total += node.flops(*local_rows(assembly)) * (3 + recomputed)
+    return total
+
+
+def _mixture_flops(assembly: Assembly, call: ExpertCall) -> float | None:
     kernel, tensor = kernel_of(assembly, call), ways(assembly.tensor, assembly.sizes)
     if not isinstance(kernel, (BlockLoop, *OPAQUE)):
         return None
     visible = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
-    passes = 3 + (remat != "none" or expert_chunks(assembly, call) > 1)
+    passes = 3 + (assembly.loop.remat != "none" or expert_chunks(assembly, call) > 1)
     replicated = [call.router, *(w for w in call.shared if w.columns == 1)]
     split_size = sum(w.size for w in call.shared if w.columns > 1)
     size = sum(w.size for w in replicated) * tensor + split_size
-    return (visible + 2 * rows * seq * size) * passes
+    return (visible + 2 * math.prod(local_rows(assembly)) * size) * passes
 
 
 def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:

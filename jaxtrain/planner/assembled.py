@@ -30,7 +30,7 @@ from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
 from jaxtrain.pipeline.analysis import Span
-from jaxtrain.pipeline.slots import Rows, training
+from jaxtrain.pipeline.slots import SlotTables, training
 from jaxtrain.planner.facts import (
     Algorithms,
     LeafFacts,
@@ -167,7 +167,7 @@ def _splits_backward(assembly: Assembly) -> bool:
     return assembly.pipeline is not None and assembly.pipeline.schedule.weight is not None
 
 
-def pipeline_tables(assembly: Assembly) -> tuple[Rows, list[Span]]:
+def pipeline_tables(assembly: Assembly) -> tuple[SlotTables, list[Span]]:
     """The tables that a pipeline's step follows, and the loops it runs them in."""
     rows, _ = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
     return rows, rows.spans

@@ -21,8 +21,8 @@ from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.links import scope_of
 from jaxtrain.mesh.memory_pool import memory_fraction
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
-from jaxtrain.models.description import AttentionCall, ExpertCall
 from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.operations.block import attentions, mixtures
 from jaxtrain.planner.arithmetic import asked_flops, least_kernel_flops, opaque_flops
 from jaxtrain.planner.assembled import steady, why_not_predicted
 from jaxtrain.planner.contract import Contract, Key, collective_totals, contract, key_of
@@ -281,8 +281,8 @@ def compile(
             *(side_by_side(text) if spec.simulated else ()),
             *(*_remat_warnings(log()), *squeezed, *_recomputed(flops, expected), *_broken(outcome)),
         ),
-        attention=kernels_of(assembly, AttentionCall),
-        grouped_matmul=kernels_of(assembly, ExpertCall),
+        attention=kernels_of(assembly, attentions),
+        grouped_matmul=kernels_of(assembly, mixtures),
         roofline=(least := _roofline(text, assembly)),
         mfu_bound=_mfu_bound(assembly, least),
     )

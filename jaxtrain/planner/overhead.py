@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.facts import FlopFacts
-from jaxtrain.planner.pipeline.work import Work, pipeline_bytes, pipeline_flops
+from jaxtrain.planner.pipeline.work import PipelineWork, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.telemetry.hlo.collectives import SENT
@@ -18,8 +18,8 @@ class Overhead:
     """flops: of all devices together, None with frozen leaves. sent: bytes that each device sends,
     None if they are not predicted."""
 
-    flops: Work | None
-    sent: Work | None
+    flops: PipelineWork | None
+    sent: PipelineWork | None
 
     def summary(self) -> str:
         """Returns one line; "" if neither is known."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.mesh.links import scope_of
-from jaxtrain.models.description import ExpertCall, products
 from jaxtrain.moe.grouped import takes_8_bits
+from jaxtrain.operations.block import deferred_matrices, mixture_of
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.sent import MeshAxes
 from jaxtrain.planner.traffic import step_traffic
@@ -44,7 +44,7 @@ class StepSeconds:
 
     def summary(self) -> str:
         """One line, and one for each set of mesh axes."""
-        head = f"a step at the least: {self.compute_s:.3g} s of matmuls"
+        head = f"a node at the least: {self.compute_s:.3g} s of matmuls"
         if self.communication is None:
             return f"{head}; what it sends is XLA's to choose: `compile` tells"
         lines = [f"{head}, {self.communication_s:.3g} s of communication"]
@@ -103,11 +103,14 @@ def matmul_seconds(assembly: Assembly) -> float:
     seq = assembly.fields[assembly.tokens][0][0]
     model, rows = assembly.described, assembly.largest_batch
     flops = model.flops(seq=seq, sequences=rows).train_causal
-    narrow_weights = sum(weight.size for block in model.layers for weight in products(block))
+    narrow_weights = sum(
+        weight.size for block in model.layers for weight in deferred_matrices(block)
+    )
     for call in calls(assembly):
         # Other kernels multiply in 16 bits.
-        if isinstance(call, ExpertCall) and takes_8_bits(kernel_of(assembly, call)):
-            narrow_weights += call.per_token * sum(weight.size for weight in call.weights)
+        mixture = mixture_of(call)
+        if mixture is not None and takes_8_bits(kernel_of(assembly, mixture)):
+            narrow_weights += mixture.per_token * sum(weight.size for weight in mixture.weights)
     narrow = train_flops(2 * narrow_weights * seq * rows)
     seconds = (flops - narrow) / assembly.peak_flops + narrow / assembly.product_flops
     return seconds / assembly.spec.devices

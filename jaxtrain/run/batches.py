@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.data import Loader
 from jaxtrain.run.rates import counts_flops
-from jaxtrain.run.rows import Documents
+from jaxtrain.run.rows import CountedDocuments
 from jaxtrain.run.saves.skips import Skips
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.batches import row_numbers
@@ -29,7 +29,7 @@ class Batches:
         e, dataset = self._assembly.experiment, self._dataset
         self.skips, self._documents = skips, None
         if counts_flops(self._assembly) and "segments" in self._assembly.fields:
-            dataset = self._documents = Documents(dataset, e.batch, start)
+            dataset = self._documents = CountedDocuments(dataset, e.batch, start)
         placed = self._assembly.placed(dataset, self._mesh, e.microbatches)
         rows = row_numbers(e.batch, skips.batch)
         self._loader = Loader(placed, rows, lambda batch: batch, start=start)
@@ -54,7 +54,7 @@ class Batches:
         return self._waited_s + self._loader.wait_s
 
     def documents(self, step: int) -> Mapping[int, float] | None:
-        """Document counts of `step` by length, as `Documents.of`; None if they are not needed."""
+        """Document counts of `step` by length, as `CountedDocuments.of`; None if not needed."""
         return None if self._documents is None else self._documents.of(step)
 
     def close(self) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import jax
 
 from jaxtrain.models.buffers import without_buffers
-from jaxtrain.models.description import ExpertCall, operations
 from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.nn.loss import chunk_count
+from jaxtrain.operations.block import mixtures
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.plain import Optax, mixing
 from jaxtrain.optim.rate import injected_rate
 from jaxtrain.pipeline.overhead import warnings
 from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.running_kernels import calls, kernel_of, local_rows
+from jaxtrain.step.running_kernels import kernel_of, local_rows
 from jaxtrain.telemetry.events import has_tensorboard
 
 MANY = 4
@@ -73,10 +73,7 @@ def _plain_optax(assembly: Assembly) -> list[str]:
 def _routers(assembly: Assembly) -> list[str]:
     """Notes routers whose gradient is zero by definition."""
     blocks = assembly.described.layers
-    expert_calls = [
-        op for block in blocks for op in operations(block) if isinstance(op, ExpertCall)
-    ]
-    alone = [call for call in expert_calls if not call.learns]
+    alone = [call for block in blocks for call in mixtures(block) if not call.learns]
     if not alone:
         return []
     return [
@@ -104,8 +101,8 @@ def _experts(assembly: Assembly) -> list[str]:
     """Notes experts whose 8-bit products run no faster than 16-bit ones."""
     if assembly.experiment.precision.products is None:
         return []
-    mixtures = (operation for operation in calls(assembly) if isinstance(operation, ExpertCall))
-    kernels = (kernel_of(assembly, call) for call in mixtures)
+    blocks = assembly.described.layers
+    kernels = (kernel_of(assembly, call) for block in blocks for call in mixtures(block))
     wide = dict.fromkeys(type(k).__name__ for k in kernels if not takes_8_bits(k))
     return [
         f"precision.products: experts' operands are rounded to 8 bits, and their matrices gathered "

@@ -80,7 +80,7 @@ class Ended:
         return {**rows, self._weights: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
 
 
-class Documents:
+class CountedDocuments:
     """A dataset that counts the documents in the rows it returns, one batch per call, from step
     `start` + 1 on. Attention stays within documents, so FLOPs depend on their lengths."""
 

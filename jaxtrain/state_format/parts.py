@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxtrain.state_format.chunks import Box, Part, boxes_of
-from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Piece, pieces_of
+from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, BoxPiece, pieces_of
 
 
 @dataclass
@@ -23,7 +23,7 @@ class OwnedParts:
     or none failed.
     """
 
-    pending: list[tuple[str, list[Piece], np.ndarray | jax.Array]]
+    pending: list[tuple[str, list[BoxPiece], np.ndarray | jax.Array]]
     copy_failure: str = ""
 
     def take(self) -> list[Part]:
@@ -55,7 +55,7 @@ def owned_parts(
 
     Raises `jax.errors.JaxRuntimeError` where an array cannot be read.
     """
-    local: list[tuple[str, list[Piece], jax.Array]] = []
+    local: list[tuple[str, list[BoxPiece], jax.Array]] = []
     turn = 0
     for leaf, array in arrays.items():
         shards = {shard.device: shard.data for shard in array.addressable_shards}

@@ -19,7 +19,7 @@ from jaxtrain.state_format.chunks import Box
 Index = tuple[Any, ...]
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """A box of the stored leaf, and its place in the part of the array."""
 
     box: Box
@@ -39,7 +39,7 @@ class Slots:
         layers = int((self.layer_of >= 0).sum())
         return (*shape[: self.dim], layers, *shape[self.dim + self.layer_of.ndim :])
 
-    def pieces(self, box: Box) -> Iterator[Piece]:
+    def pieces(self, box: Box) -> Iterator[BoxPiece]:
         """Yields the pieces of the stored leaf in part `box` of the array, each layer once and no
         padding. Consecutive layers in neighbouring slots are one piece."""
         dim, last = self.dim, self.dim + self.layer_of.ndim - 1
@@ -48,7 +48,7 @@ class Slots:
         for chunk in itertools.product(*[chunks] * (last - dim)):
             inside = tuple(c - box.start[dim] for c in chunk)
             for slot, layer, n in _runs(self.layer_of[chunk][first : first + count]):
-                yield Piece(
+                yield BoxPiece(
                     Box(
                         (*box.start[:dim], layer, *box.start[last + 1 :]),
                         (*box.shape[:dim], n, *box.shape[last + 1 :]),
@@ -62,9 +62,9 @@ AllSlots = Mapping[str, Slots]
 AS_THEY_REST: AllSlots = {}
 
 
-def pieces_of(slots: Slots | None, box: Box) -> list[Piece]:
+def pieces_of(slots: Slots | None, box: Box) -> list[BoxPiece]:
     """Returns `Slots.pieces`, or one piece with all of `box` where the leaf has no slots."""
-    return [Piece(box, (...,))] if slots is None else list(slots.pieces(box))
+    return [BoxPiece(box, (...,))] if slots is None else list(slots.pieces(box))
 
 
 def part_of(

@@ -17,7 +17,7 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.defaults import default_collectives
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
-from jaxtrain.data.loader import Rows
+from jaxtrain.data.loader import RowSource
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.compiler_options import with_defaults
 from jaxtrain.mesh.mesh import MeshSpec
@@ -35,7 +35,7 @@ from jaxtrain.mesh.sharding import (
 )
 from jaxtrain.models.buffers import Buffers, without_buffers
 from jaxtrain.models.build import abstract_model
-from jaxtrain.models.description import ModelDescription, operations
+from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.nn.module import ModuleSplit
@@ -199,8 +199,7 @@ class Assembly:
     @property
     def check_vma(self) -> bool:
         blocks = [] if self.description is None else self.description.blocks.values()
-        layers = (operation for block in blocks for operation in operations(block))
-        return types_checked(self.experiment.execution, layers, self.sequences)
+        return types_checked(self.experiment.execution, blocks, self.sequences)
 
     @property
     def sequences(self) -> Sequences | None:
@@ -235,7 +234,7 @@ class Assembly:
     def batch_shardings(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         return {name: named_sharding(mesh, split) for name, split in self.batch_splits.items()}
 
-    def placed(self, dataset: Rows, mesh: jax.sharding.Mesh, microbatches: int) -> PlacedRows:
+    def placed(self, dataset: RowSource, mesh: jax.sharding.Mesh, microbatches: int) -> PlacedRows:
         """Returns the rows of a dataset as arrays for steps and evaluations."""
         return PlacedRows(dataset, self.batch_shardings(mesh), microbatches, self.row_orders)
 
@@ -322,7 +321,7 @@ def try_assemble(
     buffers = buffers_of_experiment(experiment)
     options: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
     split = abstract_model(experiment.model, adapters=adapters, **options)
-    violations += untuned + untrue(experiment.model, split)
+    violations += untuned + untrue(experiment.model, split, buffers.names)
     pipeline, unpiped = on_stages(experiment, sizes)
     violations += unpiped
     if pipeline is not None:

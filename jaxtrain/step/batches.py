@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data import BatchRamp, Dataset, batch_of, rows_of_step
-from jaxtrain.data.loader import Rows
+from jaxtrain.data.loader import RowSource
 
 Batch = dict[str, np.ndarray]
 DOCUMENTS = "segments"
@@ -52,7 +52,7 @@ class PlacedRows:
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: RowSource,
         shardings: Mapping[str, Any],
         microbatches: int,
         orders: Mapping[str, np.ndarray] = {},

@@ -17,7 +17,7 @@ from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
-from jaxtrain.pipeline.slots import Buffers, Rows, forward_only, training
+from jaxtrain.pipeline.slots import SlotTables, StageBuffers, forward_only, training
 from jaxtrain.pipeline.tick import OnDevice
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Gradients, LocalSums, Reduction
@@ -109,7 +109,7 @@ def pipeline_loss(
     return loss
 
 
-def executor_of(assembly: Assembly, rows: Rows, buffers: Buffers) -> Executor:
+def executor_of(assembly: Assembly, rows: SlotTables, buffers: StageBuffers) -> Executor:
     """Returns the executor of these tables."""
     described = assembly.described
     outside = [k for k in assembly.places if not k.startswith(STACK)]

@@ -13,9 +13,10 @@ from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.rows import Ragged
 from jaxtrain.experiment import Execution, Experiment
-from jaxtrain.models.description import AttentionCall, ExpertCall, Operation
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.megablox import Megablox
+from jaxtrain.operations.attention import AttentionCall
+from jaxtrain.operations.block import Block, attentions, mixtures
 
 
 def with_kernels(
@@ -59,7 +60,7 @@ class Sequences(NamedTuple):
     dtype: np.dtype
 
 
-def attention_of(
+def platform_attention(
     kernel: PlatformKernel, call: AttentionCall, sequences: Sequences, *, checked: bool
 ) -> AttentionKernel:
     """The platform's kernel for a layer. checked: True inside a shard_map with `check_vma=True`."""
@@ -75,15 +76,15 @@ def attention_of(
 
 
 def types_checked(
-    execution: Execution, layers: Iterable[Operation], sequences: Sequences | None
+    execution: Execution, blocks: Iterable[Block], sequences: Sequences | None
 ) -> bool:
     """`check_vma` of the step: the configured value, else False if a Pallas kernel refuses it:
-    megablox, or an attention kernel that is chosen only without checks. layers: their operations.
+    megablox, or an attention kernel that is chosen only without checks. blocks: of all layers.
     sequences: None if a batch has no tokens."""
-    kernel, grouped, calls = execution.attention, execution.grouped_matmul, list(layers)
+    kernel, grouped, blocks = execution.attention, execution.grouped_matmul, list(blocks)
     if execution.check_vma is not None:
         return execution.check_vma
-    experts = any(isinstance(call, ExpertCall) for call in calls)
+    experts = any(True for block in blocks for _ in mixtures(block))
     platforms = isinstance(grouped, PlatformGroupedMatmul) and grouped.platform == "tpu" and experts
     if isinstance(grouped, Megablox) or platforms:
         return False
@@ -92,8 +93,8 @@ def types_checked(
     if sequences is None:
         return True
     return all(
-        attention_of(kernel, call, sequences, checked=True)
-        == attention_of(kernel, call, sequences, checked=False)
-        for call in calls
-        if isinstance(call, AttentionCall)
+        platform_attention(kernel, call, sequences, checked=True)
+        == platform_attention(kernel, call, sequences, checked=False)
+        for block in blocks
+        for call in attentions(block)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,23 +10,31 @@ import jax.numpy as jnp
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.mesh.sharding import EXPERT, ways
-from jaxtrain.models.description import AttentionCall, ExpertCall, Operation, operations
 from jaxtrain.moe.grouped import Asked
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.kernels import choose as choose_grouped
 from jaxtrain.moe.room import chunk_count, sent_rows
+from jaxtrain.operations.block import (
+    Block,
+    attention_of,
+    mixture_of,
+    operations,
+)
+from jaxtrain.operations.experts import ExpertCall
+from jaxtrain.operations.operation import Operation
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.platform_kernels import attention_of
+from jaxtrain.step.platform_kernels import platform_attention
 
 
 def kernels_of(
-    assembly: Assembly, kind: type[AttentionCall | ExpertCall]
+    assembly: Assembly, calls_in: Callable[[Block], Iterable[Operation]]
 ) -> tuple[str, ...] | None:
-    """The distinct kernels of the model's layers, of attention or of experts; None if its
-    description does not name them."""
+    """The distinct kernels of the layers' operations that `calls_in` yields, `attentions` or
+    `mixtures`; None if the model's description does not name them."""
     if assembly.description is None or assembly.description.tokens is None:
         return None
-    kernels = (kernel_of(assembly, call) for call in calls(assembly) if isinstance(call, kind))
+    layers = assembly.described.layers
+    kernels = (kernel_of(assembly, call) for block in layers for call in calls_in(block))
     return tuple(dict.fromkeys(map(str, kernels)))
 
 
@@ -34,11 +42,12 @@ def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) ->
     """The kernel of an attention or a mixture, after the platform's choice; None for another
     operation. tokens: numbers of queries and of keys, instead of a device's tokens of a row."""
     execution = assembly.experiment.execution
-    if isinstance(call, ExpertCall):
-        grouped, problem = execution.grouped_matmul, asked_of(assembly, call)
+    if (mixture := mixture_of(call)) is not None:
+        grouped, problem = execution.grouped_matmul, asked_of(assembly, mixture)
         is_platforms = isinstance(grouped, PlatformGroupedMatmul)
         return choose_grouped(grouped.platform, problem) if is_platforms else grouped
-    if not isinstance(call, AttentionCall):
+    attention = attention_of(call)
+    if attention is None:
         return None
     kernel = execution.attention
     if not isinstance(kernel, PlatformKernel):
@@ -48,7 +57,7 @@ def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) ->
     sequences = assembly.sequences
     if tokens is not None:
         sequences = sequences._replace(seq=tokens)
-    return attention_of(kernel, call, sequences, checked=checked)
+    return platform_attention(kernel, attention, sequences, checked=checked)
 
 
 def documents_room(assembly: Assembly) -> int | None:

@@ -22,7 +22,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionFlops:
     """The two products of attention, scores and values, in `count` layers of one shape.
 
     A causal query sees itself and what came before, of which a `window` keeps the last `window`
@@ -86,14 +86,16 @@ def train_flops(forward: int) -> int:
 
 def forward_flops(
     matmuls: Iterable[Matmul],
-    attention: Iterable[Attention],
+    attention: Iterable[AttentionFlops],
     *,
+    token_flops: int = 0,
     seq: int,
     sequences: int = 1,
     documents: Mapping[int, float] | None = None,
 ) -> ModelFlops:
     """Forward FLOPs of `sequences` sequences of `seq` tokens, over all devices together.
 
+    token_flops: of other products, for each token.
     documents: where attention stays within documents, how many of each length there are in all the
     sequences; None where a sequence is one. The output head is a `Matmul` like any other; the
     embedding look-up is none.
@@ -104,7 +106,7 @@ def forward_flops(
     weights = sum(matmul.k * matmul.n * matmul.count for matmul in matmuls)
     layers, lengths = tuple(attention), {seq: sequences} if documents is None else documents
     return ModelFlops(
-        matmul=2 * weights * seq * sequences,
+        matmul=(2 * weights + token_flops) * seq * sequences,
         attention_full=sum(layer.flops(seq * seq) for layer in layers) * sequences,
         attention_causal=sum(
             layer.flops(round(sum(layer.pairs(n) * count for n, count in lengths.items())))

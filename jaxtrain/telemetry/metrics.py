@@ -119,7 +119,8 @@ def _truncate(path: Path, start: int) -> tuple[int, bool]:
         return -1, False
     with open_regular(path, "rb") as file:
         old = file.read()
-    whole = list(_whole_lines(path, old.splitlines()))
+    texts = old.splitlines()
+    whole = list(_whole_lines(path, texts))
     lines = [values for values in whole if values["step"] < start]
     new = "".join(json.dumps(values, allow_nan=False) + "\n" for values in lines).encode()
     if new != old:
@@ -128,7 +129,7 @@ def _truncate(path: Path, start: int) -> tuple[int, bool]:
             write_all(file, new)
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    return lines[-1]["step"] if lines else -1, len(whole) < len(old.splitlines())
+    return lines[-1]["step"] if lines else -1, len(whole) < len(texts)
 
 
 class MetricsWriter:

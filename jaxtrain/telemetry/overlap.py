@@ -27,7 +27,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Work:
+class MatmulWork:
     """Number and FLOPs of matmuls (dots, convolutions, library gemms) and of kernels with known
     FLOPs, loops multiplied."""
 
@@ -37,11 +37,11 @@ class Work:
     def __bool__(self) -> bool:
         return self.matmuls > 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.matmuls + other.matmuls, self.flops + other.flops)
+    def __add__(self, other: MatmulWork) -> MatmulWork:
+        return MatmulWork(self.matmuls + other.matmuls, self.flops + other.flops)
 
-    def __mul__(self, times: int) -> Work:
-        return Work(self.matmuls * times, self.flops * times)
+    def __mul__(self, times: int) -> MatmulWork:
+        return MatmulWork(self.matmuls * times, self.flops * times)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Overlap:
 
     parts: tuple[Collective, ...]
     asynchronous: bool
-    between: tuple[tuple[Place, Work], ...] = ()
+    between: tuple[tuple[Place, MatmulWork], ...] = ()
 
     @property
-    def work(self) -> Work:
+    def work(self) -> MatmulWork:
         """Total work between start and done."""
-        return sum((work for _, work in self.between), Work())
+        return sum((work for _, work in self.between), MatmulWork())
 
     @property
     def kind(self) -> str:
@@ -164,7 +164,7 @@ def _sent_behind(
     left = {id(overlap): overlap.wire_bytes / max(overlap.count, 1) for overlap in windows}
     run_bytes = dict(left)
     under_way: dict[Place, list[Overlap]] = defaultdict(list)
-    work: dict[Place, Work] = {}
+    work: dict[Place, MatmulWork] = {}
     for overlap in windows:
         for place, matmuls in overlap.between:
             if matmuls:
@@ -180,7 +180,9 @@ def _sent_behind(
     return {key: run_bytes[key] - left[key] for key in run_bytes}
 
 
-def _windows(module: Module, kernel_flops: float) -> dict[str, tuple[tuple[Place, Work], ...]]:
+def _windows(
+    module: Module, kernel_flops: float
+) -> dict[str, tuple[tuple[Place, MatmulWork], ...]]:
     """Name of every asynchronous collective -> the instructions from start to done, both included,
     with their work.
 
@@ -238,24 +240,26 @@ def _chained(module: Module, fusion: Instruction, target: str) -> list[tuple[str
     ]
 
 
-def _work_of(module: Module, kernel_flops: float) -> Callable[[Computation, Instruction], Work]:
+def _work_of(
+    module: Module, kernel_flops: float
+) -> Callable[[Computation, Instruction], MatmulWork]:
     """Returns a function: work of an instruction and all it calls; of branches, the least one."""
 
-    def own(body: Computation, instruction: Instruction) -> Work:
+    def own(body: Computation, instruction: Instruction) -> MatmulWork:
         flops = kernel_flops if is_opaque(instruction) else matmul_flops(body, instruction)
-        return Work(1, flops) if flops else Work()
+        return MatmulWork(1, flops) if flops else MatmulWork()
 
-    def add(parts: list[Work]) -> Work:
-        return sum(parts, Work())
+    def add(parts: list[MatmulWork]) -> MatmulWork:
+        return sum(parts, MatmulWork())
 
-    def least(parts: list[Work]) -> Work:
+    def least(parts: list[MatmulWork]) -> MatmulWork:
         return min(parts, key=lambda work: (work.matmuls, work.flops))
 
     @cache
-    def inside(name: str) -> Work:
-        return fold(replace(module, entry=name), own, add, Work.__mul__, least)
+    def inside(name: str) -> MatmulWork:
+        return fold(replace(module, entry=name), own, add, MatmulWork.__mul__, least)
 
-    def work(body: Computation, instruction: Instruction) -> Work:
+    def work(body: Computation, instruction: Instruction) -> MatmulWork:
         total = own(body, instruction)
         for group in calls(instruction):
             inner = [inside(name) for name in group]

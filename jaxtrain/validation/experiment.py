@@ -15,7 +15,6 @@ from jaxtrain.experiment.fields import length_violations
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
-from jaxtrain.models.splitting import unsplit
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import remat_violations
@@ -30,6 +29,7 @@ from jaxtrain.validation.model import (
 )
 from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.validation.sequence import cut_violations, tokens_violations
+from jaxtrain.validation.split import unsplit
 
 MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.description import (
     ABILITIES,
+    ADAPTER_A,
+    ADAPTER_B,
     STACK,
-    Bias,
-    Elementwise,
     ModelDescription,
-    NormAcrossHeads,
-    matrices,
     named_by,
-    operations,
 )
 from jaxtrain.models.layered import ModelConfig, description_of
+from jaxtrain.models.routers import BIAS, every_router
 from jaxtrain.nn.module import ModuleSplit
+from jaxtrain.operations.block import leaf_names, matrices
+from jaxtrain.operations.check import wrong_nodes
 from jaxtrain.remedies import under
 from jaxtrain.violations import did_you_mean
 
@@ -86,6 +86,9 @@ def _no_description(described: Any) -> str:
     for path, block in blocks:
         if not isinstance(block, tuple):
             return f"the block at {path} is {block!r}; a block is a tuple of operations: (.., ..)"
+        for operation in block:
+            if reason := wrong_nodes(operation):
+                return f"the block at {path}: {reason}"
     first = next(iter(described.fields.values()), None)
     if first != ("seq",):
         return (
@@ -95,8 +98,9 @@ def _no_description(described: Any) -> str:
     return ""
 
 
-def untrue(model: Any, split: ModuleSplit) -> list[str]:
-    """Returns violations if a model's description of its parameters is not true."""
+def untrue(model: Any, split: ModuleSplit, buffers: Set[str]) -> list[str]:
+    """Returns violations if a model's description of its parameters is not true. buffers: names of
+    those that no operation names."""
     described = description_of(model)
     if described is None:
         return []
@@ -104,8 +108,7 @@ def untrue(model: Any, split: ModuleSplit) -> list[str]:
     described_shapes = {
         path + weight.leaf: (weight.rows, weight.columns)
         for path, block in described.blocks.items()
-        for operation in operations(block)
-        for weight in matrices(operation)
+        for weight in matrices(block)
     }
     head, embed = described.head, described.embed
     described_shapes |= {name: (None, embed) for name in described.lookups}
@@ -122,16 +125,21 @@ def untrue(model: Any, split: ModuleSplit) -> list[str]:
             violations.append(
                 f"{prefix} {name} is {described_shape}, and the module has {list(shape)}: say that"
             )
-    names = [*described.tables, *described.entering]
-    for path, block in described.blocks.items():
-        for operation in operations(block):
-            if isinstance(operation, Elementwise | NormAcrossHeads | Bias):
-                names += [path + leaf for leaf in operation.leaves]
-    names += [leaf for step in described.entry for leaf in getattr(step, "leaves", ())]
+    of_blocks = [path + leaf for path, b in described.blocks.items() for leaf in leaf_names(b)]
+    names = (*described.tables, *described.entering, *of_blocks, *leaf_names(described.entry))
     violations += [
         f"{prefix} {name} names no parameter of the module{did_you_mean(name, params)}"
         for name in dict.fromkeys(names)
-        if not any(named_by(leaf, (name,)) for leaf in params)
+        if name not in described_shapes and not any(named_by(leaf, (name,)) for leaf in params)
+    ]
+    of_adapters = [name + end for name in of_blocks for end in (ADAPTER_A, ADAPTER_B)]
+    of_routers = [name + BIAS for name, _ in every_router(described)]
+    named = (*of_blocks, *of_adapters, *of_routers, *buffers)
+    violations += [
+        f"{prefix} no operation names the parameter {leaf}; name it among the leaves of the one "
+        "that uses it: of an own operation, a Bias or an Elementwise"
+        for leaf in params
+        if leaf.startswith(tuple(described.blocks)) and not named_by(leaf, named)
     ]
     if not head.vocab <= head.padded:
         violations.append(

@@ -34,7 +34,7 @@ FIELDS = {
 """Names of the fields that hold the size of a logical axis."""
 
 
-class OnMesh(NamedTuple):
+class ExperimentOnMesh(NamedTuple):
     """An experiment, and the mesh axes of size > 1."""
 
     experiment: Experiment
@@ -64,7 +64,7 @@ def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) 
     sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
     return settled(
         _of_written(_of_fields(violations, experiment.model), experiment.model),
-        OnMesh(experiment, sizes),
+        ExperimentOnMesh(experiment, sizes),
         change=_changed,
         violations_of=partial(_violations, spec),
         parts=_parts(experiment, sizes),
@@ -72,7 +72,7 @@ def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) 
     )
 
 
-def _violations(spec: MeshSpec, subject: OnMesh) -> Iterator[str]:
+def _violations(spec: MeshSpec, subject: ExperimentOnMesh) -> Iterator[str]:
     """Yields violations that sizes may cause, the cheap ones first."""
     experiment, sizes = subject
     unbuildable = under("model: ", untried_violations(experiment.model))
@@ -96,7 +96,7 @@ def without_heads(unplaced: list[str], violations: list[str]) -> list[str]:
     return [violation for violation in unplaced if "heads=" not in violation]
 
 
-def _changed(subject: OnMesh, clash: Clash, new: Change) -> OnMesh | None:
+def _changed(subject: ExperimentOnMesh, clash: Clash, new: Change) -> ExperimentOnMesh | None:
     """Returns the subject with new sizes; None if the experiment does not have one of them."""
     experiment, sizes = subject
     of_mesh = {axis: n for axis, n in new.items() if axis in MESH_AXES}
@@ -116,7 +116,7 @@ def _changed(subject: OnMesh, clash: Clash, new: Change) -> OnMesh | None:
         if model is None:
             return None
         experiment = replace(experiment, model=model)
-    return OnMesh(experiment, sizes)
+    return ExperimentOnMesh(experiment, sizes)
 
 
 def _all_devices(spec: MeshSpec, new: Change) -> Change:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from jaxtrain.context.choice import Heads, Method, choose
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.sharding import STAGE, ShardingRules, activation_dims, ways
-from jaxtrain.models.description import AttentionCall, ModelDescription, operations
+from jaxtrain.models.description import ModelDescription
+from jaxtrain.operations.attention import AttentionCall
+from jaxtrain.operations.block import attentions
 from jaxtrain.remedies import Clash, Near, multiples_near, options, under
 from jaxtrain.validation.batch import divisible_batches
 from jaxtrain.validation.model import described_where_sound, describes
@@ -90,11 +92,10 @@ def _heads(
         (model.period, 1),
         ((*model.before.values(), *model.after.values()), stages),
     ):
-        for call in (call for block in blocks for call in operations(block)):
-            if isinstance(call, AttentionCall):
-                of_q, of_k = (ways(axes, sizes) * more for axes in split)
-                heads = max(call.heads // of_q, 1), max(call.kv_heads // of_k, 1)
-                parts.setdefault(Heads(*heads, call.causal), call)
+        of_q, of_k = (ways(axes, sizes) * more for axes in split)
+        for call in (call for block in blocks for call in attentions(block)):
+            heads = max(call.heads // of_q, 1), max(call.kv_heads // of_k, 1)
+            parts.setdefault(Heads(*heads, call.causal), call)
     return parts
 
 

@@ -31,7 +31,7 @@ from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
     AVERAGES,
     PARAMS,
-    Stored,
+    StoredStep,
     manifest_of,
     read_stored,
     stored_params,
@@ -185,7 +185,7 @@ def _refuse_unsaved(path: Path) -> None:
         )
 
 
-def _read_run(stored: Stored, template: dict[str, Any], scale: float) -> dict[str, jax.Array]:
+def _read_run(stored: StoredStep, template: dict[str, Any], scale: float) -> dict[str, jax.Array]:
     return _merge(read_stored(stored, template), scale)
 
 

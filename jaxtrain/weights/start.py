@@ -36,7 +36,7 @@ Shapes = Mapping[str, Any]
 """Leaves of a model in natural layer order: anything that has a shape and a dtype."""
 
 
-class Stored(NamedTuple):
+class StoredStep(NamedTuple):
     """A step of a run, and the stored name of each parameter to load."""
 
     manifest: Manifest
@@ -175,7 +175,7 @@ def _cast(params: dict[str, jax.Array], template: Shapes) -> dict[str, jax.Array
 
 def stored_params(
     start: FromRun, shapes: Shapes, ignored: Set[str], earlier: Sequence[str] = ()
-) -> Stored:
+) -> StoredStep:
     """Returns the stored names of the parameters in `shapes` that `start` selects.
 
     ignored: leaves that the run may have in addition. earlier: problems found before, to be
@@ -215,7 +215,7 @@ def stored_params(
             + "\n  ".join(problems)
             + remedy
         )
-    return Stored(manifest, step, Path(start.run_dir) / CHECKPOINTS, sources)
+    return StoredStep(manifest, step, Path(start.run_dir) / CHECKPOINTS, sources)
 
 
 def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
@@ -260,7 +260,7 @@ def _difference(name: str, stored: Any, template: Any) -> list[str]:
 
 
 def read_stored(
-    stored: Stored, template: Shapes, slots: AllSlots = AS_THEY_REST
+    stored: StoredStep, template: Shapes, slots: AllSlots = AS_THEY_REST
 ) -> dict[str, jax.Array]:
     """Returns the parameters of a step with the shapes and shardings of `template`, in their stored
     dtypes. Raises DamagedCheckpoint on every process if any found damage.

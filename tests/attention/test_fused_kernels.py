@@ -221,7 +221,7 @@ def both_passes(kernel, case, ids=None):
     q, k, v, do, starts = draw(case, jnp.bfloat16)
     starts = starts if ids is None else document_starts(jnp.asarray(ids, jnp.int32))
     o, lse = kernel.forward(q, k, v, starts, case.scoring)
-    saved = ours.Saved(q, k, v, starts, o, lse)
+    saved = ours.SavedAttention(q, k, v, starts, o, lse)
     return dict(o=o, lse=lse) | dict(
         zip(("dq", "dk", "dv"), kernel.backward(saved, do, case.scoring), strict=True)
     )
@@ -366,7 +366,7 @@ def test_heads_cross_the_choice_of_a_kernel_as_one_dim_with_theirs() -> None:
 
     def both(q, k, v, do):
         o, lse = Cudnn().forward(q, k, v, starts, case.scoring)
-        return Cudnn().backward(ours.Saved(q, k, v, starts, o, lse), do, case.scoring)
+        return Cudnn().backward(ours.SavedAttention(q, k, v, starts, o, lse), do, case.scoring)
 
     steps = jax.make_jaxpr(both)(q, k, v, do).eqns
     barriers = [eqn for eqn in steps if eqn.primitive.name == "optimization_barrier"]

@@ -22,8 +22,8 @@ from jaxtrain.bench import collectives_worker as worker
 from jaxtrain.bench.collectives import (
     HEAD,
     MEASURED,
+    AlgorithmRow,
     CollectivesReport,
-    Row,
     bench_collectives,
     cases_of,
     read_size,
@@ -331,7 +331,7 @@ def test_a_call_takes_as_long_as_its_last_process(monkeypatch) -> None:
 
 
 def test_the_report_says_where_we_are_faster() -> None:
-    row = Row("all_reduce", "ring_1", 2, 1 << 20, 1.0, 2.0, 7.0, None)
+    row = AlgorithmRow("all_reduce", "ring_1", 2, 1 << 20, 1.0, 2.0, 7.0, None)
     report = CollectivesReport("here", 8, (row, replace(row, bytes=4096, seconds=3.0)))
     assert report.summary() == "across 2 processes, faster than lax: ring_1 1 of 2"
     assert "0.50" in report.table() and "1MiB" in report.table() and "4KiB" in report.table()

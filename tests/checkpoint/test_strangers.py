@@ -43,7 +43,7 @@ from jaxtrain.state_format.leaves import LeafRecord
 from jaxtrain.state_format.manifest import FAILED, HEAD, NAME, text_digest, write_synced
 from jaxtrain.state_format.pack import read_chunk, write_chunks
 from jaxtrain.state_format.parts import OwnedParts
-from jaxtrain.state_format.slots import Piece
+from jaxtrain.state_format.slots import BoxPiece
 from jaxtrain.telemetry.metrics import MetricsWriter, read_metrics
 
 SECRET = '{"step": 0}\n'
@@ -394,7 +394,7 @@ def write_through_the_local_tier(directory: Path, parts: list[Part], name: str) 
     place.mkdir(parents=True)
     (place / f"0.{steps.start}.{name}").symlink_to(directory / "link")
     records = {part.leaf: LeafRecord(part.box.shape, "uint8", None) for part in parts}
-    owned = OwnedParts([(p.leaf, [Piece(p.box, (slice(None),))], p.data) for p in parts])
+    owned = OwnedParts([(p.leaf, [BoxPiece(p.box, (slice(None),))], p.data) for p in parts])
     steps.save(1, owned, records, {})
     try:
         steps.wait()

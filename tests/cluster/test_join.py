@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.cluster.join import Place, launcher, place_of, process_count, process_number
+from jaxtrain.cluster.join import ProcessPlace, launcher, place_of, process_count, process_number
 
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
@@ -36,8 +36,8 @@ def test_the_launcher_is_known_by_what_jax_needs_of_it(environ, found, count) ->
     else:
         with pytest.raises(ValueError, match=f"{found} does not say how many"):
             process_count(None, environ)
-    assert process_count(Place("a:1", 3, 2), environ) == 3, "flags come first"
-    assert process_number(Place("a:1", 3, 2), environ) == 2
+    assert process_count(ProcessPlace("a:1", 3, 2), environ) == 3, "flags come first"
+    assert process_number(ProcessPlace("a:1", 3, 2), environ) == 2
     numbers = {"SLURM": 2, "Open MPI": 1, "Kubernetes": 3}
     assert process_number(None, environ) == numbers.get(found, 0)
 
@@ -62,4 +62,4 @@ def test_half_a_place_is_refused(given, said) -> None:
 
 def test_flags_give_a_place_or_none() -> None:
     assert place_of(None, None, None) is None
-    assert place_of("[::1]:8476", 4, 3) == Place("[::1]:8476", 4, 3)
+    assert place_of("[::1]:8476", 4, 3) == ProcessPlace("[::1]:8476", 4, 3)

@@ -18,7 +18,7 @@ from jaxtrain.cluster.phases import MOST_WRONG, PHASES, Phases
 from jaxtrain.cluster.sampler import (
     HEAD,
     SLOTS,
-    Sample,
+    ProcessSample,
     SampleFile,
     Sampler,
     stacks_of_all,
@@ -51,7 +51,7 @@ waits_for_ever()
 """
 
 
-def read_sample(path: Path) -> Sample:
+def read_sample(path: Path) -> ProcessSample:
     file = SampleFile(path)
     file.close_descriptor()
     try:
@@ -207,3 +207,28 @@ def test_nobody_outlives_a_supervisor_that_is_killed(how: str) -> None:
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     raise AssertionError(f"process {pid} goes on")
+
+
+@pytest.mark.parametrize("record", SLOTS)
+def test_a_record_that_is_half_written_is_no_record(tmp_path: Path, record: str) -> None:
+    """Memory is shared as it is written: data first, then the head byte by byte."""
+    file = SampleFile(tmp_path / "sample", create=True)
+    file.close_descriptor()
+    memory, values = file._memory, [None, *([n, "a" * (n % 3)] for n in range(1, 260))]
+    for number in (*range(1, 5), 255, 256, 257):
+        file._numbers[record] = number - 1
+        if number > 5:  # the one before it stands in the other slot
+            file._numbers[record] = number - 2
+            file.write(record, values[number - 1])
+        start, before = file._start(record, number), bytes(memory)
+        file.write(record, values[number])
+        after = bytes(memory)
+        for written in range(HEAD.size):
+            memory[start : start + written] = after[start : start + written]
+            memory[start + written : start + HEAD.size] = before[
+                start + written : start + HEAD.size
+            ]
+            assert file.read(record) in (values[number - 1], values[number]), (number, written)
+        memory[start : start + HEAD.size] = after[start : start + HEAD.size]
+        assert file.read(record) == values[number]
+    file.close()

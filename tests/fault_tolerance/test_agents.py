@@ -24,7 +24,7 @@ from jaxtrain.machines import agents as of_agents
 from jaxtrain.machines import channel as of_channel
 from jaxtrain.machines.agents import Agents, _Remote
 from jaxtrain.machines.channel import KEY, Channel, Gone, connect, read_address, read_key
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.roster import Roster
 
 SECRET = "0123456789abcdef"
@@ -66,7 +66,7 @@ class Cluster:
         self.all.append(found)
         return found
 
-    def run(self, layouts: dict[int, Layout], *, wait_s: float = 20) -> int:
+    def run(self, layouts: dict[int, MachineLayout], *, wait_s: float = 20) -> int:
         roster = Roster(self.agents, layouts, wait_s, self.told.append, 0.5)
         self.made = Supervisor(
             [str(self.folder)],
@@ -109,8 +109,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 pass
 
 
-TWO = {2: Layout(2)}
-ELASTIC = {1: Layout(1, ("--one",), "one of two"), 2: Layout(2, description="two of two")}
+TWO = {2: MachineLayout(2)}
+ELASTIC = {
+    1: MachineLayout(1, ("--one",), "one of two"),
+    2: MachineLayout(2, description="two of two"),
+}
 WAITS = "if start == 0:\n    phases.advance(5)\n    time.sleep(60)\n"
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.phases import Now
-from jaxtrain.cluster.sampler import Sample
+from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.fault_tolerance.restarts import Failure
 from jaxtrain.fault_tolerance.supervisor import Supervisor
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.roster import Roster
 from jaxtrain.machines.workers import LOST, Worker, ending, kind_of
@@ -32,10 +32,10 @@ def ended(at: float, code: int, *, aborted: bool = False, lost: bool = False) ->
 
 
 def blamed(tmp_path: Path, *workers: dict[str, Any]) -> Failure:
-    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: MachineLayout(1)}, 0, print)
     roster.hosts = [SimpleNamespace(where="") for _ in workers]  # type: ignore[misc]
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
-    sample = Sample(Now("step", 5, 100.0, 0.1, 0), 100.0)
+    sample = ProcessSample(Now("step", 5, 100.0, 0.1, 0), 100.0)
     made.workers = [
         SimpleNamespace(process=number, sample=lambda: sample, **how)  # type: ignore[misc]
         for number, how in enumerate(workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxtrain.cluster.phases import PHASES, Now
-from jaxtrain.cluster.sampler import Sample
+from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.fault_tolerance.deadlines import Deadlines, late
 
 NOW = 1000.0
@@ -13,7 +13,7 @@ NOW = 1000.0
 
 def sample(phase: str, *, for_s: float, quiet_s: float = 1, step: int = 9, median_s: float = 0.1):
     at = 0.0 if quiet_s < 0 else NOW - quiet_s
-    return Sample(Now(phase, step, NOW - for_s, median_s), at)
+    return ProcessSample(Now(phase, step, NOW - for_s, median_s), at)
 
 
 FINE = sample("step", for_s=2)

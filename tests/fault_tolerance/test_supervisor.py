@@ -17,7 +17,7 @@ from scripted import DONE, ROOT, WORKER, alive
 
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.run_lock import sole_run
-from jaxtrain.cluster.sampler import Sample, SampleFile
+from jaxtrain.cluster.sampler import ProcessSample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import Fault
@@ -25,7 +25,7 @@ from jaxtrain.fault_tolerance.ledger import OPEN, read_entries, read_ledger
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines import pauses
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.roster import Roster
@@ -55,7 +55,7 @@ def supervise(tmp_path: Path):
             [str(tmp_path)],
             Roster(
                 LocalMachines(slots_of(2, samples, program, environ)),
-                {2: Layout(2)},
+                {2: MachineLayout(2)},
                 0,
                 told.append,
             ),
@@ -412,17 +412,17 @@ def test_a_pause_in_which_all_ended_is_told_and_nobody_stayed(
 
 def test_each_pause_is_forgiven_once(tmp_path: Path, monkeypatch) -> None:
     """Of a long one and a short one behind it, before a process could say anything."""
-    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: MachineLayout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(pauses, "time", SimpleNamespace(monotonic=lambda: clock.now))
     made._pauses = Pauses(1.0)
     for clock.now in (701.0, 705.0, 706.5):  # late by 600 s, by 3 s, and as any look may be
         made._pauses.look()
-    said = Sample(Now("step", 3, 90.0), 99.0)
+    said = ProcessSample(Now("step", 3, 90.0), 99.0)
     found = made._awake(said)
     assert (found.sampled_at, found.now.since) == (702.0, 693.0)
-    later = Sample(Now("step", 3, 710.0), 711.0)
+    later = ProcessSample(Now("step", 3, 710.0), 711.0)
     assert made._awake(later) == later
 
 
@@ -508,7 +508,7 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise, tmp_pat
 
 
 def test_signals_that_come_close_are_one(tmp_path: Path, monkeypatch) -> None:
-    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: MachineLayout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     for at, count in ((100.0, 1), (100.5, 1), (101.0, 1), (102.5, 2)):
         monkeypatch.setattr(supervising, "time", SimpleNamespace(monotonic=lambda at=at: at))
@@ -556,7 +556,7 @@ if start == 0:
 def test_a_wait_before_the_first_start_is_in_no_ledger(tmp_path: Path, monkeypatch) -> None:
     """That start may be refused, for the directory is another run's."""
     monkeypatch.setattr(supervising, "POLL_S", -1.0)
-    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: Layout(1)}, 0, print)
+    roster = Roster(LocalMachines(slots_of(1, tmp_path, [], {})), {1: MachineLayout(1)}, 0, print)
     made = Supervisor([], roster, tell=print, run_dir=tmp_path / "run", folder=tmp_path)
     assert made._waits(lambda: True) and not (tmp_path / "run").exists()
     made._records.write()

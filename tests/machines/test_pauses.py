@@ -16,7 +16,7 @@ from jaxtrain.cluster.exit_codes import REFUSED
 from jaxtrain.machines import agent, agents, pauses, roster
 from jaxtrain.machines.agents import GONE_S, TOLD_S, Agents
 from jaxtrain.machines.channel import Gone
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.pauses import PAUSE_S, Pauses
 
 
@@ -166,7 +166,7 @@ def test_a_paused_launch_waits_for_its_machines_as_long_as_it_said(
         return [] if clock.oversleeps else [machine]
 
     machines = SimpleNamespace(present=present, come_and_go=True)
-    made = roster.Roster(machines, {1: Layout(1)}, 30.0, told.append)  # type: ignore[arg-type]
+    made = roster.Roster(machines, {1: MachineLayout(1)}, 30.0, told.append)  # type: ignore[arg-type]
     assert made.choose(lambda: False) is paused
     assert any("after 30 s" in line for line in told) is not paused
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.machines import pauses
 from jaxtrain.machines import roster as rosters
-from jaxtrain.machines.layouts import Layout
+from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.roster import Roster
 
 
@@ -34,13 +34,21 @@ class Changing:
         return list(self.machines.values())
 
 
-ALL = {3: Layout(3)}
-TWO = Layout(2, description="two")
-FEWER = {1: Layout(1, description="one"), 2: TWO, 3: TWO, 4: Layout(4, description="four")}
+ALL = {3: MachineLayout(3)}
+TWO = MachineLayout(2, description="two")
+FEWER = {
+    1: MachineLayout(1, description="one"),
+    2: TWO,
+    3: TWO,
+    4: MachineLayout(4, description="four"),
+}
 
 
 def made(
-    machines: Changing, layouts: dict[int, Layout], wait_s: float = 0.3, rejoin_s: float = 0.2
+    machines: Changing,
+    layouts: dict[int, MachineLayout],
+    wait_s: float = 0.3,
+    rejoin_s: float = 0.2,
 ):
     told: list[str] = []
     return Roster(machines, layouts, wait_s, told.append, rejoin_s), told  # type: ignore[arg-type]
@@ -215,7 +223,7 @@ def test_a_pause_is_no_stay(clock: Clock) -> None:
 
 def test_one_that_was_left_out_or_has_left_is_not_waited_for() -> None:
     machines = Changing("ab")
-    roster, _ = made(machines, {1: Layout(1), 2: Layout(2)}, rejoin_s=30)
+    roster, _ = made(machines, {1: MachineLayout(1), 2: MachineLayout(2)}, rejoin_s=30)
     assert roster.choose(lambda: False)
     roster.set_aside([1])
     assert roster.choose(lambda: False) and names(roster) == "a"

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain import operations as of
 from jaxtrain.attention.kernels import attention
-from jaxtrain.models import description as of
 from jaxtrain.models.adapters import column, row
+from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import LayeredModel, stacked_blocks, vocabulary_table
 from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy
 from jaxtrain.nn.norm import LayerNorm, Norm
@@ -65,7 +66,7 @@ class EncoderConfig:
     def build(self, key: jax.Array, *, kernel: Any = None) -> Encoder:
         return Encoder(self, kernel, key=key)
 
-    def describe(self) -> of.ModelDescription:
+    def describe(self) -> ModelDescription:
         w, size, square = self.width, self.width // self.heads, partial(of.Weight, rows=self.width)
         into = of.ColumnParallel(tuple(square(k, columns=w) for k in ("query", "key", "value")))
         call = of.AttentionCall(self.heads, self.heads, size, causal=False)
@@ -76,7 +77,7 @@ class EncoderConfig:
             of.Residual((of.ColumnParallel((up,)), of.Elementwise(), of.RowParallel(down))),
             of.Elementwise(("last_norm.",)),
         )
-        return of.ModelDescription(
+        return ModelDescription(
             embed=w,
             period=(block,),
             periods=self.layers,

@@ -12,7 +12,6 @@ from flax import nnx
 
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, table, tensor
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.splitting import unsplit
 from jaxtrain.models.transformer.attention import AttentionConfig
 from jaxtrain.models.transformer.block import BlockConfig
 from jaxtrain.models.transformer.feed_forward import MlpConfig, gelu_tanh
@@ -21,6 +20,7 @@ from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.module import build, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
+from jaxtrain.validation.split import unsplit
 
 ROWS, SEQ, VOCAB = 2, 8, 13
 NORM = RMSNorm()

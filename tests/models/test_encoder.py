@@ -19,6 +19,7 @@ from encoder import Cloze, Encoder, EncoderConfig, Layer, Rows
 from process_group import bare_environment
 
 import jaxtrain
+from jaxtrain import operations as of
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate import certify as certificate
 from jaxtrain.certificate.certify import difference
@@ -27,7 +28,6 @@ from jaxtrain.certificate.outcome import program
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.mesh.sharding import fsdp, tensor
-from jaxtrain.models import description as of
 from jaxtrain.models.build import abstract_model, build_model
 from jaxtrain.models.layered import stacked_blocks
 from jaxtrain.nn.module import take_apart
@@ -130,11 +130,19 @@ def test_a_layout_is_the_same_run_and_sends_what_is_predicted(name: str) -> None
 
 
 class Attends(Layer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        del self.up, self.down, self.last_norm
+
     def __call__(self, x: jax.Array, places: jax.Array, comm: Any, *, layer: Any) -> jax.Array:
         return self.first_norm(x + self.attend(x, places, comm))
 
 
 class Multiplies(Layer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        del self.query, self.key, self.value, self.out, self.first_norm
+
     def __call__(self, x: jax.Array, places: jax.Array, comm: Any, *, layer: Any) -> jax.Array:
         return self.last_norm(x + self.multiply(x, comm))
 
@@ -280,6 +288,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "more rows": ({"head": replace(HEAD, vocab=99)}, "vocab=99 of a table of padded=64"),
     "a name of nothing": ({"entering": ("place",)}, "place names no parameter.*mean 'places'"),
     "no fields": ({"fields": {}}, r"fields=\{\}; name the fields of a batch"),
+    "no operation": ({"period": (("up",),)}, "'up' is no jaxtrain.operations.Operation"),
     "no tuple": ({"period": (BARE,)}, "the block at period.0. is Residual.*a tuple of operations"),
 }
 

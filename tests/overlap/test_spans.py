@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from jaxtrain.overlap.spans import Span, spans
+from jaxtrain.overlap.spans import ProductSpan, spans
 
 
-def every_way(permutes: int, products: int, begin: int = 0) -> Iterator[list[Span | None]]:
+def every_way(permutes: int, products: int, begin: int = 0) -> Iterator[list[ProductSpan | None]]:
     if not permutes:
         yield []
         return
@@ -19,10 +19,12 @@ def every_way(permutes: int, products: int, begin: int = 0) -> Iterator[list[Spa
     for first in range(begin, products):
         for last in range(first, products):
             for after in every_way(permutes - 1, products, last + 1):
-                yield [Span(first, last), *after]
+                yield [ProductSpan(first, last), *after]
 
 
-def cost(way: Sequence[Span | None], permutes: Sequence[int], products: Sequence[int]) -> tuple:
+def cost(
+    way: Sequence[ProductSpan | None], permutes: Sequence[int], products: Sequence[int]
+) -> tuple:
     exposed = used = ends = 0
     for span, time in zip(way, permutes, strict=True):
         run = () if span is None else products[span.first : span.last + 1]
@@ -45,9 +47,17 @@ def test_no_other_way_is_better(seed: int) -> None:
 
 def test_long_permutes_get_long_products() -> None:
     """Of a gather by doubling, whose last hop is the longest, and of a scatter by halving."""
-    assert spans([1, 2, 4], [4, 4, 1, 1, 3]) == [Span(0, 0), Span(1, 1), Span(3, 4)]
-    assert spans([4, 2, 1], [1, 1, 4, 4, 4]) == [Span(2, 2), Span(3, 3), Span(4, 4)]
+    assert spans([1, 2, 4], [4, 4, 1, 1, 3]) == [
+        ProductSpan(0, 0),
+        ProductSpan(1, 1),
+        ProductSpan(3, 4),
+    ]
+    assert spans([4, 2, 1], [1, 1, 4, 4, 4]) == [
+        ProductSpan(2, 2),
+        ProductSpan(3, 3),
+        ProductSpan(4, 4),
+    ]
 
 
 def test_of_no_time_each_takes_one_product() -> None:
-    assert spans([0, 0, 0], [7, 7]) == [Span(0, 0), Span(1, 1), None]
+    assert spans([0, 0, 0], [7, 7]) == [ProductSpan(0, 0), ProductSpan(1, 1), None]

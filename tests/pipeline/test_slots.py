@@ -15,7 +15,7 @@ import pytest
 
 from jaxtrain.pipeline.analysis import Lifetimes, slots, violations
 from jaxtrain.pipeline.schedule import KINDS, Schedule, make_schedule
-from jaxtrain.pipeline.slots import Buffers, Rows, forward_only, number_buffers, training
+from jaxtrain.pipeline.slots import SlotTables, StageBuffers, forward_only, number_buffers, training
 
 EVERY = [
     (kind, stages, microbatches, chunks)
@@ -30,7 +30,7 @@ EVERY = [
 class Player:
     """All stages of a pipeline, and what lies in their buffers: (microbatch, position) or None."""
 
-    def __init__(self, rows: Rows, buffers: Buffers, chunks: int, *, kept: bool) -> None:
+    def __init__(self, rows: SlotTables, buffers: StageBuffers, chunks: int, *, kept: bool) -> None:
         self.rows, self.kept, self.chunks = rows, kept, chunks
         self.stages = rows.forward.shape[1]
         self.last = self.stages * chunks - 1
@@ -173,7 +173,7 @@ def head_could_wait(schedule: Schedule) -> bool:
     return bool((forward[ends, -1] < backward[ends, -1]).any())
 
 
-def follow(schedule: Schedule) -> list[Buffers]:
+def follow(schedule: Schedule) -> list[StageBuffers]:
     """Play it as a step that keeps inputs, one that keeps residuals, and an evaluation."""
     found = []
     for keep in (False, True):
@@ -272,7 +272,7 @@ def test_a_users_own_table_in_any_order_with_pauses(seed: int) -> None:
         counted(schedule)
 
 
-@pytest.mark.parametrize("field", Rows._fields)
+@pytest.mark.parametrize("field", SlotTables._fields)
 def test_the_player_sees_every_wrong_number(field: str) -> None:
     """So the tests above can fail."""
     schedule, keep = make_schedule("zero_bubble", 3, 6, 2), field.endswith("residuals")

@@ -16,9 +16,9 @@ from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.models.description import ExpertCall
 from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.planner.arithmetic import asked_flops, least_kernel_flops, opaque_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.running_kernels import calls, expert_chunks

@@ -18,12 +18,12 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.operations.node import Node
 from jaxtrain.pipeline.analysis import bubble
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.overhead import executed_over_useful
 from jaxtrain.planner.compile import CompileReport
 from jaxtrain.planner.overhead import flop_facts, overhead
-from jaxtrain.planner.pipeline import work as pipeline_work
 from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.hlo.collectives import dot_flops
 from jaxtrain.telemetry.hlo.text import program_text
@@ -61,15 +61,13 @@ def case(name, *how, marks=pytest.mark.slow, **beside):
     return pytest.param(how, beside, id=name, marks=marks)
 
 
-def of_whole_blocks(flops, value, of_value=pipeline_work._of_value):
+def of_whole_blocks(step, rows, seq, flops=Node.flops):
     """Experts multiply whole blocks of rows, of which some are padding, that nobody needs."""
-    if value.kind != "experts":
-        return of_value(flops, value)
-    call = value.operation
-    chosen = flops.rows * flops.seq * call.per_token
-    given = (chosen, call.experts, BlockLoop().largest_block)
-    rows = block_count(*given) * block_rows(*given)
-    return 2 * rows * sum(weight.size for weight in call.weights)
+    if step.exchange is None:
+        return flops(step, rows, seq)
+    routing = step.exchange
+    sizes = (rows * seq * routing.per_token, routing.experts, BlockLoop().largest_block)
+    return 2 * block_count(*sizes) * block_rows(*sizes) * sum(w.size for w, _ in step.products)
 
 
 def keeping(pipeline):
@@ -110,7 +108,7 @@ CASES = [
 def test_a_compiled_step_has_the_flops_that_are_predicted(how, beside, small, monkeypatch):
     assembly = assembled(small, *how, **beside)
     if beside.get("experts"):
-        monkeypatch.setattr(pipeline_work, "_of_value", of_whole_blocks)
+        monkeypatch.setattr(Node, "flops", of_whole_blocks)
     compiled = lowered(assembly).compile(compiler_options=assembly.compiler_options or None)
     devices = math.prod(assembly.sizes.values())
     work = overhead(assembly)

@@ -15,8 +15,8 @@ from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.run.health.digests import (
     Copies,
-    Difference,
-    Rows,
+    DigestRows,
+    LeafDifference,
     certain,
     compare,
     compile_digests,
@@ -105,11 +105,11 @@ def rows_of(*digests: int) -> dict[int, np.ndarray]:
 
 
 DIFFERENCES = {
-    "one of three": ((7, 9, 7), Difference("w", (1,), True)),
-    "two of five": ((9, 7, 7, 8, 7), Difference("w", (0, 3), True)),
-    "one of two": ((7, 9), Difference("w", (0, 1), False)),
-    "two and two": ((7, 9, 9, 7), Difference("w", (0, 1, 2, 3), False)),
-    "all of three": ((7, 8, 9), Difference("w", (0, 1, 2), False)),
+    "one of three": ((7, 9, 7), LeafDifference("w", (1,), True)),
+    "two of five": ((9, 7, 7, 8, 7), LeafDifference("w", (0, 3), True)),
+    "one of two": ((7, 9), LeafDifference("w", (0, 1), False)),
+    "two and two": ((7, 9, 9, 7), LeafDifference("w", (0, 1, 2, 3), False)),
+    "all of three": ((7, 8, 9), LeafDifference("w", (0, 1, 2), False)),
 }
 
 
@@ -136,7 +136,7 @@ def meshes(data: int, fsdp: int, tensor: int, leaves: int) -> list[Copies]:
     return found
 
 
-def faulty(copies: list[Copies], drawn: random.Random, leaves: int, wrong: int) -> Rows:
+def faulty(copies: list[Copies], drawn: random.Random, leaves: int, wrong: int) -> DigestRows:
     """Rows of all devices that agree, but for `wrong` of their digests."""
     devices = sorted({device for each in copies for device in each.devices})
     rows = {device: np.zeros(leaves, np.uint32) for device in devices}
@@ -177,11 +177,11 @@ def test_digests_of_processes_find_what_all_rows_find(axes, a_process: int) -> N
 
 
 CERTAIN = {
-    "most are against it": ([Difference("w", (2,), True)], (1,)),
-    "one of two": ([Difference("w", (0, 2), False)], ()),
-    "one of two of the same process": ([Difference("w", (2, 3), False)], (1,)),
+    "most are against it": ([LeafDifference("w", (2,), True)], (1,)),
+    "one of two": ([LeafDifference("w", (0, 2), False)], ()),
+    "one of two of the same process": ([LeafDifference("w", (2, 3), False)], (1,)),
     "one of two, and elsewhere most are against one": (
-        [Difference("w", (0, 2), False), Difference("v", (2, 5), True)], (1, 2),
+        [LeafDifference("w", (0, 2), False), LeafDifference("v", (2, 5), True)], (1, 2),
     ),
 }  # fmt: skip
 

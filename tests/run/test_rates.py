@@ -16,7 +16,7 @@ import jaxtrain
 from jaxtrain.data import BatchRamp
 from jaxtrain.run.history import History
 from jaxtrain.run.rates import Rates
-from jaxtrain.run.rows import AHEAD, Documents, document_lengths
+from jaxtrain.run.rows import AHEAD, CountedDocuments, document_lengths
 from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.metrics import read_metrics
 
@@ -100,7 +100,7 @@ def test_documents_of_one_process_stand_for_those_of_all(own: jaxtrain.Experimen
     """It reads 4 of the 8 rows, then 4 of 16; a step is asked for once, or never."""
     data = replace(own.data, isolate_documents=True).open("train", seed=0, cache_dir=Path())
     ramp, expected = BatchRamp(start=8, end=16, increment=8, steps=1), {}
-    counted = Documents(data, ramp, start=0)
+    counted = CountedDocuments(data, ramp, start=0)
     for step, (rows, share) in enumerate(((range(4), 2), (range(8, 12), 4)), 1):
         segments = counted.rows(np.array(rows))["segments"]
         lengths, counts = np.unique(document_lengths(segments), return_counts=True)

@@ -10,8 +10,8 @@ import pytest
 import jaxtrain
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.models.description import AttentionCall, ExpertCall
 from jaxtrain.moe import BlockLoop, Megablox, TritonBlocks, layer
+from jaxtrain.operations.block import attentions, mixtures
 from jaxtrain.optim.precision import bf16, fp32
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.running_kernels import kernels_of
@@ -50,8 +50,8 @@ def test_what_is_told_is_what_is_traced(
     )
     here = jaxtrain.mesh_from_axes(fsdp=2, tensor=2)
     assembly = assemble(experiment, replace(here, chip=CHIPS[chip], simulated=False))
-    assert kernels_of(assembly, ExpertCall) == (str(expected),)
-    assert kernels_of(assembly, AttentionCall) != ()
+    assert kernels_of(assembly, mixtures) == (str(expected),)
+    assert kernels_of(assembly, attentions) != ()
     traced, settled = set(), layer.settled
 
     def noted(*given: Any) -> Any:

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from jaxtrain.telemetry import flops
-from jaxtrain.telemetry.flops import Attention, Matmul, forward_flops, mfu, train_flops
+from jaxtrain.telemetry.flops import AttentionFlops, Matmul, forward_flops, mfu, train_flops
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 8, 100])
@@ -17,8 +17,8 @@ def test_pairs_are_those_of_the_mask(seq: int, window: int | None) -> None:
     unmasked = [
         (q, k) for q in range(seq) for k in range(q + 1) if window is None or q - k < window
     ]
-    assert Attention(1, 1, window).pairs(seq) == len(unmasked)
-    assert Attention(1, 1, causal=False).pairs(seq) == seq * seq
+    assert AttentionFlops(1, 1, window).pairs(seq) == len(unmasked)
+    assert AttentionFlops(1, 1, causal=False).pairs(seq) == seq * seq
 
 
 def test_palm_appendix_b() -> None:
@@ -31,7 +31,7 @@ def test_palm_appendix_b() -> None:
     ]
     n = layers * (4 * 256 * 256 + 3 * 256 * 1024) + 256 * 4096
     counted = forward_flops(
-        matmuls, [Attention(heads, dim, count=layers)], seq=seq, sequences=batch
+        matmuls, [AttentionFlops(heads, dim, count=layers)], seq=seq, sequences=batch
     )
     assert counted.train_full == batch * seq * (6 * n + 12 * layers * heads * dim * seq)
     attention_causal = counted.train_causal - train_flops(counted.matmul)
@@ -39,7 +39,7 @@ def test_palm_appendix_b() -> None:
 
 
 def test_mixed_windows_and_value_dim_add_up() -> None:
-    layers = [Attention(2, 4, window=3, count=2), Attention(2, 4, value_dim=8)]
+    layers = [AttentionFlops(2, 4, window=3, count=2), AttentionFlops(2, 4, value_dim=8)]
     counted = forward_flops([], layers, seq=5)
     assert counted.matmul == 0
     assert counted.attention_full == 2 * 25 * 2 * (4 + 4) * 2 + 2 * 25 * 2 * (4 + 8)
@@ -54,8 +54,8 @@ def test_mfu_of_a_machine_that_does_nothing_else() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Attention(1, 1, window=0),
-        lambda: Attention(1, 1, window=4, causal=False),
+        lambda: AttentionFlops(1, 1, window=0),
+        lambda: AttentionFlops(1, 1, window=4, causal=False),
         lambda: forward_flops([], [], seq=0),
         lambda: forward_flops([], [], seq=4, sequences=0),
         lambda: mfu(1.0, step_s=0.0, peak_flops_per_device=1.0, devices=1),

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.telemetry.flops import Attention, Matmul, forward_flops
+from jaxtrain.telemetry.flops import AttentionFlops, Matmul, forward_flops
 from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops, opaque_kernels, peak_memory
 
 DEVICES = np.arange(8).reshape(2, 4)  # mesh axes a, b
@@ -240,7 +240,7 @@ def test_the_flop_counter_equals_the_program(train: bool) -> None:
         Matmul("mlp", EMBED, 2 * MLP, LAYERS),
         Matmul("head", EMBED, VOCAB),
     ]
-    attention = [Attention(HEADS, DIM, count=LAYERS)]
+    attention = [AttentionFlops(HEADS, DIM, count=LAYERS)]
     counted = forward_flops(matmuls, attention, seq=SEQ, sequences=BATCH)
     # The plain kernel computes masked scores too.
     expected = counted.train_full if train else counted.matmul + counted.attention_full

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.matmul import Tiled, gather_matmul
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.overlap import Tally, Work, overlaps, tally
+from jaxtrain.telemetry.overlap import MatmulWork, Tally, overlaps, tally
 from tests.absent_tpu import for_tpu, no_cache, tpu
 
 HEAD = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
@@ -125,7 +125,7 @@ def test_what_stands_between_start_and_done(case: str) -> None:
 def test_a_collective_of_a_loop_runs_as_often_as_the_loop() -> None:
     found = {each.parts[0].name: each for each in overlaps(scheduled(*WHILE, other=LOOP))}
     assert found["p"].count == 5 and found["p"].wire_bytes == 5 * 8 * 8 * 4
-    assert found["p"].work == Work(1, FLOPS), "of one of its runs"
+    assert found["p"].work == MatmulWork(1, FLOPS), "of one of its runs"
 
 
 def test_of_branches_the_least_is_counted() -> None:
@@ -161,7 +161,7 @@ def test_a_tpu_chain_of_fusions_is_one_collective() -> None:
                for i, name in enumerate(("begin", "through", "through", "end"))]  # fmt: skip
     [gather] = overlaps(scheduled(dot("before"), *fusions, dot("after"), other=CHAIN))
     assert (gather.kind, gather.count, gather.asynchronous) == ("all-gather", 1, True)
-    assert gather.work == Work(2, 2 * FLOPS)
+    assert gather.work == MatmulWork(2, 2 * FLOPS)
 
 
 def test_tallies_add_up() -> None:
@@ -225,7 +225,7 @@ def test_a_kernel_hides_what_its_flops_say() -> None:
     kernel = '%k = f32[8,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
     text = scheduled(start("a"), kernel, done("a"))
     [unknown], [known] = overlaps(text), overlaps(text, kernel_flops=3 * FLOPS)
-    assert not unknown.hidden and known.work == Work(1, 3 * FLOPS)
+    assert not unknown.hidden and known.work == MatmulWork(1, 3 * FLOPS)
     free = kernel.replace("tpu_custom_call", "AllocateBuffer")
     [other] = overlaps(scheduled(start("a"), free, done("a")), kernel_flops=3 * FLOPS)
     assert not other.hidden

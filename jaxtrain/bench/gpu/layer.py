@@ -21,7 +21,7 @@ from jaxtrain.attention.triton import Triton
 from jaxtrain.bench.gpu.documents import SyntheticDocuments
 from jaxtrain.bench.gpu.setting import AttentionShape, Row, Setting, Skipped
 from jaxtrain.bench.gpu.timing import timed
-from jaxtrain.telemetry.flops import Attention
+from jaxtrain.telemetry.flops import AttentionFlops
 
 Arrays = tuple[jax.Array, ...]
 
@@ -117,7 +117,7 @@ def _timed(setting: Setting, kernel: AttentionKernel, shape: AttentionShape, pac
 
     one_pass = timed(lambda: forward(starts, *arrays), round_s=sizes.round_s)
     both_passes = timed(lambda: both(starts, *arrays), round_s=sizes.round_s)
-    flops = (1 + BACKWARD) * Attention(shape.heads, shape.head_dim).flops(pairs(shape, starts))
+    flops = (1 + BACKWARD) * AttentionFlops(shape.heads, shape.head_dim).flops(pairs(shape, starts))
     return {
         "forward_ms": one_pass.seconds * 1e3,
         "both_ms": both_passes.seconds * 1e3,

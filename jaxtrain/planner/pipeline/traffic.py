@@ -10,20 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jaxtrain.models.description import (
-    STACK,
-    Block,
-    Elementwise,
-    ExpertCall,
-    ReplicatedProduct,
-    matrices,
-    operations,
-)
-from jaxtrain.planner.backward_work import body_work, fetched_again, needed_for_kept, stack_works
+from jaxtrain.models.description import STACK
+from jaxtrain.operations.block import Block, chain, deferred_matrices, expand, matrices
+from jaxtrain.planner.backward_work import body_work, fetched_again, needed_for_saved, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, times, ways
 from jaxtrain.planner.tokens import traffic as tokens
-from jaxtrain.planner.values import Tokens, chain
 from jaxtrain.planner.weight_traffic import (
     Leaves,
     fetches,
@@ -105,13 +97,14 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     forward again, except for unneeded values of the last one."""
     wide, entry_blocks = (*facts.tensor, p.axis), facts.model.before
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
-    if entry_blocks or any(isinstance(operation, Elementwise) for operation in facts.model.entry):
+    entry = expand(facts.model.entry, 0, 1, narrow=facts.narrow)
+    if entry_blocks or any(node.input_reads or node.leaf_reads for node in entry):
         yield from tokens.embedding_lookup(facts, wide, f"embedding{AGAIN}")
     if entry_blocks:
         *earlier, last = entry_blocks.values()
         yield from tokens.forward(facts, wide, earlier, AGAIN)
-        yield from _rerun_to_kept(facts, wide, (last,))
-        rerun = [*entry_blocks] if _kept(facts, (last,), split=False) else [*entry_blocks][:-1]
+        yield from _rerun_to_saved(facts, wide, (last,))
+        rerun = [*entry_blocks] if _saved(facts, (last,), split=False) else [*entry_blocks][:-1]
         yield from _maxima(facts, rerun)
     yield from _outside_backward(facts, wide, entry_blocks)
     yield from tokens.embedding_lookup_backward(facts, wide)
@@ -160,13 +153,13 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
         yield from tokens.forward(facts, axes, period * full, AGAIN)
         if part:
             split = p.weight > 0
-            yield from _rerun_to_kept(facts, axes, period, split=split)
+            yield from _rerun_to_saved(facts, axes, period, split=split)
         turns = full + part * _needs_weights(facts, p)
         yield from _weight_gathers(facts, p, "weights of a layer, again for B", turns)
     again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
     turn_works = stack_works(facts, p.depth, below=below)
     for work, turns in turn_works:
-        work = work if again else work._replace(columns_again=())
+        work = work if again else work._replace(products_again=())
         yield from times(tokens.backward(facts, axes, work), turns)
     yield from _weight_gathers(
         facts, p, "weights of a layer, backward", fetched_again(facts, turn_works)
@@ -188,11 +181,11 @@ def _needs_weights(facts: StepFacts, p: PipelineFacts) -> bool:
     """
     loop = facts.loop
     ahead = loop.prefetch and not loop.unroll and p.depth > 2
-    needed = _kept(facts, facts.model.period, split=p.weight > 0)
+    needed = _saved(facts, facts.model.period, split=p.weight > 0)
     return bool(needed) or not loop.reshard or ahead
 
 
-def _rerun_to_kept(
+def _rerun_to_saved(
     facts: StepFacts,
     axes: tuple[str, ...],
     blocks: tuple[Block, ...],
@@ -200,24 +193,21 @@ def _rerun_to_kept(
     split: bool = False,
 ) -> Iterator[Sent]:
     """Yields the collectives of blocks forward again, up to what their backward pass keeps."""
-    values = chain(blocks, facts.narrow)
-    yield from tokens.forward_to(facts, axes, values, _kept(facts, blocks, split=split), AGAIN)
+    nodes = chain(blocks, facts.narrow)
+    yield from tokens.forward_to(facts, axes, nodes, _saved(facts, blocks, split=split), AGAIN)
 
 
-def _kept(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> frozenset[int]:
-    return needed_for_kept(blocks, facts.loop.remat, split=split, narrow=facts.narrow)
+def _saved(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> frozenset[int]:
+    return needed_for_saved(blocks, facts.loop.remat, split=split, narrow=facts.narrow)
 
 
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives of a tick's W: gathers, for the weights' gradients, of all products'
     inputs and output gradients, which are stored split."""
-    values = chain(facts.model.period)
-    columns, rows = (
-        [Tokens(value.width) for value in values if value.kind == kind] * p.depth
-        for kind in ("columns", "rows")
-    )
-    yield from tokens.token_gathers(facts, "columns, for weight gradients", facts.tensor, columns)
-    yield from tokens.token_gathers(facts, "rows, for weight gradients", facts.tensor, rows)
+    collectives = (node.deferred_gather for node in chain(facts.model.period))
+    gathers = [collective for collective in collectives if collective is not None] * p.depth
+    why = "products, for weight gradients"
+    yield from tokens.token_collectives(facts, why, facts.tensor, gathers)
     blocks, _ = _stack_and_outside(facts)
     made_by_b = _made_before(facts, blocks)
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made_by_b})
@@ -225,14 +215,12 @@ def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _made_before(facts: StepFacts, blocks: Leaves) -> Leaves:
     """Returns the matrices whose gradients B computes even if there is a W."""
-    paths = {
+    names = {
         path + weight.leaf
         for path, block in facts.model.stacked.items()
-        for operation in operations(block)
-        if isinstance(operation, ExpertCall | ReplicatedProduct)
-        for weight in matrices(operation)
+        for weight in {*matrices(block)} - {*deferred_matrices(block)}
     }
-    return {k: leaf for k, leaf in blocks.items() if k in paths}
+    return {k: leaf for k, leaf in blocks.items() if k in names}
 
 
 def _weight_gathers(facts: StepFacts, p: PipelineFacts, why: str, turns: int) -> Iterator[Sent]:

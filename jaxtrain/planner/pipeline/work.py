@@ -9,24 +9,20 @@ attention kernel itself skips or recomputes, look-ups, norms and activations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxtrain.models.description import (
-    AttentionCall,
-    Block,
-    ExpertCall,
-    Product,
-)
-from jaxtrain.planner.backward_work import body_work, needed_for_kept, stack_works
+from jaxtrain.operations.block import Block, chain
+from jaxtrain.operations.collectives import HeadExchange
+from jaxtrain.operations.node import Node
+from jaxtrain.planner.backward_work import body_work, needed_for_saved, stack_works
 from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
 from jaxtrain.planner.pipeline.traffic import run_again
 from jaxtrain.planner.sent import Sent
-from jaxtrain.planner.values import Value, chain
 
 
-class Work(NamedTuple):
+class PipelineWork(NamedTuple):
     """Parts of a step's total, in FLOPs of all devices or bytes that each of them sends.
 
     needed: once for each microbatch; padding: slots and rows of padding; again: F in B; remat:
@@ -53,7 +49,7 @@ class Work(NamedTuple):
         return f"{self.over_needed:.3f} times the {unit} it needs{details}"
 
 
-def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work:
+def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> PipelineWork:
     """Returns the FLOPs of a step of which every leaf is trained."""
     stages, works = facts.sizes[p.axis], facts.microbatches * p.chunks
     period = facts.model.period
@@ -76,7 +72,7 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
     outside, again, remat = _outside(facts, flops)
     size = 2 * facts.model.embed * facts.model.head.padded
     head = 3 * facts.microbatches * flops.rows * flops.seq * size
-    return Work(
+    return PipelineWork(
         flops.needed,
         busy[0] + outside + head - flops.needed,
         busy[1] + again,
@@ -85,25 +81,13 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Work
     )
 
 
-def _of_value(flops: FlopFacts, value: Value) -> int:
-    """Forward FLOPs of one microbatch; attention counts the full square of scores."""
-    operation, tokens = value.operation, flops.rows * flops.seq
-    if value.kind in ("columns", "rows", "replicated"):
-        assert isinstance(operation, Product)
-        return 2 * tokens * sum(weight.size for weight in operation.weights)
-    if value.kind == "attention":
-        assert isinstance(operation, AttentionCall)
-        return flops.rows * operation.flops.flops(flops.seq**2)
-    if not isinstance(operation, ExpertCall) or value.kind not in ("router", "experts"):
-        return 0
-    if value.kind == "router":
-        return 2 * tokens * operation.router.size
-    routed = operation.per_token * sum(weight.size for weight in operation.weights)
-    return 2 * tokens * (routed + sum(weight.size for weight in operation.shared))
+def _sum(flops: FlopFacts, nodes: Iterable[Node]) -> int:
+    """Returns the FLOPs of a forward pass of one microbatch."""
+    return sum(node.flops(flops.rows, flops.seq) for node in nodes)
 
 
 def _all(flops: FlopFacts, block: Block) -> int:
-    return sum(_of_value(flops, value) for value in chain((block,), flops.narrow))
+    return _sum(flops, chain((block,), flops.narrow))
 
 
 def _rerun(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> float:
@@ -117,10 +101,10 @@ def _rerun(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> float:
 def _needed(
     flops: FlopFacts, blocks: tuple[Block, ...], remat: str, *, split: bool = False
 ) -> float:
-    """Forward FLOPs of blocks, up to what their backward pass keeps."""
-    values = chain(blocks, flops.narrow)
-    needed = needed_for_kept(blocks, remat, split=split, narrow=flops.narrow)
-    return sum(_of_value(flops, values[number]) for number in needed)
+    """Forward FLOPs of blocks, up to what the policy saves."""
+    nodes = chain(blocks, flops.narrow)
+    needed = needed_for_saved(blocks, remat, split=split, narrow=flops.narrow)
+    return _sum(flops, (nodes[number] for number in needed))
 
 
 def _remat_flops(
@@ -131,18 +115,27 @@ def _remat_flops(
     split: W has the inputs of products saved for it. B then recomputes only attention's scores,
       unless its output is needed for another recomputed value.
     """
-    again, values = set(recomputed), chain(blocks, flops.narrow)
-    total = sum(_of_value(flops, values[number]) for number in again)
-    # A reader of attention reads the next value, which is equal if rows are not split.
-    goes_on = {source for number in again for source in values[number].inputs}
-    half = [n for n in again if split and values[n].kind == "attention" and n + 1 not in goes_on]
-    return total - sum(_of_value(flops, values[n]) for n in half) / 2
+    again, nodes = set(recomputed), chain(blocks, flops.narrow)
+    total = _sum(flops, (nodes[number] for number in again))
+    if not split:
+        return total
+    inner = (nodes[number] for number in again if not _output_read(nodes, number, again))
+    return total - sum(node.output_flops(flops.rows, flops.seq) for node in inner)
+
+
+def _output_read(nodes: Sequence[Node], number: int, again: Set[int]) -> bool:
+    """Returns True if a recomputed value is computed from a value. Where rows are not split, what a
+    `HeadExchange` returns is its input."""
+    readers = [n for n in again if number in nodes[n].inputs]
+    same = [n for n in readers if isinstance(nodes[n].collective, HeadExchange)]
+    return len(same) < len(readers) or any(_output_read(nodes, n, again) for n in same)
 
 
 def _left_to_weight(facts: StepFacts, flops: FlopFacts) -> float:
     """FLOPs of a turn's weight gradients: those of its products except experts'."""
-    values = chain(facts.model.period)
-    return sum(_of_value(flops, value) for value in values if value.kind in ("columns", "rows"))
+    nodes = chain(facts.model.period)
+    deferred = (node for node in nodes if node.deferred)
+    return float(sum(node.product_flops(flops.rows, flops.seq) for node in deferred))
 
 
 def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
@@ -166,7 +159,7 @@ def pipeline_bytes(
     p: PipelineFacts,
     traffic: Callable[[StepFacts], list[Sent]],
     share: Mapping[str, Callable[[int], float]],
-) -> Work:
+) -> PipelineWork:
     """Returns the bytes that each device sends in a step, by cause.
 
     traffic: lists the collectives of a step. share: for each kind of collective a function from the
@@ -197,4 +190,4 @@ def pipeline_bytes(
     saved = sent(replace(facts, pipeline=replace(busy, keeps_residuals=True), loop=resharding))
     least = replace(resharding, remat="none")
     needed = sent(replace(facts, pipeline=replace(busy, keeps_residuals=True), loop=least))
-    return Work(needed, 0.0, full - saved, saved - needed, total - full)
+    return PipelineWork(needed, 0.0, full - saved, saved - needed, total - full)

@@ -7,49 +7,52 @@ of `exchange.py`. Keys and values are sent together, and so are sums of their gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from jaxtrain.models.description import AttentionCall
+from jaxtrain.operations.collectives import Communication, HeadExchange, KeyGather
 from jaxtrain.planner.facts import SequenceFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, itemsize_of, times, ways
-from jaxtrain.planner.values import Moved
 
 
-def forward(facts: StepFacts, axes: MeshAxes, values: Moved, why: str = "") -> Iterator[Sent]:
-    """Yields the forward collectives of these values. axes: mesh axes that split heads."""
+def forward(
+    facts: StepFacts, axes: MeshAxes, collectives: Iterable[Communication], why: str = ""
+) -> Iterator[Sent]:
+    """Yields the collectives of the forward pass. axes: mesh axes that split heads."""
     s = facts.sequence
-    for kind, call in values if s is not None else ():
+    for collective in collectives if s is not None else ():
         assert s is not None
-        if kind == "attention":
-            yield from _keys(facts, s, axes, call, f"keys{why}")
-        else:
-            yield from _trade(facts, s, axes, call, kind, why)
+        if isinstance(collective, KeyGather):
+            yield from _keys(facts, s, axes, collective, f"keys{why}")
+        elif isinstance(collective, HeadExchange):
+            yield from _trade(facts, s, axes, collective, why)
 
 
-def backward(facts: StepFacts, axes: MeshAxes, values: Moved) -> Iterator[Sent]:
-    """Yields the collectives of the gradients that flow through these values."""
+def backward(
+    facts: StepFacts, axes: MeshAxes, collectives: Iterable[Communication]
+) -> Iterator[Sent]:
+    """Yields the collectives of the gradients of what these collectives bring."""
     s = facts.sequence
-    for kind, call in values if s is not None else ():
+    for collective in collectives if s is not None else ():
         assert s is not None
-        if kind != "attention":
-            yield from _trade(facts, s, axes, call, kind, ", backward")
-            continue
-        yield from _keys(facts, s, axes, call, "keys, for gradients")
-        yield from _key_gradients(facts, s, axes, call)
+        if isinstance(collective, HeadExchange):
+            yield from _trade(facts, s, axes, collective, ", backward")
+        elif isinstance(collective, KeyGather):
+            yield from _keys(facts, s, axes, collective, "keys, for gradients")
+            yield from _key_gradients(facts, s, axes, collective)
 
 
 def _keys(
-    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, why: str
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, keys: KeyGather, why: str
 ) -> Iterator[Sent]:
     """Yields the sends that bring all keys and values to a device once."""
-    size = _key_elements(facts, axes, call)
+    size = _key_elements(facts, axes, keys)
     if s.gathered:
         gathered_size = size * ways(facts, s.axes)
         yield from collective_traffic(
             facts, why, "all_gather", "lax", s.axes, facts.compute, gathered_size
         )
         return
-    hops, chunks = _hops(s, call)
+    hops, chunks = _hops(s, keys)
     if not hops:
         return
     last = _moved(facts, s, why, facts.compute, size, chunks, 1)
@@ -59,31 +62,30 @@ def _keys(
 
 
 def _key_gradients(
-    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, keys: KeyGather
 ) -> Iterator[Sent]:
-    size, why = _key_elements(facts, axes, call), "gradients of keys"
+    size, why = _key_elements(facts, axes, keys), "gradients of keys"
     if s.gathered:
         global_size = size * ways(facts, s.axes)
         yield from collective_traffic(
             facts, why, "reduce_scatter", "lax", s.axes, "float32", global_size
         )
         return
-    hops, chunks = _hops(s, call)
+    hops, chunks = _hops(s, keys)
     if hops:
         yield from times(_moved(facts, s, why, "float32", size, chunks, 1), hops - 1)
         yield from _moved(facts, s, f"{why}, home", "float32", size, chunks, -hops)
 
 
 def _trade(
-    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, call: AttentionCall, kind: str, why: str
+    facts: StepFacts, s: SequenceFacts, axes: MeshAxes, trade: HeadExchange, why: str
 ) -> Iterator[Sent]:
     """Yields the exchange of tokens for heads: of queries, keys and values before attention, of its
     output after it."""
     if s.group == 1:
         return
-    heads = call.heads + 2 * call.kv_heads if kind == "spread" else call.heads
-    size = facts.tokens * heads // ways(facts, axes) * call.head_dim
-    line = f"tokens for heads{why}" if kind == "spread" else f"heads for tokens{why}"
+    size = facts.tokens * trade.heads // ways(facts, axes) * trade.head_dim
+    line = f"heads for tokens{why}" if trade.back else f"tokens for heads{why}"
     if s.groups == 1:
         yield from collective_traffic(facts, line, "all_to_all", "lax", s.axes, facts.compute, size)
         return
@@ -91,18 +93,18 @@ def _trade(
     yield from times([_permute(facts, s, line, facts.compute, part_size)], s.group - 1)
 
 
-def _key_elements(facts: StepFacts, axes: MeshAxes, call: AttentionCall) -> int:
+def _key_elements(facts: StepFacts, axes: MeshAxes, keys: KeyGather) -> int:
     """Elements of a device's keys and values; the same if tokens are traded for heads."""
-    return facts.tokens * 2 * call.kv_heads // ways(facts, axes) * call.head_dim
+    return facts.tokens * 2 * keys.heads // ways(facts, axes) * keys.head_dim
 
 
-def _hops(s: SequenceFacts, call: AttentionCall) -> tuple[int, bool]:
+def _hops(s: SequenceFacts, keys: KeyGather) -> tuple[int, bool]:
     """Returns how often keys travel, and whether in two chunks (`schemes.Chunks`)."""
     together = s.local * s.group
-    window = call.window if (call.window or 0) < s.groups * together else None
+    window = keys.window if (keys.window or 0) < s.groups * together else None
     if window is None:
         return s.groups - 1, False
-    chunks = s.zigzag and call.causal
+    chunks = s.zigzag and keys.causal
     size, most = (together // 2, 2 * s.groups - 1) if chunks else (together, s.groups - 1)
     return min(most, -(-(window - 1) // size)), chunks
 
@@ -110,7 +112,7 @@ def _hops(s: SequenceFacts, call: AttentionCall) -> tuple[int, bool]:
 def _moved(
     facts: StepFacts, s: SequenceFacts, why: str, dtype: str, size: int, chunks: bool, shift: int
 ) -> list[Sent]:
-    """Returns the permutes that move the values of all places of a ring by `shift` places
+    """Returns the permutes that collective the values of all places of a ring by `shift` places
     (`ring.Seats.moved`)."""
     if not chunks:
         return [_permute(facts, s, why, dtype, size)]

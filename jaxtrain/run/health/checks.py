@@ -15,8 +15,8 @@ from jaxtrain.cluster.agreement import all_gather_text, all_gather_union
 from jaxtrain.experiment import Health
 from jaxtrain.run.health.digests import (
     Copies,
-    Difference,
-    Rows,
+    DigestRows,
+    LeafDifference,
     Shared,
     certain,
     compare,
@@ -115,14 +115,14 @@ class HealthChecks:
             )
         self._compared = done
 
-    def _differences(self, own_rows: Rows, unlike: list[Shared]) -> list[Difference]:
+    def _differences(self, own_rows: DigestRows, unlike: list[Shared]) -> list[LeafDifference]:
         """Differences within `unlike`, by the rows of all devices; only the devices that hold those
         parts send theirs."""
         suspects = {copies for shared in unlike for copies in shared.copies}
         leaves = sorted({copies.leaf for copies in suspects})
         holders = {device for copies in suspects for device in copies.devices}
         sent = {d: row[leaves].tobytes().hex() for d, row in own_rows.items() if d in holders}
-        rows: Rows = {}
+        rows: DigestRows = {}
         for text in all_gather_text(json.dumps(sent)):
             for device, digests in json.loads(text).items():
                 row = rows[int(device)] = np.zeros(len(self._paths), np.uint32)
@@ -149,7 +149,7 @@ class HealthChecks:
         return list(named_leaves(self._session.assembly.abstract))
 
     @cached_property
-    def _rows_of(self) -> Callable[[TrainState], Rows]:
+    def _rows_of(self) -> Callable[[TrainState], DigestRows]:
         session = self._session
         with session.phases.within("compile"):
             program = compile_digests(session.assembly.abstract, session.shardings, session.mesh)
@@ -166,7 +166,7 @@ def _copied(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 
 
-def _describe(leaves: list[Difference], done: int) -> str:
+def _describe(leaves: list[LeafDifference], done: int) -> str:
     lines = []
     for path, devices, by_majority in leaves[:MOST_LEAVES]:
         verdict = "against most others" if by_majority else "one of which is wrong"

@@ -23,7 +23,7 @@ from jaxtrain.step.state import TrainState
 SPREAD = 0x9E3779B1
 """2^32 / golden ratio (Knuth's hashing constant): neighbours get different weights."""
 
-Rows = dict[int, np.ndarray]
+DigestRows = dict[int, np.ndarray]
 """Device id -> a digest for each leaf, uint32."""
 
 
@@ -45,7 +45,7 @@ def digest(x: jax.Array) -> jax.Array:
     return jnp.sum(words * weights, dtype=jnp.uint32)
 
 
-def digests_of(program: jax.stages.Compiled, state: TrainState) -> Rows:
+def digests_of(program: jax.stages.Compiled, state: TrainState) -> DigestRows:
     """Digests of this process's devices, by a compiled program; `state` is kept."""
     shards = program(state).addressable_shards
     return {shard.device.id: np.asarray(shard.data)[0] for shard in shards}
@@ -97,7 +97,7 @@ def copies_of(abstract: TrainState, shardings: TrainState) -> list[Copies]:
     return copies
 
 
-class Difference(NamedTuple):
+class LeafDifference(NamedTuple):
     """Copies of a leaf that differ. by_majority: most of three or more copies agree, and `devices`
     hold the others; else `devices` are all that hold it, and one of them is wrong."""
 
@@ -108,7 +108,7 @@ class Difference(NamedTuple):
 
 def compare(
     rows: Mapping[int, np.ndarray], copies: list[Copies], paths: list[str]
-) -> list[Difference]:
+) -> list[LeafDifference]:
     """Differences between copies. rows: digests of all devices; paths: of the leaves."""
     differences = []
     for leaf, devices, _ in copies:
@@ -119,11 +119,13 @@ def compare(
         usual = max(set(values), key=values.count)
         by_majority = values.count(usual) > len(values) / 2
         wrong = tuple(device for device in devices if not by_majority or digests[device] != usual)
-        differences.append(Difference(paths[leaf], wrong, by_majority))
+        differences.append(LeafDifference(paths[leaf], wrong, by_majority))
     return differences
 
 
-def certain(differences: Iterable[Difference], process_of: Mapping[int, int]) -> tuple[int, ...]:
+def certain(
+    differences: Iterable[LeafDifference], process_of: Mapping[int, int]
+) -> tuple[int, ...]:
     """Processes that certainly have a wrong device. process_of: device id -> its process."""
     wrong = set[int]()
     for difference in differences:
@@ -156,7 +158,7 @@ def shared_copies(copies: list[Copies], process_of: Mapping[int, int]) -> list[S
     return [Shared(processes, tuple(parts)) for processes, parts in groups.items()]
 
 
-def summary(rows: Rows, shared: Shared) -> str:
+def summary(rows: DigestRows, shared: Shared) -> str:
     """Hex digest of shared copies in a process's rows; empty if its devices differ."""
     hasher = hashlib.blake2b(digest_size=8)
     for leaf, devices, _ in shared.copies:

@@ -27,8 +27,8 @@ from jaxtrain.collectives.rounded import Rounded
 from jaxtrain.compression.sums import Choice, program_key
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.models.description import ExpertCall
 from jaxtrain.moe.block_loop import BlockLoop
+from jaxtrain.operations.block import mixtures
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.run.session import Session
 from jaxtrain.step.assembly import Assembly, assemble, try_assemble
@@ -210,7 +210,7 @@ def aspects_of(assembly: Assembly) -> dict[str, Aspect]:
         aspects[f"attention={execution.attention!r}"] = Aspect(
             lambda e, spec: (_with(e, attention=plain), spec), "use another execution.attention"
         )
-    if any(kernel != str(BlockLoop()) for kernel in kernels_of(assembly, ExpertCall) or ()):
+    if any(kernel != str(BlockLoop()) for kernel in kernels_of(assembly, mixtures) or ()):
         aspects[f"grouped_matmul={execution.grouped_matmul!r}"] = Aspect(
             lambda e, spec: (_with(e, grouped_matmul=BlockLoop()), spec),
             "use another execution.grouped_matmul",

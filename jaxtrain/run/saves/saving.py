@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from jaxtrain.run.saves.watch import LossWatch
 from jaxtrain.run.session import Session
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> Checkpoints | None:
@@ -63,18 +64,18 @@ class Saving:
             self.tell(f"DAMAGED {error}{moved}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
-            self._succeeds(lambda: self._save_unless_saved(start, {}, durable=True))
+            self._attempt(lambda: self._save_unless_saved(start, {}, durable=True))
         self._tell_troubles()
 
     def whole_steps(self) -> list[int]:
         """Steps of the durable tier that can be restored, ascending. Waits for the save in
         flight."""
-        self._succeeds(self.manager.wait)
+        self._attempt(self.manager.wait)
         return self.manager.durable.whole_steps()
 
     def due(self, done: int) -> str | None:
         """The tier to save to after `done` steps, or None. First reports failed saves in flight."""
-        self._succeeds(self.manager.poll)
+        self._attempt(self.manager.poll)
         if self.manager.agrees(done):
             jax.block_until_ready(self.session.state)
         return self.manager.should_save(done)
@@ -83,19 +84,13 @@ class Saving:
         """Begins to save the state after `step`, unless it is saved. Returns True if the save has
         begun; reports a failure."""
         if durable:
-            self._succeeds(self.manager.wait)  # what is in flight may be this very step
-        begun = False
-
-        def begin() -> None:
-            nonlocal begun
-            begun = self._save_unless_saved(step, metrics, durable=durable)
-
-        return self._succeeds(begin) and begun
+            self._attempt(self.manager.wait)  # what is in flight may be this very step
+        return bool(self._attempt(lambda: self._save_unless_saved(step, metrics, durable=durable)))
 
     def save_last(self, step: int, metrics: dict[str, float]) -> bool:
         """Saves and waits; False if `step` is saved already. Raises CheckpointError if the save
         fails, since no later one can replace it."""
-        self._succeeds(self.manager.wait)
+        self._attempt(self.manager.wait)
         try:
             begun = self._save_unless_saved(step, metrics, durable=True)
             self.manager.wait()
@@ -135,16 +130,15 @@ class Saving:
             self._first = False
             self.tell(f"the first save held the run up for {self.manager.blocked_s:.3f} s")
 
-    def _succeeds(self, act: Callable[[], Any]) -> bool:
-        """Returns True if `act` succeeded; reports a failure."""
-        failed = False
+    def _attempt(self, act: Callable[[], T]) -> T | None:
+        """Returns what `act` returns; None if it fails, which is reported."""
+        result = None
         try:
-            act()
+            result = act()
         except CheckpointError as error:
-            failed = True
             self.tell(f"NOT SAVED {error}; the run goes on, and its next save tries again")
         self._tell_troubles()
-        return not failed
+        return result
 
     def _tell_troubles(self) -> None:
         for trouble in self.manager.take_troubles():

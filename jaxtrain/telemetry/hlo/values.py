@@ -75,7 +75,7 @@ class Scope:
 
     def looped(self, site: Instruction) -> Scope:
         """The body of the `while` `site`; its turns then count."""
-        return _Loop(self, site).scope
+        return _WhileLoop(self, site).scope
 
     def chosen(self, site: Instruction, turn: Turn) -> int | None:
         """Index of the branch that a conditional takes in `turn`; None if unknown."""
@@ -104,7 +104,7 @@ class Scope:
                 self.value(instruction.operands[0], turn), int(instruction.attributes["index"])
             )
         if instruction.opcode == "while":
-            return _Loop(self, instruction).after(turn)
+            return _WhileLoop(self, instruction).after(turn)
         if instruction.opcode in ("copy-start", "copy-done"):
             value = self.value(instruction.operands[0], turn)
             return (lambda i: value) if instruction.opcode == "copy-start" else _element(value, 0)
@@ -123,7 +123,7 @@ class Scope:
         return _in_range(_computed(instruction, operands), instruction.shapes[0])
 
 
-class _Loop:
+class _WhileLoop:
     """A `while` in its caller's scope, with its state in each turn."""
 
     def __init__(self, caller: Scope, site: Instruction) -> None:

@@ -23,7 +23,7 @@ class LeafShape(NamedTuple):
     real: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """The part of a leaf that is in one tensor.
 
     stack_index: index along the leaf's stacked dims (layers, experts), () if it is not stacked.
@@ -37,14 +37,14 @@ class Piece(NamedTuple):
     offset: int
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a folder: its name, shape, and pieces from left to right. order: as in
     `family.Tensor`."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     order: np.ndarray | None = None
 
 
@@ -61,7 +61,7 @@ def leaf_shapes(config: DecoderConfig) -> dict[str, LeafShape]:
 
 def stored_tensors(
     config: DecoderConfig, rules: Sequence[Tensor], leaves: dict[str, LeafShape]
-) -> list[Stored]:
+) -> list[StoredTensor]:
     """Returns every tensor of this model's folder by these rules, layer by layer."""
     orders = {rule: rule.order(config) for rule in rules if rule.order is not None}
     outer = [_stored(rule, rule.name, "", (), leaves) for rule in rules if not rule.of_layer]
@@ -109,7 +109,7 @@ def _stored(
     index: tuple[int, ...],
     leaves: dict[str, LeafShape],
     order: np.ndarray | None = None,
-) -> Stored | None:
+) -> StoredTensor | None:
     """Returns a rule's tensor, None where the model does not have its leaves."""
     paths = [prefix + leaf for leaf in rule.leaves]
     if not all(path in leaves for path in paths):
@@ -117,11 +117,11 @@ def _stored(
     pieces, offset = [], 0
     for path in paths:
         shape = leaves[path].real[len(index) :]
-        pieces.append(Piece(path, index, shape, offset))
+        pieces.append(TensorPiece(path, index, shape, offset))
         offset += shape[-1]
     ours = (*pieces[0].shape[:-1], offset)
     shape = transpose_last(ours) if rule.transposed else ours
-    return Stored(name, shape, rule.transposed, tuple(pieces), order)
+    return StoredTensor(name, shape, rule.transposed, tuple(pieces), order)
 
 
 def transpose_last(dims: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,8 +22,8 @@ from jaxtrain.weights.huggingface.family import Family
 from jaxtrain.weights.huggingface.folder import FLOATS, Box, Folder
 from jaxtrain.weights.huggingface.layout import (
     LeafShape,
-    Piece,
-    Stored,
+    StoredTensor,
+    TensorPiece,
     leaf_shapes,
     stored_tensors,
     transpose_last,
@@ -110,7 +110,7 @@ def _template_problems(
 
 def _spelling(
     files: Folder, config: DecoderConfig, family: Family, leaves: dict[str, LeafShape]
-) -> list[Stored]:
+) -> list[StoredTensor]:
     """Returns the model's tensors under the names of the folder, by the rules of the family that
     match most of them."""
     rules = [rules for rules in (family.tensors, family.alternatives) if rules]
@@ -149,7 +149,7 @@ def _tied_copy(files: Folder, config: DecoderConfig, family: Family) -> str | No
 
 
 def _tensor_problems(
-    files: Folder, tensors: list[Stored], family: Family, copy: str | None
+    files: Folder, tensors: list[StoredTensor], family: Family, copy: str | None
 ) -> list[str]:
     expected = {tensor.name: tensor.shape for tensor in tensors}
     if copy is not None:
@@ -174,10 +174,10 @@ class _Reader:
     if any."""
 
     def __init__(
-        self, files: Folder, tensors: list[Stored], copy: str | None, left_out: list[str]
+        self, files: Folder, tensors: list[StoredTensor], copy: str | None, left_out: list[str]
     ) -> None:
         self.files, self.copy, self.left_out = files, copy, left_out
-        self.parts: dict[str, list[tuple[Stored, Piece]]] = {}
+        self.parts: dict[str, list[tuple[StoredTensor, TensorPiece]]] = {}
         for tensor in tensors:
             for piece in tensor.pieces:
                 self.parts.setdefault(piece.leaf, []).append((tensor, piece))
@@ -214,7 +214,7 @@ class _Reader:
             out[index] = np.swapaxes(values, -1, -2) if tensor.transposed else values
         return out
 
-    def reordered(self, tensor: Stored, box: Box) -> np.ndarray:
+    def reordered(self, tensor: StoredTensor, box: Box) -> np.ndarray:
         """Returns part `box` of a tensor whose columns are in another order than ours. Reads all
         columns between the first and the last of them."""
         assert tensor.order is not None, "a tensor with an order"
@@ -234,7 +234,7 @@ class _Reader:
                 "they are tied; set tie_word_embeddings to false there"
             )
 
-    def overlaps(self, path: str, box: Box) -> Iterator[tuple[Stored, tuple[Any, ...], Box]]:
+    def overlaps(self, path: str, box: Box) -> Iterator[tuple[StoredTensor, tuple[Any, ...], Box]]:
         """Yields the tensors that overlap `box`: (tensor, index within `box`, box of the tensor in
         our [in, out] layout)."""
         for tensor, piece in self.parts[path]:
@@ -250,5 +250,5 @@ class _Reader:
             yield tensor, target, (*part, (a + piece.offset, b + piece.offset))
 
 
-def _as_stored(tensor: Stored, box: Box) -> Box:
+def _as_stored(tensor: StoredTensor, box: Box) -> Box:
     return transpose_last(box) if tensor.transposed else box

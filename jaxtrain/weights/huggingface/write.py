@@ -20,7 +20,7 @@ from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.weights.huggingface import config as config_file
 from jaxtrain.weights.huggingface.folder import INDEX, SINGLE
-from jaxtrain.weights.huggingface.layout import LeafShape, Stored, leaf_shapes, stored_tensors
+from jaxtrain.weights.huggingface.layout import LeafShape, StoredTensor, leaf_shapes, stored_tensors
 from jaxtrain.weights.huggingface.target import Target, in_the_way
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -122,9 +122,9 @@ def _dtype_problems(dtypes: Sequence[Any]) -> list[str]:
     return [f"dtype is {' and '.join(sorted(names))}; give one of {', '.join(DTYPES)}"]
 
 
-def _files(tensors: list[Stored], itemsize: int, limit: int) -> dict[str, list[Stored]]:
+def _files(tensors: list[StoredTensor], itemsize: int, limit: int) -> dict[str, list[StoredTensor]]:
     """Returns the tensors of each file, in order; a new file where one would exceed the limit."""
-    parts: list[list[Stored]] = []
+    parts: list[list[StoredTensor]] = []
     room = -1
     for tensor in tensors:
         size = _elements(tensor) * itemsize
@@ -139,11 +139,13 @@ def _files(tensors: list[Stored], itemsize: int, limit: int) -> dict[str, list[S
     return {f"{stem}-{i:05}-of-{n:05}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def _elements(tensor: Stored) -> int:
+def _elements(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape)
 
 
-def _texts(files: Mapping[str, list[Stored]], fields: dict[str, Any], size: int) -> dict[str, str]:
+def _texts(
+    files: Mapping[str, list[StoredTensor]], fields: dict[str, Any], size: int
+) -> dict[str, str]:
     """Returns the JSON files that accompany the weights."""
     objects = {config_file.NAME: fields}
     if len(files) > 1:
@@ -156,7 +158,7 @@ def _texts(files: Mapping[str, list[Stored]], fields: dict[str, Any], size: int)
 
 
 def _write_file(
-    target: Target, file: str, tensors: list[Stored], params: Params, dtype: str
+    target: Target, file: str, tensors: list[StoredTensor], params: Params, dtype: str
 ) -> None:
     """Gathers a file's tensors, in which all processes take part, and writes them."""
     arrays: dict[str, np.ndarray] = {}
@@ -191,7 +193,7 @@ def _jitted_index(mesh: Any, dtype: str) -> Any:
 
 def _keep(
     arrays: dict[str, np.ndarray],
-    tensor: Stored,
+    tensor: StoredTensor,
     sources: list[tuple[jax.Array, Index]],
     dtype: str,
 ) -> None:
