@@ -21,8 +21,8 @@ class ExpertCall(Operation):
     expert, for every token. learns: True if the router has a gradient from the loss. rows_of_group:
     tokens that an expert takes from each `routing_group` tokens, None for all.
 
-    tallied: a node counts its choices. sums_loads: each pass also sums them over devices, for an
-    auxiliary loss. bias_rate: change of the router's bias in a node. replay: of recorded routing.
+    tallied: a step counts its choices. sums_loads: each pass also sums them over devices, for an
+    auxiliary loss. bias_rate: change of the router's bias in a step. replay: of recorded routing.
     """
 
     router: Weight

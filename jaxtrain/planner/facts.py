@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxtrain.models.description import ModelDescription, named_by
+from jaxtrain.models.description import ModelDescription
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
@@ -219,4 +219,10 @@ class StepFacts:
     def trains(self, *prefixes: str) -> bool:
         """Returns True if any leaf that matches a prefix is trained
         (`models.description.named_by`)."""
-        return any(leaf.trained and named_by(k, prefixes) for k, leaf in self.leaves.items())
+        named = (self.leaves.get(name) for name in prefixes)
+        if any(leaf is not None and leaf.trained for leaf in named):
+            return True
+        beginnings = tuple(name for name in prefixes if name.endswith("."))
+        return bool(beginnings) and any(
+            leaf.trained and k.startswith(beginnings) for k, leaf in self.leaves.items()
+        )

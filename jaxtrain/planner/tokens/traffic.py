@@ -90,7 +90,7 @@ def forward(
 def forward_to(
     facts: StepFacts, axes: MeshAxes, nodes: Sequence[Node], needed: Iterable[int], why: str
 ) -> Iterator[Sent]:
-    """Yields the collectives of the forward pass for the steps of a chain with these numbers."""
+    """Yields the collectives of the forward pass for the nodes of a chain with these numbers."""
     needed = list(needed)
     inputs = [tensors for number in needed for tensors in nodes[number].scales.inputs]
     collectives = collectives_of(nodes, needed)
